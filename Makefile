@@ -1,0 +1,42 @@
+# make setup    a virtual environment in .venv with all that the other targets need
+# make train    the demo run, resumed where it stopped; ARGS="--plan.dp 2" passes flags on
+# make test     every test but the soaks and those that need a GPU
+# make check    lint, format, types, import order
+# make bench    the peers side by side; BENCH=name picks another module of bench/
+# make clean    remove the environment and what the tools cached; runs are kept
+
+PYTHON ?= python3
+ARGS ?=
+BENCH ?= peers
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup train test check bench clean
+
+setup: $(STAMP)
+
+# torch goes first and by itself, so that the build installed here decides and not the one a dependent would pull in.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+train: setup
+	$(BIN)/superstep train --state.existing resume $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: setup
+	$(BIN)/python -m bench.$(BENCH) $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,169 @@
+"""simulate: the program on a clock.
+
+Each rank issues its instructions in order; the next one is issued when the compute before it has finished. A
+fetch or a reduction starts when it is issued and its lane is free. A transfer starts when it is sent, its
+receive is posted and its channel (from, to, wire) is free. Compute starts when everything that it waits for
+has arrived. Ties and the step start when every rank that takes part has come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from superstep.program.check import issue_order
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Lane,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Step,
+    Tie,
+    Wire,
+    lane,
+)
+from superstep.program.timeline import Arrival, Timeline, TimelineEvent, brings, waits_for
+
+Place: TypeAlias = tuple[int, int]
+Channel: TypeAlias = tuple[int, int, Wire]
+
+
+class Durations(Protocol):
+    """Seconds of an instruction on a pipeline rank. A transfer takes those of its Send."""
+
+    def __call__(self, instruction: Instruction, rank: int, /) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """What one unit takes; ``transfer_s`` is the way of its input, or the gradient's, between two ranks."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+    fetch_s: float = 0.0
+    reduce_s: float = 0.0
+    settle_s: float = 0.0
+    tie_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerUnit:
+    """Durations that depend on the unit alone."""
+
+    units: tuple[UnitSeconds, ...]
+    reduce_partial_s: float = 0.0
+    step_s: float = 0.0
+
+    def __call__(self, instruction: Instruction, rank: int, /) -> float:
+        """The seconds of one instruction, the same on every rank."""
+        match instruction:
+            case Forward(unit):
+                return self.units[unit].forward_s
+            case Recompute(unit):
+                return self.units[unit].recompute_s
+            case Backward(unit):
+                return self.units[unit].backward_s
+            case Fetch(unit):
+                return self.units[unit].fetch_s
+            case Reduce(unit):
+                return self.units[unit].reduce_s
+            case Settle(unit):
+                return self.units[unit].settle_s
+            case Tie(unit):
+                return self.units[unit].tie_s
+            case Send(_, unit) | Recv(_, unit):
+                return self.units[unit].transfer_s
+            case ReducePartial():
+                return self.reduce_partial_s
+            case Step():
+                return self.step_s
+            case Free():
+                return 0.0
+
+
+def simulate(program: Program, durations: Durations) -> Timeline:
+    """When each instruction of a checked program would run; the clock starts at 0.
+
+    Raises:
+        InvalidProgram: some ranks wait for ever.
+    """
+    run = _Run(program, durations)
+    for places in issue_order(program):
+        run.issue(places)
+    return Timeline(program, tuple(sorted(run.events, key=lambda e: (e.start_s, e.rank, e.index))))
+
+
+class _Run:
+    """The clocks of all ranks, lanes and channels."""
+
+    def __init__(self, program: Program, durations: Durations) -> None:
+        self.program = program
+        self.durations = durations
+        self.events: list[TimelineEvent] = []
+        self.clock_s = [0.0] * program.pp
+        self.lane_free_s: dict[tuple[int, Lane], float] = {}
+        self.channel_free_s: dict[Channel, float] = {}
+        self.came_s: list[dict[Arrival, float]] = [{} for _ in range(program.pp)]
+        self.waiting: dict[tuple[Channel, int, int], tuple[Place, Instruction, float]] = {}
+
+    def issue(self, places: tuple[Place, ...]) -> None:
+        """Run one instruction, on all of its places."""
+        place = places[0]
+        i = self.program.ranks[place[0]][place[1]]
+        match i:
+            case Fetch() | Reduce():
+                self._beside(place, i)
+            case Send() | Recv():
+                self._transfer(place, i)
+            case _:
+                self._compute(places, i)
+
+    def _compute(self, places: tuple[Place, ...], i: Instruction) -> None:
+        needed = waits_for(self.program, i)
+        start_s = max(
+            max([self.clock_s[rank], *(self.came_s[rank].get(arrival, 0.0) for arrival in needed)])
+            for rank, _ in places
+        )
+        end_s = start_s + max(self.durations(i, rank) for rank, _ in places)
+        for rank, index in places:
+            self.clock_s[rank] = end_s
+            self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
+
+    def _beside(self, place: Place, i: Fetch | Reduce) -> None:
+        rank = place[0]
+        start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
+        end_s = start_s + self.durations(i, rank)
+        self.lane_free_s[rank, lane(i)] = end_s
+        self._came(place, i, start_s, end_s)
+
+    def _transfer(self, place: Place, i: Send | Recv) -> None:
+        """The end that comes first waits here for the other."""
+        rank = place[0]
+        channel = (rank, i.peer, i.wire) if isinstance(i, Send) else (i.peer, rank, i.wire)
+        other = self.waiting.pop((channel, i.unit, i.microbatch), None)
+        if other is None:
+            self.waiting[channel, i.unit, i.microbatch] = (place, i, self.clock_s[rank])
+            return
+        other_place, other_i, other_s = other
+        start_s = max(self.clock_s[rank], other_s, self.channel_free_s.get(channel, 0.0))
+        send = i if isinstance(i, Send) else other_i
+        end_s = start_s + self.durations(send, channel[0])
+        self.channel_free_s[channel] = end_s
+        self._came(place, i, start_s, end_s)
+        self._came(other_place, other_i, start_s, end_s)
+
+    def _came(self, place: Place, i: Instruction, start_s: float, end_s: float) -> None:
+        if arrival := brings(i):
+            self.came_s[place[0]][arrival] = end_s
+        self.events.append(TimelineEvent(*place, i, start_s, end_s))

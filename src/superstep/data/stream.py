@@ -1,0 +1,156 @@
+"""Stream: one split of a corpus as global batches, at any position.
+
+The position is one cursor: the number of samples consumed since the start. With n sequences in an epoch,
+sample s is sequence ``permute(s mod n)`` of epoch ``s div n``. So what comes next depends on the seed and the
+cursor alone, never on how many ranks read or have read::
+
+    cursor 30, 4 sequences in the batch      rank 0 of 2        rank 1 of 2
+    samples 30 31 32 33                      rows 0:2 = 30 31   rows 2:4 = 32 33
+
+Dims: B the rows asked for, S sequence_tokens, N any number of sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from superstep.data.order import permute
+from superstep.data.tokens import Corpus, Split, SplitName
+from superstep.numerics.loss import IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some rows of a global batch.
+
+    Attributes:
+        tokens_BS: int64 ids.
+        targets_BS: int64, the id that follows each token; IGNORE where there is no loss.
+        valid_tokens: targets with a loss in the *whole* global batch, whatever rows these are: its divisor.
+    """
+
+    tokens_BS: Tensor  # noqa: N815 - the suffix names the dims
+    targets_BS: Tensor  # noqa: N815
+    valid_tokens: int
+
+
+class Cut(Protocol):
+    """How a split is cut into numbered sequences."""
+
+    @property
+    def sequences(self) -> int: ...
+
+    def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
+        """Writes the ids of a sequence and its targets; padding and its IGNORE are there already."""
+        ...
+
+    def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
+        """Targets with a loss in these sequences together, found without reading a token."""
+        ...
+
+
+class PackedCut:
+    """One stream of documents, cut every S tokens. A sequence's last target is the next one's first token."""
+
+    def __init__(self, split: Split, sequence_tokens: int) -> None:
+        self._tokens = split.tokens
+        self._length = sequence_tokens
+        self.sequences = (len(split.tokens) - 1) // sequence_tokens
+
+    def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
+        start = number * self._length
+        tokens_S[:] = self._tokens[start : start + self._length]
+        targets_S[:] = self._tokens[start + 1 : start + 1 + self._length]
+
+    def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
+        return len(numbers_N) * self._length
+
+
+class DocumentCut:
+    """Each document on its own, cut every S tokens, the last piece padded.
+
+    A document of L tokens has L - 1 tokens with a target, hence ceil((L - 1) / S) pieces, each with a target.
+    """
+
+    def __init__(self, split: Split, sequence_tokens: int) -> None:
+        self._split = split
+        self._length = sequence_tokens
+        targets = np.diff(split.bounds) - 1
+        self._targets = targets
+        self._pieces_before = np.concatenate(([0], np.cumsum(-(-targets // sequence_tokens))))
+        self.sequences = int(self._pieces_before[-1])
+
+    def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
+        documents, starts, targets = self._locate(np.array([number]))
+        start, valid = int(self._split.bounds[documents[0]] + starts[0]), int(targets[0])
+        piece = self._split.tokens[start : start + valid + 1]
+        tokens_S[:valid] = piece[:-1]
+        targets_S[:valid] = piece[1:]
+
+    def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
+        return int(self._locate(numbers_N)[2].sum())
+
+    def _locate(self, numbers_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Of each piece: its document, where in the document it starts, and how many targets it has."""
+        documents_N = np.searchsorted(self._pieces_before, numbers_N, side="right") - 1
+        starts_N = (numbers_N - self._pieces_before[documents_N]) * self._length
+        return documents_N, starts_N, np.minimum(self._targets[documents_N] - starts_N, self._length)
+
+
+class Stream:
+    """One split of a corpus as global batches. Reading changes nothing: any batch can be read at any time."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        split: SplitName,
+        *,
+        sequence_tokens: int,
+        packed: bool,
+        batch_sequences: int,
+        seed: int,
+    ) -> None:
+        files = corpus.train if split == "train" else corpus.validation
+        self._cut: Cut = (PackedCut if packed else DocumentCut)(files, sequence_tokens)
+        self._padding = corpus.manifest.end_of_text
+        self._is_shuffled = split == "train"
+        self._seed = seed
+        self.sequence_tokens = sequence_tokens
+        self.batch_sequences = batch_sequences
+        assert self.sequences > 0, (
+            f"{split} has no {sequence_tokens} tokens and a target; prepare refuses that"
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Distinct sequences: what one epoch shows once."""
+        return self._cut.sequences
+
+    def batch(self, sample: int, rows: slice) -> Batch:
+        """These rows of the global batch that starts at cursor ``sample``. A batch may span epochs."""
+        numbers = self._numbers(sample)
+        chosen = numbers[rows]
+        tokens_BS = np.full((len(chosen), self.sequence_tokens), self._padding, np.int64)
+        targets_BS = np.full_like(tokens_BS, IGNORE)
+        for row, number in enumerate(chosen):
+            self._cut.read(int(number), tokens_BS[row], targets_BS[row])
+        valid_tokens = self._cut.valid_tokens(numbers)
+        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), valid_tokens)
+
+    def _numbers(self, sample: int) -> NDArray[np.int64]:
+        """The sequence numbers of the global batch: shuffled for training, in plain order for validation."""
+        assert sample >= 0, f"cursor {sample} lies before the start"
+        epochs, positions = np.divmod(np.arange(sample, sample + self.batch_sequences), self.sequences)
+        if not self._is_shuffled:
+            return positions
+        numbers = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            numbers[here] = permute(positions[here], self.sequences, seed=self._seed, epoch=int(epoch))
+        return numbers

@@ -1,0 +1,73 @@
+"""The one tree of errors.
+
+    SuperstepError
+    ├── UserError             exit status 2: something the user can mend; one line says how
+    │   ├── ConfigError       a field of the configuration
+    │   ├── DataError         a corpus, a tokenizer, a token file
+    │   └── StateError        a run directory or checkpoint that is not what was asked for
+    └── Fault                 exit status 1: something broke at run time; names rank, step, instruction
+
+A broken internal rule is an ``assert``: that is our bug, never the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SuperstepError(Exception):
+    """The root: everything Superstep raises on purpose."""
+
+    exit_status: int = 1
+
+
+class UserError(SuperstepError):
+    """A mistake that the user can mend. The message names the field, the value, the rule and what would work."""
+
+    exit_status: int = 2
+
+
+class ConfigError(UserError):
+    """A field of the configuration has a value that cannot work."""
+
+
+class DataError(UserError):
+    """A corpus, tokenizer or token file cannot be used."""
+
+
+class StateError(UserError):
+    """A run directory or a checkpoint is not what was asked for."""
+
+
+class Fault(SuperstepError):
+    """Something broke at run time.
+
+    ``rank`` and ``step`` are -1 and ``instruction`` is empty where they are not known.
+    """
+
+    exit_status: int = 1
+
+    def __init__(self, message: str, *, rank: int = -1, step: int = -1, instruction: str = "") -> None:
+        where = [
+            text
+            for text, known in (
+                (f"rank {rank}", rank >= 0),
+                (f"step {step}", step >= 0),
+                (f"instruction {instruction}", bool(instruction)),
+            )
+            if known
+        ]
+        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+        self.rank = rank
+        self.step = step
+        self.instruction = instruction
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the closest known word, else the whole list of choices."""
+    choices = list(known)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; choose one of {', '.join(choices)}."

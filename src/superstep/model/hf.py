@@ -1,0 +1,139 @@
+"""Weights in and out of a folder as Hugging Face writes it: safetensors by global name, and a config.json.
+
+folder/config.json
+folder/model.safetensors                           all tensors, or
+folder/model.safetensors.index.json                which file holds which tensor, and
+folder/model-00001-of-00004.safetensors ...        those files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superstep.errors import StateError
+from superstep.plan.shape import ModelShape, to_hf_config
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file. Indexing it, as one would index the tensor, reads that part alone."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
+
+
+class Weights(Mapping[str, StoredTensor]):
+    """The tensors of a folder by global name, none of them read yet. The files stay mapped while it lives."""
+
+    def __init__(self, path: Path, file_of: Mapping[str, Any]) -> None:
+        self.path = path
+        self._file_of = file_of
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        stored: StoredTensor = self._file_of[name].get_slice(name)
+        return stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights in a folder, or in one safetensors file, ready to be read slice by slice.
+
+    Raises:
+        StateError: there are none, or they cannot be read.
+    """
+    index = path / INDEX
+    try:
+        if path.is_file():
+            files = [path]
+        elif index.is_file():
+            files = [
+                path / name
+                for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            ]
+        else:
+            files = [path / FILE]
+        opened = [safe_open(file, framework="pt", device="cpu") for file in files]
+    except OSError as error:
+        raise StateError(
+            f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}."
+        ) from error
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
+    return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
+
+
+def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Holds a folder's tensors against the global shapes of a model's.
+
+    Raises:
+        StateError: tensors are missing, unknown or of another shape, or the head of a tied model is not tied.
+    """
+    faults = {
+        "missing": [name for name in shapes if name not in weights],
+        "not of this model": [name for name in weights if name not in shapes and not _is_spare(name)],
+        "of another shape": [
+            f"{name} {weights[name].get_shape()}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in weights and weights[name].get_shape() != list(shape)
+        ],
+    }
+    if any(faults.values()):
+        told = "; ".join(f"{what}: {_first(names)}" for what, names in faults.items() if names)
+        raise StateError(f"{weights.path}: {told}. Set model.name to the config.json beside these weights.")
+    # Some tied checkpoints store the head a second time.
+    if _HEAD in weights and _HEAD not in shapes and not torch.equal(weights[_HEAD][:], weights[_EMBED][:]):
+        raise StateError(
+            f"{weights.path}: {_HEAD} differs from {_EMBED}, so they are not tied; set model.tied = false."
+        )
+
+
+def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fills whole tensors, given by global name, in place; the stored dtype is cast to theirs.
+
+    Raises:
+        StateError: the folder's tensors are not these. Nothing has been filled then.
+    """
+    weights = open_weights(path)
+    check_weights(weights, {name: tensor.shape for name, tensor in tensors.items()})
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(weights[name][:])
+
+
+def save_weights(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
+    """Writes whole tensors, given by global name, as a folder that Hugging Face's loaders read."""
+    path.mkdir(parents=True, exist_ok=True)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    config = {**to_hf_config(shape), "torch_dtype": dtype}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # A reader sees the old file or the new one, never half of it.
+    unfinished = path / f"{FILE}.unfinished"
+    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished, {"format": "pt"})
+    unfinished.replace(path / FILE)
+    (path / INDEX).unlink(missing_ok=True)
+
+
+def _is_spare(name: str) -> bool:
+    """Whether a checkpoint may hold this tensor for nothing: old Llama files store the rotary frequencies."""
+    return name == _HEAD or name.endswith("rotary_emb.inv_freq")
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

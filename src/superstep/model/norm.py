@@ -1,0 +1,55 @@
+"""RMSNorm, and its gradient written out for eager mode on a CPU.
+
+    y = w · x · r,   r = 1 / sqrt(mean(x²) + eps)               over the last dim
+    dx = r · (g · w) - x · r³ · sum(g · w · x) / D,   dw = sum over rows of g · x · r
+
+Torch has a fused kernel for this on a GPU, and a compiler makes one. On a CPU it runs the textbook line op by
+op, and its backward is the slow part: forward and backward of [1024, 512] took 4.8 ms in fp32 and 4.4 ms in
+bf16 on one Sapphire Rapids core, against 1.6 ms and 2.6 ms as written here (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dim (Zhang 2019). Statistics are fp32 whatever the dtype of ``x``."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return cast(Tensor, _EagerRMSNorm.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _EagerRMSNorm(torch.autograd.Function):
+    """The formulas above in as few passes over memory as eager torch allows; fp32 inside, rounded once."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        # One pass for the sum of squares; wide.square().mean() would write the squares out first.
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (wide * r).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        wide, grad, weight_wide = x.float(), grad.float(), weight.float()
+        scratch = grad * wide
+        shift = (scratch @ weight_wide).unsqueeze(-1) * r**3 / -x.shape[-1]
+        dweight = r.flatten() @ scratch.flatten(0, -2)
+        dx = torch.mul(grad, weight_wide, out=scratch).mul_(r).addcmul_(wide, shift)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None

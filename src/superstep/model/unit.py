@@ -1,0 +1,62 @@
+"""What the engine knows of a model: a list of units, and for each parameter its name, axes and first values.
+
+A unit is the piece that a pipeline stage holds whole and that ZeRO-3 fetches whole: the embedding, one block,
+the head. Its module takes one tensor and returns one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter of a unit, as the rest of the engine knows it."""
+
+    name: str
+    """The global tensor's Hugging Face name, e.g. ``model.layers.3.self_attn.q_proj.weight``. Two units that
+    name the same tensor share it: they are tied."""
+    axes: tuple[str | None, ...]
+    """A logical axis for each dim, e.g. ``("heads", "embed")``; None where a dim has none."""
+    std: float | None
+    """The first values are normal(0, std); None means ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """One unit of a model: how to make it, and what its parameters are."""
+
+    name: str
+    """``embed``, ``block.0``, ..., ``head``: also where the unit's module stands inside the whole decoder."""
+    build: Callable[[], nn.Module]
+    """Makes the module, on the device of the ``with torch.device(...)`` around it."""
+    params: Mapping[str, ParamSpec]
+    """For each parameter of the module, by its name there, what it is globally."""
+
+
+def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
+    """The first values of the whole global tensor, fp32 on the CPU.
+
+    They are a function of the seed and the global name alone, so every layout starts with the same bits: a
+    rank draws the whole tensor and keeps its slice.
+    """
+    if spec.std is None:
+        return torch.ones(*shape, dtype=torch.float32, device="cpu")
+    digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
+    values = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, spec.std, generator=generator)
+
+
+def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, nn.Parameter]:
+    """The parameters of a whole model, which holds each unit under its name, by their global names."""
+    return {
+        spec.name: whole.get_parameter(f"{unit.name}.{local}")
+        for unit in units
+        for local, spec in unit.params.items()
+    }

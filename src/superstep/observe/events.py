@@ -1,0 +1,144 @@
+"""What a run reports, as values, and the one seam they pass through.
+
+    RunStarted  [Resumed]  (StepDone | Evaluated | Saved)*  RunFinished
+        │
+        ▼
+      Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
+
+``step`` counts finished steps: the first step of a run reports 1, and an event of step k speaks of the state
+after k steps. A run that is resumed at step k goes on with step k + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """A run begins, or goes on in a new process."""
+
+    name: ClassVar[str] = "started"
+    run: str
+    """The run directory."""
+    plan: str
+    """The plan on one line."""
+    parameters: int
+    world: int
+    """Ranks in all."""
+    steps: int
+    """Steps of the whole run."""
+    unigram_entropy: float | None = None
+    """Nats per token of the validation text under its token frequencies: the best loss without context."""
+    predicted_step_s: float | None = None
+    predicted_memory_bytes: int | None = None
+    """The highest predicted peak of any rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The run goes on from the state after ``step`` steps; what was reported of later steps is void."""
+
+    name: ClassVar[str] = "resumed"
+    step: int
+    path: str
+    """The checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """One optimizer step."""
+
+    name: ClassVar[str] = "step"
+    step: int
+    loss: float
+    """Nats per valid token, mean over the global batch."""
+    lr: float
+    grad_norm: float
+    """The global norm before clipping."""
+    tokens: int
+    """Valid tokens of this step's global batch."""
+    tokens_per_s: float
+    step_s: float
+    """The whole step, the wait for its batch included."""
+    data_s: float
+    """The part of ``step_s`` that was spent waiting for the batch."""
+    mfu: float | None
+    """Model FLOPs over peak FLOPs, as a share of 1; none where the peak is not known."""
+    memory_bytes: int
+    """The highest peak of any rank so far."""
+    elapsed_s: float
+    """Seconds since this process began to train."""
+    tokens_seen: int
+    """Valid tokens since step 0, resumed or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The validation loss after ``step`` steps."""
+
+    name: ClassVar[str] = "evaluated"
+    step: int
+    loss: float
+    """Nats per valid token."""
+    bits_per_byte: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint is whole on disk."""
+
+    name: ClassVar[str] = "saved"
+    step: int
+    path: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """The last step is done, evaluated and saved."""
+
+    name: ClassVar[str] = "finished"
+    step: int
+    elapsed_s: float
+    tokens_seen: int
+
+
+Event = RunStarted | Resumed | StepDone | Evaluated | Saved | RunFinished
+
+
+class Sink(Protocol):
+    """Where events go."""
+
+    def write(self, event: Event) -> None:
+        """Take one event; an event that says nothing to this sink is passed over.
+
+        Raises:
+            Fault: the sink cannot keep it.
+        """
+
+    def close(self) -> None:
+        """Release what the sink holds. A second call does nothing."""
+
+
+class Fanout:
+    """One sink made of several; they are written in order and closed in reverse."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, event: Event) -> None:
+        """Write to each sink."""
+        for sink in self._sinks:
+            sink.write(event)
+
+    def close(self) -> None:
+        """Close every sink, whatever the others raise."""
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)

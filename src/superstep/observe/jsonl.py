@@ -1,0 +1,110 @@
+"""metrics.jsonl: one JSON object a line for each event, its kind under the key ``event``.
+
+    {"event": "step", "step": 12, "loss": 6.02, "lr": 0.0012, ...}
+    {"event": "saved", "step": 12, "path": "runs/demo/checkpoints/12", ...}
+
+A killed run leaves at most its last line torn. A resumed run first drops that line and the lines of the steps
+that it will do again, so that the file reads as if the run had never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from superstep.observe.append import AppendFile, unwritable
+from superstep.observe.events import Event, Resumed, RunStarted
+
+
+class JsonLines:
+    """The sink that keeps every event in one file."""
+
+    def __init__(self, path: Path) -> None:
+        """Goes on after what ``path`` holds.
+
+        Raises:
+            Fault: the file cannot be opened.
+        """
+        self._path = path
+        self._file = AppendFile(path)
+        if _is_torn(path):
+            self._file.append(b"\n")
+
+    def write(self, event: Event) -> None:
+        """Append the event's line; ``Resumed`` first drops the lines of later steps.
+
+        Raises:
+            Fault: the disk is full or broken.
+        """
+        if isinstance(event, Resumed):
+            self._file.close()
+            drop_after(self._path, event.step)
+            self._file = AppendFile(self._path)
+        self._file.append(line(event), step=-1 if isinstance(event, RunStarted) else event.step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def line(event: Event) -> bytes:
+    """The event as one line of valid JSON. NaN and the infinities, which JSON lacks, become null."""
+    fields = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(event).items()
+    }
+    return json.dumps({"event": event.name} | fields, allow_nan=False).encode() + b"\n"
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The file's objects, in order; torn lines are passed over."""
+    with path.open("rb") as file:
+        for text in file:
+            if (found := _parse(text)) is not None:
+                yield found
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after ``step``, and torn lines; the others keep their bytes.
+
+    The kept lines go to a file beside it, which takes its name once it is safe on disk: a crash leaves either
+    the old file or the new one.
+
+    Raises:
+        Fault: the disk is full or broken; the old file is whole.
+    """
+    beside = path.with_name(path.name + ".new")
+    try:
+        with path.open("rb") as old, beside.open("wb") as new:
+            for text in old:
+                found = _parse(text)
+                if found is not None and found.get("step", 0) <= step:
+                    new.write(text if text.endswith(b"\n") else text + b"\n")
+            new.flush()
+            os.fsync(new.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise unwritable(path, error, step=step) from error
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line lacks its end."""
+    with path.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        if length == 0:
+            return False
+        file.seek(length - 1)
+        return file.read(1) != b"\n"

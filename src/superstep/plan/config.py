@@ -1,0 +1,166 @@
+"""RunConfig: everything a run is told, as frozen values.
+
+A field that is ``None`` is automatic: ``resolve`` fills it into a new value, which is saved with the run. The
+presence of a value turns a feature on; there are no ``enable`` flags and no special numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first"]
+Recompute = Literal["none", "selective", "full"]
+Dtype = Literal["fp32", "bf16"]
+Decay = Literal["cosine", "wsd"]
+Existing = Literal["refuse", "resume", "new"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which decoder. A field left out keeps what the named size says."""
+
+    name: str = "demo"
+    """A named size (demo, llama3-8b, qwen3-0.6b, ...) or the path of a Hugging Face config.json."""
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    tied: bool | None = None
+    """Whether the head uses the embedding's matrix."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised per head (Qwen3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which text, and how it becomes sequences of tokens."""
+
+    corpus: tuple[str, ...] = ()
+    """Text files, folders, .jsonl or .parquet files; none means the text of Python's standard library."""
+    tokenizer: str | None = None
+    """A tokenizer.json; none trains a byte-level BPE of the model's vocabulary on the corpus."""
+    text_field: str = "text"
+    """The field of a JSONL object, or the column of a parquet file, that holds the text."""
+    sequence_tokens: int = 256
+    """Tokens in a sequence."""
+    packed: bool = True
+    """True cuts one stream of documents into full sequences; false pads each document's own sequences."""
+    validation_fraction: float = 0.02
+    """The share of the documents that is held out."""
+    cache: str | None = None
+    """Where token files are kept; none means the folder `data` of the run directory."""
+    prefetch_steps: int = 2
+    """Batches read ahead in the background."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The optimisation: what changes the result, whatever the layout."""
+
+    steps: int = 600
+    batch_sequences: int = 16
+    """Sequences in the global batch of one step."""
+    lr: float = 3e-3
+    warmup_steps: int = 30
+    decay: Decay = "cosine"
+    """cosine, or wsd: warm up, stay, then fall linearly over the last `decay_steps`."""
+    decay_steps: int | None = None
+    """wsd only: steps of the final fall; none means a fifth of the steps."""
+    min_lr_ratio: float = 0.1
+    """The last learning rate as a share of `lr`."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """The largest global gradient norm; larger gradients are scaled down to it."""
+    seed: int = 0
+    eval_every: int = 100
+    """Steps between validations; the last step is always followed by one."""
+    eval_batches: int = 8
+    """Global batches in one validation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """The layout: how the work is split. It changes the cost of a step, never its result."""
+
+    pp: int = 1
+    """Pipeline ranks."""
+    dp: int | None = None
+    """Data-parallel ranks; none takes what the launched ranks leave."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    zero: int = 0
+    """0 replicates over dp; 1 shards the optimizer, 2 gradients too, 3 parameters too (Rajbhandari 2020)."""
+    schedule: Schedule | None = None
+    """The order of microbatches through the stages; none means 1f1b, or interleaved where chunks > 1."""
+    chunks: int = 1
+    """Stages on each pipeline rank (the v of Narayanan 2021)."""
+    microbatch: int | None = None
+    """Sequences that go through the model at once on one data-parallel rank; none takes the largest that
+    gives each pipeline rank work."""
+    microbatch_group: int | None = None
+    """breadth-first and interleaved: microbatches that pass a stage before the next stage's turn."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping."""
+    sequence_parallel: bool = True
+    """With tp > 1, split what lies between tensor-parallel regions over the sequence (Korthikanti 2022)."""
+    prefetch: int = 1
+    """ZeRO-3: units fetched ahead of their use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsConfig:
+    """Number formats."""
+
+    compute: Dtype = "fp32"
+    """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
+    compile: bool = False
+    """Compile each unit with torch.compile (needs a C++ compiler on a CPU)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateConfig:
+    """Where the run lives, and what is kept of it."""
+
+    dir: str = "runs/demo"
+    """The run directory."""
+    existing: Existing = "refuse"
+    """What to do where the run directory holds a run: refuse, resume it, or start a new one beside it."""
+    save_every: int = 200
+    """Steps between checkpoints; the last step is always followed by one."""
+    keep: int = 2
+    """Checkpoints kept; older ones are deleted once a newer one is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """What is reported."""
+
+    tensorboard: bool = True
+    log_every: int = 10
+    """Steps between lines where the output is no terminal."""
+    peak_flops: float | None = None
+    """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run, whole."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

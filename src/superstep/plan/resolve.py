@@ -1,0 +1,286 @@
+"""resolve: what is automatic is filled in, and what cannot work is refused with the choices that can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.mesh import MeshShape
+from superstep.plan.shape import ModelShape, shape_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A layout with nothing left open: what the program is compiled from.
+
+    Attributes:
+        stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
+        microbatches: microbatches of one data-parallel rank in a step.
+        microbatch: sequences in a microbatch.
+        params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
+        recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
+    """
+
+    mesh: MeshShape
+    zero: int
+    schedule: Schedule
+    chunks: int
+    stages: tuple[tuple[int, ...], ...]
+    microbatches: int
+    microbatch: int
+    microbatch_group: int
+    recompute: Recompute
+    sequence_parallel: bool
+    prefetch: int
+    units: tuple[str, ...]
+    params: tuple[tuple[int, ...], ...]
+    recomputed: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A run ready to compile: the configuration with every automatic field filled, the shape and the plan."""
+
+    config: RunConfig
+    shape: ModelShape
+    plan: Plan
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def resolve(config: RunConfig, world: int | None = None) -> Resolved:
+    """Fill what is automatic and check everything together.
+
+    Args:
+        config: what the user asked for.
+        world: ranks that are already launched, or None where the plan decides.
+
+    Raises:
+        ConfigError: naming the field, the value, the rule and the choices that work.
+    """
+    shape = shape_of(config.model)
+    _check_ranges(config)
+    plan = _fill(config, shape, world)
+    _check_tensor_parallel(config, shape, plan)
+    assert plan.dp is not None
+    assert plan.microbatch is not None
+    assert plan.schedule is not None
+    assert plan.microbatch_group is not None
+    names = ("embed", *(f"block.{i}" for i in range(shape.layers)), "head")
+    last = len(names) - 1
+    full = Plan(
+        mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp),
+        zero=plan.zero,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        stages=split_stages(len(names), plan.pp * plan.chunks),
+        microbatches=config.train.batch_sequences // (plan.dp * plan.microbatch),
+        microbatch=plan.microbatch,
+        microbatch_group=plan.microbatch_group,
+        recompute=plan.recompute,
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+        prefetch=plan.prefetch,
+        units=names,
+        params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
+        recomputed=tuple(0 < u < last for u in range(len(names))),
+    )
+    return Resolved(config=replace(config, plan=plan), shape=shape, plan=full)
+
+
+def split_stages(units: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Units in runs as even as can be.
+
+    The first stage also has the first unit (the embedding) and the last stage the last one (the head), so the
+    blocks in between are what is shared out; the middle stages take what is over.
+    """
+    if stages == 1:
+        return (tuple(range(units)),)
+    blocks = units - 2
+    share, over = divmod(blocks, stages)
+    # The head is the dearest unit and the embedding next: the last and first stage get an extra block last.
+    order = [*range(1, stages - 1), 0, stages - 1]
+    counts = [share] * stages
+    for stage in order[:over]:
+        counts[stage] += 1
+    counts[0] += 1
+    counts[-1] += 1
+    found, start = [], 0
+    for count in counts:
+        found.append(tuple(range(start, start + count)))
+        start += count
+    return tuple(found)
+
+
+def _check_ranges(config: RunConfig) -> None:
+    at_least: dict[str, tuple[float, float]] = {
+        "data.sequence_tokens": (config.data.sequence_tokens, 2),
+        "data.prefetch_steps": (config.data.prefetch_steps, 1),
+        "train.steps": (config.train.steps, 1),
+        "train.batch_sequences": (config.train.batch_sequences, 1),
+        "train.warmup_steps": (config.train.warmup_steps, 0),
+        "train.eval_every": (config.train.eval_every, 1),
+        "train.eval_batches": (config.train.eval_batches, 1),
+        "train.weight_decay": (config.train.weight_decay, 0),
+        "train.seed": (config.train.seed, 0),
+        "state.save_every": (config.state.save_every, 1),
+        "state.keep": (config.state.keep, 1),
+        "observe.log_every": (config.observe.log_every, 1),
+        "plan.chunks": (config.plan.chunks, 1),
+        "plan.prefetch": (config.plan.prefetch, 0),
+        "plan.pp": (config.plan.pp, 1),
+        "plan.tp": (config.plan.tp, 1),
+        "plan.cp": (config.plan.cp, 1),
+        "plan.ep": (config.plan.ep, 1),
+        "plan.dp": (1 if config.plan.dp is None else config.plan.dp, 1),
+        "plan.microbatch": (1 if config.plan.microbatch is None else config.plan.microbatch, 1),
+        "plan.microbatch_group": (
+            1 if config.plan.microbatch_group is None else config.plan.microbatch_group,
+            1,
+        ),
+        "train.decay_steps": (1 if config.train.decay_steps is None else config.train.decay_steps, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if not value >= least:
+            raise ConfigError(f"{name} = {value} must be at least {least:g}.")
+    above_zero = {
+        "train.lr": config.train.lr,
+        "train.clip_norm": config.train.clip_norm,
+        "train.eps": config.train.eps,
+        "observe.peak_flops": 1.0 if config.observe.peak_flops is None else config.observe.peak_flops,
+    }
+    for name, value in above_zero.items():
+        if not value > 0:
+            raise ConfigError(f"{name} = {value} must be above 0.")
+    shares = {
+        "train.beta1": config.train.beta1,
+        "train.beta2": config.train.beta2,
+        "data.validation_fraction": config.data.validation_fraction,
+    }
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name} = {value} must be at least 0 and below 1.")
+    if not 0 <= config.train.min_lr_ratio <= 1:
+        raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
+    if config.plan.zero not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3]."
+        )
+
+
+def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
+    plan = config.plan
+    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
+        if getattr(plan, axis) > 1:
+            degree = getattr(plan, axis)
+            raise ConfigError(f"plan.{axis} = {degree}: {what} arrives later; set plan.{axis} to 1.")
+    plan = replace(plan, dp=_data_parallel(plan, world))
+    stages = plan.pp * plan.chunks
+    if shape.layers < stages:
+        # Where even one rank cannot have so many chunks, it is the chunks that must come down.
+        field, other = (
+            ("pp", plan.chunks) if plan.chunks <= shape.layers else ("chunks", min(plan.pp, shape.layers))
+        )
+        raise ConfigError(
+            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and model.layers = "
+            f"{shape.layers}; set plan.{field} to one of {list(range(1, shape.layers // other + 1))}."
+        )
+    schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
+    if plan.chunks > 1 and schedule in ("gpipe", "1f1b"):
+        raise ConfigError(
+            f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; "
+            "set plan.chunks to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
+        )
+    plan = replace(plan, schedule=schedule)
+    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
+    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
+
+
+def _data_parallel(plan: PlanConfig, world: int | None) -> int:
+    others = plan.pp * plan.cp * plan.tp
+    if plan.dp is None:
+        if world is not None and world % others:
+            raise ConfigError(
+                f"plan.pp · plan.tp = {others} does not divide the {world} launched ranks; "
+                f"choose a product among {divisors(world)}."
+            )
+        return 1 if world is None else world // others
+    if world is not None and others * plan.dp != world:
+        raise ConfigError(
+            f"plan.pp · plan.dp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
+            "leave plan.dp out, or launch as many ranks as the plan has."
+        )
+    return plan.dp
+
+
+def _microbatch(plan: PlanConfig, batch: int) -> int:
+    assert plan.dp is not None
+    if batch % plan.dp:
+        raise ConfigError(
+            f"train.batch_sequences = {batch} does not split over plan.dp = {plan.dp}; "
+            f"set plan.dp to one of {divisors(batch)}, or "
+            f"train.batch_sequences to a multiple of {plan.dp}."
+        )
+    share = batch // plan.dp
+    if plan.microbatch is not None:
+        if share % plan.microbatch:
+            raise ConfigError(
+                f"plan.microbatch = {plan.microbatch} does not divide the {share} sequences of a "
+                f"data-parallel rank; set plan.microbatch to one of {divisors(share)}."
+            )
+        return plan.microbatch
+    wanted = 2 * plan.pp if plan.pp > 1 else 1
+    fits = [n for n in divisors(share) if share // n >= wanted and (share // n) % plan.pp == 0]
+    return fits[-1] if fits else 1
+
+
+def _group(plan: PlanConfig, batch: int) -> int:
+    assert plan.dp is not None
+    assert plan.microbatch is not None
+    m = batch // (plan.dp * plan.microbatch)
+    if plan.schedule in ("gpipe", "1f1b"):
+        if plan.microbatch_group is not None:
+            raise ConfigError(
+                f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "
+                f"'{plan.schedule}'; leave it out, or choose 'interleaved' or 'breadth-first'."
+            )
+        return m
+    least = plan.pp if plan.chunks > 1 else 1
+    choices = [n for n in divisors(m) if n >= least]
+    if not choices:
+        raise ConfigError(
+            f"plan.pp = {plan.pp} with plan.chunks = {plan.chunks} needs at least as many microbatches, and "
+            f"there are {m}; set train.batch_sequences to a multiple of "
+            f"{plan.dp * plan.microbatch * plan.pp}, or lower plan.microbatch or plan.pp."
+        )
+    if plan.microbatch_group is None:
+        # Interleaving keeps the fewest activations with the smallest group; breadth-first is one group.
+        return choices[0] if plan.schedule == "interleaved" else m
+    if plan.microbatch_group not in choices:
+        raise ConfigError(
+            f"plan.microbatch_group = {plan.microbatch_group} must divide the {m} microbatches and be at "
+            f"least {least}; set plan.microbatch_group to one of {choices}."
+        )
+    return plan.microbatch_group
+
+
+def _check_tensor_parallel(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
+    if plan.tp == 1:
+        return
+    sizes = {
+        "model.heads": shape.heads,
+        "model.kv_heads": shape.kv_heads,
+        "model.ffn": shape.ffn,
+        "model.vocab": shape.vocab,
+    }
+    if plan.sequence_parallel:
+        sizes["data.sequence_tokens"] = config.data.sequence_tokens
+    for name, size in sizes.items():
+        if size % plan.tp:
+            choices = [n for n in divisors(shape.kv_heads) if all(s % n == 0 for s in sizes.values())]
+            raise ConfigError(
+                f"{name} = {size} does not split over plan.tp = {plan.tp}; set plan.tp to one of {choices}."
+            )

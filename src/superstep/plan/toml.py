@@ -1,0 +1,113 @@
+"""RunConfig from TOML and back. Unknown keys and wrong types are errors that name the field."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from superstep.errors import ConfigError, did_you_mean
+from superstep.plan.config import RunConfig
+
+T = TypeVar("T")
+
+
+def read_config(path: Path) -> RunConfig:
+    """The run that a TOML file describes; what it leaves out keeps the default.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    return _build(RunConfig, raw, "")
+
+
+def _build(cls: type[T], raw: Mapping[str, Any], prefix: str) -> T:
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            raise ConfigError(f"unknown key '{name}'{did_you_mean(key, known)}")
+        hint = hints[key]
+        if is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{name} = {value!r} must be a table: write [{name}].")
+            values[key] = _build(hint, value, f"{name}.")  # type: ignore[arg-type]
+        else:
+            values[key] = _convert(name, value, hint)
+    return cls(**values)
+
+
+def _convert(name: str, value: object, hint: object) -> object:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif origin is tuple:
+            if isinstance(value, str):
+                return (value,)
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return tuple(value)
+        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif option is not type(None) and type(value) is option:
+            return value
+    raise ConfigError(f"{name} = {value!r} is not valid; it must be {_describe(options)}.")
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    parts = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif typing.get_origin(option) is tuple:
+            parts.append("a list of strings")
+        elif option is not type(None):
+            parts.append(words[option])
+    return " or ".join(parts)
+
+
+def write_config(config: RunConfig) -> str:
+    """The TOML text that ``read_config`` reads back as an equal value. Fields that are None are left out."""
+    lines: list[str] = []
+    for section in fields(config):
+        value = getattr(config, section.name)
+        lines += [f"[{section.name}]"]
+        lines += [
+            f"{field.name} = {_literal(getattr(value, field.name))}"
+            for field in fields(value)
+            if getattr(value, field.name) is not None
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _literal(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case tuple():
+            return "[" + ", ".join(_literal(item) for item in value) + "]"
+        case str():
+            # A TOML basic string escapes as JSON does, DEL excepted.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():
+            text = repr(value)
+            return text if any(mark in text for mark in ".einf") else text + ".0"
+        case _:
+            return repr(value)

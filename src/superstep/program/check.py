@@ -1,0 +1,360 @@
+"""check: what must hold of every program, asked after each pass.
+
+Each rank on its own (``_Rank``): every unit's forward once for each microbatch, after its input; every
+backward once, after its forward and its gradient; parameters resident where they are used; everything kept,
+received, fetched or reduced is used and let go exactly once. All ranks together: sends and receives match on
+every channel in order, as NCCL delivers them, and no rank waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from superstep.errors import SuperstepError
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Keep,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Step,
+    Tie,
+    Wire,
+)
+from superstep.program.text import describe
+
+Value = tuple[Wire, int, int]
+Channel = tuple[int, int, Wire]
+Place = tuple[int, int]
+
+
+class InvalidProgram(SuperstepError):  # noqa: N818
+    """A program breaks a rule; the message names rank, position and instruction."""
+
+
+def check(program: Program) -> Program:
+    """The same program, if it keeps every rule that its passes promise.
+
+    Raises:
+        InvalidProgram: naming the first rank and instruction that breaks a rule, and the rule.
+    """
+    kinds = {type(i) for instructions in program.ranks for i in instructions}
+    for number, instructions in enumerate(program.ranks):
+        state = _Rank(program, number, kinds)
+        for at, instruction in enumerate(instructions):
+            broken = state.run(instruction)
+            if broken:
+                raise InvalidProgram(f"rank {number}, instruction {at} ({describe(instruction)}): {broken}")
+        broken = state.end()
+        if broken:
+            raise InvalidProgram(f"rank {number}, at the end: {broken}")
+    if "transfers" in program.passes:
+        _check_channels(program)
+        deque(issue_order(program), maxlen=0)
+    if len({sum(isinstance(i, ReducePartial) for i in r) for r in program.ranks}) > 1:
+        raise InvalidProgram("reduce-partial must run equally often on every rank")
+    return program
+
+
+class _Rank:
+    """One rank, run symbolically."""
+
+    def __init__(self, program: Program, number: int, kinds: set[type[Instruction]]) -> None:
+        self.program = program
+        self.own = set(program.units_of(number))
+        self.held = set(program.held_by(number))
+        self.has_transfers = "transfers" in program.passes
+        self.is_fetched = Fetch in kinds
+        self.is_reduced = Reduce in kinds
+        self.is_training = Backward in kinds
+        self.values: set[Value] = set()
+        self.forwarded: set[tuple[int, int]] = set()
+        self.backwarded: set[tuple[int, int]] = set()
+        self.kept: dict[tuple[int, int], Keep] = {}
+        self.resident: set[int] = set()
+        self.dirty: set[int] = set()
+        self.reducing: set[int] = set()
+        self.reduced: set[int] = set()
+        self.tied: set[int] = set()
+        self.is_stepped = False
+
+    def run(self, i: Instruction) -> str:
+        """Advance over one instruction; the rule it breaks, or nothing."""
+        if self.is_stepped:
+            return "nothing may follow the step"
+        match i:
+            case Forward(unit, m, keep):
+                return self._forward(unit, m, keep)
+            case Recompute(unit, m):
+                return self._recompute(unit, m)
+            case Backward(unit, m):
+                return self._backward(unit, m)
+            case Send(wire, unit, m, _):
+                return self._take((wire, unit, m), "what is sent must have been computed, and is sent once")
+            case Recv(wire, unit, m, _):
+                return self._receive(wire, unit, m)
+            case Fetch(unit) | Free(unit):
+                return self._residency(unit, is_fetch=isinstance(i, Fetch))
+            case Reduce(unit) | Settle(unit):
+                return self._reduction(unit, is_start=isinstance(i, Reduce))
+            case Tie(unit):
+                return self._tie(unit)
+            case ReducePartial():
+                return "gradients are still being reduced" if self.reducing else ""
+            case Step():
+                self.is_stepped = True
+                return "gradients are still being reduced" if self.reducing else ""
+
+    def end(self) -> str:
+        """The rule broken by what is left over, or nothing."""
+        return next(self._left_over(), "")
+
+    def _left_over(self) -> Iterator[str]:
+        passes = self.program.passes
+        expected = {(u, m) for u in self.own for m in range(self.program.microbatches)}
+        yield from (f"u{u} has no forward for m{m}" for u, m in sorted(expected - self.forwarded))
+        if self.is_training:
+            yield from (f"u{u} has no backward for m{m}" for u, m in sorted(expected - self.backwarded))
+        yield from (f"what u{u} kept of m{m} is never freed" for u, m in sorted(self.kept))
+        if self.has_transfers:
+            yield from (
+                f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values)
+            )
+        if self.program.zero == 3:
+            yield from (f"u{u} is fetched and never freed" for u in sorted(self.resident))
+        yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
+        if "reductions" in passes and self.is_reduced:
+            yield from (f"the gradient of u{u} is never reduced" for u in sorted(self.dirty))
+        if "reductions" in passes and self.is_training:
+            shared = {u for u in self.held if len(self.program.holders(u)) > 1}
+            yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
+        if "step" in passes and not self.is_stepped:
+            yield "the step is missing"
+
+    def _take(self, value: Value, rule: str) -> str:
+        if value not in self.values:
+            return rule
+        self.values.discard(value)
+        return ""
+
+    def _unit(self, unit: int, m: int) -> str:
+        if unit not in self.own:
+            return "the unit lives on another rank"
+        if not 0 <= m < self.program.microbatches:
+            return f"the step has {self.program.microbatches} microbatches"
+        if self.is_fetched and not set(self.program.params[unit]) <= self.resident:
+            return "the unit's parameters are not resident"
+        return ""
+
+    def _forward(self, unit: int, m: int, keep: Keep) -> str:
+        if broken := self._unit(unit, m):
+            return broken
+        if (unit, m) in self.forwarded:
+            return "the unit has already seen this microbatch"
+        comes_from_outside = unit > 0 and unit - 1 not in self.own
+        if (
+            unit > 0
+            and not (comes_from_outside and not self.has_transfers)
+            and self._take(("act", unit, m), "missing")
+        ):
+            return "the unit's input is not there"
+        self.forwarded.add((unit, m))
+        if keep != "nothing":
+            self.kept[unit, m] = keep
+        if unit + 1 < len(self.program.units):
+            self.values.add(("act", unit + 1, m))
+        return ""
+
+    def _recompute(self, unit: int, m: int) -> str:
+        if broken := self._unit(unit, m):
+            return broken
+        if self.kept.get((unit, m)) != "input":
+            return "only a unit that kept its input alone is computed again"
+        self.kept[unit, m] = "all"
+        return ""
+
+    def _backward(self, unit: int, m: int) -> str:
+        if broken := self._unit(unit, m):
+            return broken
+        enough = ("all", "selective") if "recompute" in self.program.passes else ("all", "selective", "input")
+        if self.kept.get((unit, m)) not in enough:
+            return "the unit kept nothing to go back through"
+        is_last = unit + 1 == len(self.program.units)
+        comes_from_outside = not is_last and unit + 1 not in self.own
+        if (
+            not is_last
+            and not (comes_from_outside and not self.has_transfers)
+            and self._take(("grad", unit + 1, m), "missing")
+        ):
+            return "the gradient of the unit's output is not there"
+        params = set(self.program.params[unit])
+        if busy := self.reducing & params:
+            return f"the gradient of u{min(busy)} is being reduced"
+        if done := (self.tied | (self.reduced if self.program.zero < 2 else set())) & params:
+            return f"the gradient of u{min(done)} was already reduced or tied, which is done once it is final"
+        del self.kept[unit, m]
+        self.backwarded.add((unit, m))
+        self.dirty |= params
+        if unit > 0:
+            self.values.add(("grad", unit, m))
+        return ""
+
+    def _receive(self, wire: Wire, unit: int, m: int) -> str:
+        if (wire, unit, m) in self.values:
+            return "received twice"
+        if (unit if wire == "act" else unit - 1) not in self.own:
+            return "the rank has no use for it"
+        self.values.add((wire, unit, m))
+        return ""
+
+    def _residency(self, unit: int, *, is_fetch: bool) -> str:
+        if unit not in self.held:
+            return "the unit lives on another rank"
+        if is_fetch == (unit in self.resident):
+            return "the unit is already resident" if is_fetch else "the unit is not resident"
+        self.resident ^= {unit}
+        return ""
+
+    def _reduction(self, unit: int, *, is_start: bool) -> str:
+        if is_start:
+            if unit not in self.dirty:
+                return "the unit has no gradient to reduce"
+            self.dirty.discard(unit)
+            self.reducing.add(unit)
+            return ""
+        if unit not in self.reducing:
+            return "the unit is not being reduced"
+        self.reducing.discard(unit)
+        self.reduced.add(unit)
+        return ""
+
+    def _tie(self, unit: int) -> str:
+        if len(self.program.holders(unit)) < 2 or unit not in self.held:
+            return "the unit's parameters are not shared between pipeline ranks"
+        if unit in self.reducing or unit in self.tied or (unit in self.dirty and self.is_reduced):
+            return "the unit's gradient must be settled first, and is tied once"
+        self.tied.add(unit)
+        return ""
+
+
+def _check_channels(program: Program) -> None:
+    """A channel (from, to, wire) delivers in order, so both ends must list the same in the same order."""
+    sent: dict[Channel, list[Send]] = {}
+    received: dict[Channel, list[Recv]] = {}
+    for number, instructions in enumerate(program.ranks):
+        for i in instructions:
+            if isinstance(i, Send):
+                sent.setdefault((number, i.peer, i.wire), []).append(i)
+            elif isinstance(i, Recv):
+                received.setdefault((i.peer, number, i.wire), []).append(i)
+    for channel in sorted(sent.keys() | received.keys()):
+        out = [(s.unit, s.microbatch) for s in sent.get(channel, [])]
+        into = [(r.unit, r.microbatch) for r in received.get(channel, [])]
+        if out != into:
+            at = next(
+                (k for k, (a, b) in enumerate(zip(out, into, strict=False)) if a != b),
+                min(len(out), len(into)),
+            )
+            ends = ["nothing" if at >= len(end) else f"u{end[at][0]} m{end[at][1]}" for end in (out, into)]
+            source, target, wire = channel
+            raise InvalidProgram(
+                f"channel {wire} from rank {source} to rank {target}: number {at} is sent as {ends[0]} and "
+                f"received as {ends[1]}"
+            )
+
+
+def issue_order(program: Program) -> Iterator[tuple[Place, ...]]:
+    """Every instruction's place (rank, index), each after everything that it waits for.
+
+    A compute waits for its received input, and that for its send and for what lies ahead on the channel.
+    A tie and the step wait for every rank that takes part, and come as one tuple of all their places.
+
+    Raises:
+        InvalidProgram: some ranks wait for ever; the message says who waits for what.
+    """
+    at = [0] * program.pp
+    channels = _Channels()
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for number, instructions in enumerate(program.ranks):
+            while at[number] < len(instructions):
+                i = instructions[at[number]]
+                members = _members(program, number, i)
+                if channels.missing(number, i) or not all(_stands_at(program, at, o, i) for o in members):
+                    break
+                channels.issue(number, i)
+                yield tuple((o, at[o]) for o in members)
+                for other in members:
+                    at[other] += 1
+                is_moving = True
+    waits = []
+    for number, instructions in enumerate(program.ranks):
+        if at[number] < len(instructions):
+            i = instructions[at[number]]
+            value = channels.missing(number, i)
+            what = f" for {value[0]} u{value[1]} m{value[2]}" if value else ""
+            waits.append(f"rank {number} waits{what} at instruction {at[number]} ({describe(i)})")
+    if waits:
+        raise InvalidProgram("deadlock: " + "; ".join(waits))
+
+
+def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
+    """The ranks that run the instruction together."""
+    match i:
+        case Step():
+            return tuple(range(program.pp))
+        case Tie(unit):
+            return program.holders(unit)
+        case _:
+            return (number,)
+
+
+def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> bool:
+    return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
+
+
+class _Channels:
+    """What was sent, posted and delivered so far. A channel delivers in the order of its sends."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Channel, deque[Value]] = {}
+        self.posted: dict[Channel, set[Value]] = {}
+        self.awaited: dict[int, set[Value]] = {}
+
+    def issue(self, number: int, i: Instruction) -> None:
+        """Advance over a send or a receive."""
+        if not isinstance(i, Send | Recv):
+            return
+        value = (i.wire, i.unit, i.microbatch)
+        source, target = (number, i.peer) if isinstance(i, Send) else (i.peer, number)
+        sent = self.sent.setdefault((source, target, i.wire), deque())
+        posted = self.posted.setdefault((source, target, i.wire), set())
+        if isinstance(i, Send):
+            sent.append(value)
+        else:
+            posted.add(value)
+            self.awaited.setdefault(number, set()).add(value)
+        while sent and sent[0] in posted:
+            posted.discard(sent[0])
+            self.awaited[target].discard(sent.popleft())
+
+    def missing(self, number: int, i: Instruction) -> Value | None:
+        """What the instruction computes with that was posted and has not arrived."""
+        match i:
+            case Forward(unit, m):
+                needed: Value = ("act", unit, m)
+            case Backward(unit, m):
+                needed = ("grad", unit + 1, m)
+            case _:
+                return None
+        return needed if needed in self.awaited.get(number, ()) else None

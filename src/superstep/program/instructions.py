@@ -1,0 +1,185 @@
+"""The instructions of a step, as frozen values, and the Program that lists them for each pipeline rank.
+
+A *unit* (``u3``) is the embedding, one block, or the head; a *microbatch* (``m5``) is what passes through the
+units at once. Ranks that differ only in dp, cp or tp run the same list, so a Program has one list for each
+pipeline rank.
+
+Instructions are issued in order. Those on the compute lane run where they are issued; the others start there
+and run beside the compute until something needs their result:
+
+    lane      instructions                                   a later instruction waits for it when it
+    compute   Forward, Recompute, Backward, Settle, Step     -
+    fetch     Fetch                                          computes with the unit's parameters
+    reduce    Reduce                                         settles the unit's gradient
+    act, grad Send, Recv                                     computes with what was received
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Keep = Literal["all", "selective", "input", "nothing"]
+Wire = Literal["act", "grad"]
+Lane = Literal["compute", "fetch", "reduce", "act", "grad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Gather the unit's parameters from the shards of the data-parallel ranks (ZeRO 1 to 3)."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the gathered parameters of the unit (ZeRO 3)."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute the unit on the microbatch; ``keep`` says what stays in memory for the backward pass."""
+
+    unit: int
+    microbatch: int
+    keep: Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Compute the unit again from its kept input, this time keeping what the backward pass needs."""
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Gradients of the unit's input and parameters; parameters' gradients add to the unit's buffer."""
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending to pipeline rank ``peer`` the input of ``unit`` (act), or its gradient (grad)."""
+
+    wire: Wire
+    unit: int
+    microbatch: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Start receiving from pipeline rank ``peer`` the input of ``unit`` (act), or its gradient (grad)."""
+
+    wire: Wire
+    unit: int
+    microbatch: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start summing the unit's gradient buffer over the data-parallel ranks."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait for the unit's reduction; with ZeRO 2 and 3 add it to the shard and drop the full buffer."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Sum the gradient of a unit whose parameters live on several pipeline ranks (a tied head)."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePartial:
+    """Sum over tp the gradients of parameters that each rank holds whole and saw only a part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Clip by the global norm and update the parameters."""
+
+
+Instruction: TypeAlias = (
+    Fetch | Free | Forward | Recompute | Backward | Send | Recv | Reduce | Settle | Tie | ReducePartial | Step
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One step, for every pipeline rank.
+
+    Attributes:
+        units: the unit names, in model order.
+        stages: unit numbers of each stage; stage s runs on pipeline rank s mod pp.
+        params: for each unit, the units whose parameters it reads.
+        microbatches: microbatches of the step.
+        zero: the ZeRO stage whose fetches and reductions the program has.
+        passes: the passes applied so far; ``check`` asks of a program only what its passes promise.
+        ranks: the instructions of each pipeline rank, in order.
+    """
+
+    units: tuple[str, ...]
+    stages: tuple[tuple[int, ...], ...]
+    params: tuple[tuple[int, ...], ...]
+    microbatches: int
+    zero: int
+    passes: tuple[str, ...]
+    ranks: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    def stage_of(self, unit: int) -> int:
+        """The stage that computes the unit."""
+        return next(s for s, units in enumerate(self.stages) if unit in units)
+
+    def rank_of(self, unit: int) -> int:
+        """The pipeline rank that computes the unit."""
+        return self.stage_of(unit) % self.pp
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """The units that a pipeline rank computes."""
+        return tuple(u for s in range(rank, len(self.stages), self.pp) for u in self.stages[s])
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The units whose parameters a pipeline rank holds: those it computes and those they read."""
+        return tuple(sorted({p for u in self.units_of(rank) for p in self.params[u]}))
+
+    def holders(self, unit: int) -> tuple[int, ...]:
+        """The pipeline ranks that hold the unit's parameters."""
+        return tuple(rank for rank in range(self.pp) if unit in self.held_by(rank))
+
+
+def lane(instruction: Instruction) -> Lane:
+    """The lane that an instruction runs on."""
+    match instruction:
+        case Fetch():
+            return "fetch"
+        case Reduce():
+            return "reduce"
+        case Send(wire=wire) | Recv(wire=wire):
+            return wire
+        case _:
+            return "compute"
+
+
+def is_compute(instruction: Instruction) -> bool:
+    """Whether the instruction computes with a unit's parameters."""
+    return isinstance(instruction, Forward | Recompute | Backward)

@@ -1,0 +1,188 @@
+"""high_water: the bytes that come and go within a step, from the program alone.
+
+Parameters, gradients and optimizer states that stay from step to step are not counted here; what is fetched,
+accumulated and dropped, kept for a backward, or on its way between units is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Keep,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    Send,
+    Settle,
+)
+
+Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBytes:
+    """What one unit costs on one rank, in bytes; activations are those of one microbatch.
+
+    Attributes:
+        params: the unit's own parameters, gathered, in the compute dtype.
+        gradient: the full gradient buffer of those.
+        kept_all: what stays for the backward pass, the unit's input included.
+        kept_selective: the same without what selective recomputation computes again.
+        kept_input: the unit's input alone, where full recomputation starts.
+        boundary: the unit's input, on its way there; its gradient on the way back is as large.
+    """
+
+    params: int
+    gradient: int
+    kept_all: int
+    kept_selective: int
+    kept_input: int
+    boundary: int
+
+    def kept(self, keep: Keep) -> int:
+        """Bytes that a forward pass leaves for the backward pass."""
+        match keep:
+            case "all":
+                return self.kept_all
+            case "selective":
+                return self.kept_selective
+            case "input":
+                return self.kept_input
+            case "nothing":
+                return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """A rank's highest sum of transient bytes, and its parts at that instruction.
+
+    Attributes:
+        index: the first instruction during which the sum is reached.
+        params_bytes: parameters fetched and not yet freed (ZeRO 3).
+        gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
+        kept_bytes: activations kept for a backward pass.
+        boundary_bytes: inputs and gradients between units: received or computed, and not yet used or sent.
+    """
+
+    index: int = 0
+    params_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    boundary_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The sum of the parts."""
+        return self.params_bytes + self.gradient_bytes + self.kept_bytes + self.boundary_bytes
+
+
+def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
+    """Each pipeline rank's peak, with one UnitBytes for each unit.
+
+    While an instruction runs, what it uses and what it makes are there together. Buffers of a send or a
+    receive count from the instruction that computes or posts them to the one that sends or uses them.
+    """
+    return tuple(_peak(program, rank, sizes) for rank in range(program.pp))
+
+
+def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
+    held = _Held(program, rank, sizes)
+    highest = Peak()
+    for index, i in enumerate(program.ranks[rank]):
+        held.begin(i)
+        if sum(held.bytes.values()) > highest.bytes:
+            highest = Peak(
+                index=index,
+                params_bytes=held.bytes["params"],
+                gradient_bytes=held.bytes["gradient"],
+                kept_bytes=held.bytes["kept"],
+                boundary_bytes=held.bytes["boundary"],
+            )
+        held.end(i)
+    return highest
+
+
+class _Held:
+    """What a rank holds between two instructions, and how many bytes of each category that is."""
+
+    def __init__(self, program: Program, rank: int, sizes: Sequence[UnitBytes]) -> None:
+        self.program = program
+        self.sizes = sizes
+        self.are_params_transient = program.zero == 3
+        self.are_gradients_transient = program.zero >= 2 and Reduce in map(type, program.ranks[rank])
+        self.items: dict[tuple[Category, *tuple[Hashable, ...]], int] = {}
+        self.bytes: dict[Category, int] = {"params": 0, "gradient": 0, "kept": 0, "boundary": 0}
+
+    def put(self, category: Category, *key: Hashable, size: int) -> None:
+        """Hold something, in the place of what had its key."""
+        self.drop(category, *key)
+        self.items[category, *key] = size
+        self.bytes[category] += size
+
+    def drop(self, category: Category, *key: Hashable) -> None:
+        """Let something go, if it is held."""
+        self.bytes[category] -= self.items.pop((category, *key), 0)
+
+    def begin(self, i: Instruction) -> None:
+        """What the instruction makes is there while it runs."""
+        match i:
+            case Fetch(unit) if self.are_params_transient:
+                self.put("params", unit, size=self.sizes[unit].params)
+            case Forward(unit, m, keep):
+                if keep != "nothing":
+                    # The input is part of what is kept, and must not count twice.
+                    self.drop("boundary", "act", unit, m)
+                    self.put("kept", unit, m, size=self.sizes[unit].kept(keep))
+                if unit + 1 < len(self.program.units):
+                    self.put("boundary", "act", unit + 1, m, size=self.sizes[unit + 1].boundary)
+            case Recompute(unit, m):
+                self.put("kept", unit, m, size=self.sizes[unit].kept_all)
+            case Backward(unit, m):
+                for u in self.program.params[unit] if self.are_gradients_transient else ():
+                    self.put("gradient", u, size=self.sizes[u].gradient)
+                if unit > 0:
+                    self.put("boundary", "grad", unit, m, size=self.sizes[unit].boundary)
+            case Recv(wire, unit, m, _):
+                self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
+
+    def end(self, i: Instruction) -> None:
+        """What the instruction used up goes."""
+        match i:
+            case Free(unit):
+                self.drop("params", unit)
+            case Settle(unit):
+                self.drop("gradient", unit)
+            case Forward(unit, m):
+                self.drop("boundary", "act", unit, m)
+            case Backward(unit, m):
+                self.drop("kept", unit, m)
+                self.drop("boundary", "grad", unit + 1, m)
+            case Send(wire, unit, m, _):
+                self.drop("boundary", wire, unit, m)
+
+
+def forwards_in_flight(program: Program) -> tuple[int, ...]:
+    """For each pipeline rank, the most (stage, microbatch) pairs at a time between forward and backward."""
+    return tuple(_most_in_flight(program, rank) for rank in range(program.pp))
+
+
+def _most_in_flight(program: Program, rank: int) -> int:
+    first = {units[0] for units in program.stages}
+    count = most = 0
+    for i in program.ranks[rank]:
+        # A stage's pass begins, going forward, and ends, going back, at its first unit.
+        if isinstance(i, Forward) and i.unit in first:
+            count += 1
+            most = max(most, count)
+        elif isinstance(i, Backward) and i.unit in first:
+            count -= 1
+    return most

@@ -1,0 +1,246 @@
+"""Passes: functions from Program to Program, each adding one concern.
+
+lower         tasks to units: a stage's forward is its units in order, its backward the same in reverse
+recompute     before a backward whose unit kept only its input, compute the unit again
+transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
+reductions    gradients over dp as soon as they are final; tied and partial gradients after that
+fetch         parameters from the shards before they are used; freed after, with ZeRO 3
+step          the optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from superstep.plan.resolve import Plan
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Keep,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Step,
+    Tie,
+    is_compute,
+)
+from superstep.program.schedule import Order, Task
+
+
+def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
+    """Tasks become units."""
+
+    def keep(unit: int) -> Keep:
+        if not is_training:
+            return "nothing"
+        if not plan.recomputed[unit]:
+            return "all"
+        kept: dict[str, Keep] = {"none": "all", "selective": "selective", "full": "input"}
+        return kept[plan.recompute]
+
+    def instructions(task: Task) -> Iterator[Instruction]:
+        units = plan.stages[task.stage]
+        if task.is_forward:
+            yield from (Forward(u, task.microbatch, keep(u)) for u in units)
+        else:
+            yield from (Backward(u, task.microbatch) for u in reversed(units))
+
+    return Program(
+        units=plan.units,
+        stages=plan.stages,
+        params=plan.params,
+        microbatches=plan.microbatches,
+        zero=plan.zero,
+        passes=("lower",),
+        ranks=tuple(tuple(i for task in tasks for i in instructions(task)) for tasks in order),
+    )
+
+
+def add_recompute(program: Program) -> Program:
+    """A unit that kept only its input is computed again right before its backward."""
+    kept = {(i.unit, i.microbatch): i.keep for r in program.ranks for i in r if isinstance(i, Forward)}
+
+    def rank(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for i in instructions:
+            if isinstance(i, Backward) and kept[i.unit, i.microbatch] == "input":
+                yield Recompute(i.unit, i.microbatch)
+            yield i
+
+    return _done(program, "recompute", [tuple(rank(r)) for r in program.ranks])
+
+
+def add_transfers(program: Program) -> Program:
+    """Each stage boundary between two ranks gets a send and a receive, one channel for each direction.
+
+    A receive is posted one task ahead of its use, so that it runs beside the compute of the task before.
+    """
+
+    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        tasks = [list(members) for _, members in groupby(instructions, key=lambda i: _task_of(program, i))]
+        receives = [_receives(program, number, task) for task in tasks]
+        yield from receives[0] if receives else ()
+        for i, task in enumerate(tasks):
+            yield from receives[i + 1] if i + 1 < len(tasks) else ()
+            yield from task
+            yield from _sends(program, number, task)
+
+    return _done(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+
+
+def _task_of(program: Program, i: Instruction) -> tuple[bool, int, int]:
+    assert isinstance(i, Forward | Recompute | Backward)
+    return isinstance(i, Forward), program.stage_of(i.unit), i.microbatch
+
+
+def _receives(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
+    is_forward, stage, m = _task_of(program, task[0])
+    units = program.stages[stage]
+    if is_forward and stage > 0:
+        peer, wire, unit = program.rank_of(units[0] - 1), "act", units[0]
+    elif not is_forward and stage + 1 < len(program.stages):
+        peer, wire, unit = program.rank_of(units[-1] + 1), "grad", units[-1] + 1
+    else:
+        return []
+    return [] if peer == rank else [Recv("act" if wire == "act" else "grad", unit, m, peer)]
+
+
+def _sends(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
+    is_forward, stage, m = _task_of(program, task[0])
+    units = program.stages[stage]
+    if is_forward and stage + 1 < len(program.stages):
+        peer = program.rank_of(units[-1] + 1)
+        return [] if peer == rank else [Send("act", units[-1] + 1, m, peer)]
+    if not is_forward and stage > 0:
+        peer = program.rank_of(units[0] - 1)
+        return [] if peer == rank else [Send("grad", units[0], m, peer)]
+    return []
+
+
+def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
+    """Gradients are summed over dp as soon as they are final.
+
+    With ZeRO 0 and 1 a unit's gradient is final after its last backward of the step. With 2 and 3 no rank
+    may keep a full gradient (Rajbhandari 2020, sec. 5.2), so a unit is reduced after every microbatch, and
+    settled into its shard one unit later, beside whose compute the reduction ran. Where a rank has several
+    stages, a stage's gradients may wait for the run of its microbatches to end: breadth-first order makes the
+    runs long and the reductions few (Lamy-Poirier 2023, sec. 4.2).
+    """
+
+    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        finals = _finals(program, instructions)
+        waiting: list[int] = []
+        for at, i in enumerate(instructions):
+            if program.zero >= 2 and isinstance(i, Backward) and set(program.params[i.unit]) & set(waiting):
+                yield from (Settle(w) for w in waiting)
+                waiting.clear()
+            yield i
+            final = finals.get(at, []) if dp > 1 else []
+            if program.zero >= 2 and final:
+                yield from (Settle(w) for w in waiting)
+                waiting.clear()
+            yield from (Reduce(u) for u in final)
+            waiting += final
+        yield from (Settle(w) for w in waiting)
+        yield from (Tie(u) for u in program.held_by(number) if len(program.holders(u)) > 1)
+        if tp > 1:
+            yield ReducePartial()
+
+    return _done(program, "reductions", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+
+
+def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int, list[int]]:
+    """Positions after which the gradient of a unit's parameters is final (for the step, or for its run)."""
+    finals: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    run_of: dict[int, int] = {}
+    run = 0
+    before: tuple[int, int] | None = None
+    has_chunks = len(program.stages) > program.pp
+    for at, i in enumerate(instructions):
+        if isinstance(i, Forward):
+            before = None
+        if not isinstance(i, Backward):
+            continue
+        now = (program.stage_of(i.unit), 0 if has_chunks else i.microbatch)
+        run += now != before
+        before = now
+        for unit in program.params[i.unit]:
+            if program.zero >= 2 and run_of.get(unit, run) != run:
+                finals.setdefault(last[unit], []).append(unit)
+            last[unit], run_of[unit] = at, run
+    for unit, at in last.items():
+        finals.setdefault(at, []).append(unit)
+    return finals
+
+
+def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
+    """Parameters come from the shards before they are used.
+
+    ZeRO 1 and 2 keep whole parameters, which the step before left stale outside the own shard: each unit is
+    fetched once, all of them issued at the start in the order of use. ZeRO 3 fetches the next ``prefetch``
+    units ahead of their use, and frees a unit when its next use lies further off.
+    """
+    if dp == 1 or program.zero == 0:
+        return _done(program, "fetch", list(program.ranks))
+    if program.zero < 3:
+        return _done(program, "fetch", [(*_fetch_all(program, r), *r) for r in program.ranks])
+    return _done(program, "fetch", [tuple(_fetch_ahead(program, r, prefetch)) for r in program.ranks])
+
+
+def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[Instruction]:
+    return [Fetch(u) for u in dict.fromkeys(u for units in _uses(program, instructions) for u in units)]
+
+
+def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:
+    """For each compute instruction in order, the units whose parameters it reads."""
+    return [program.params[i.unit] for i in instructions if isinstance(i, Forward | Recompute | Backward)]
+
+
+def _fetch_ahead(
+    program: Program, instructions: tuple[Instruction, ...], prefetch: int
+) -> Iterator[Instruction]:
+    uses = _uses(program, instructions)
+    windows = (_window(uses, k, prefetch) for k in range(len(uses)))
+    resident: list[int] = []
+    for i in instructions:
+        if is_compute(i):
+            window = next(windows)
+            for unit in [u for u in resident if u not in window]:
+                resident.remove(unit)
+                yield Free(unit)
+            for unit in [u for u in window if u not in resident]:
+                resident.append(unit)
+                yield Fetch(unit)
+        yield i
+    yield from (Free(unit) for unit in resident)
+
+
+def _window(uses: list[tuple[int, ...]], k: int, prefetch: int) -> list[int]:
+    """The units read by compute instruction k, and by the next ``prefetch`` after it that read others."""
+    found = list(uses[k])
+    ahead = 0
+    for later in range(k + 1, len(uses)):
+        fresh = [u for u in uses[later] if u not in found]
+        if fresh and ahead == prefetch:
+            break
+        ahead += bool(fresh)
+        found += fresh
+    return found
+
+
+def add_step(program: Program) -> Program:
+    """The optimizer's update ends the step."""
+    return _done(program, "step", [(*r, Step()) for r in program.ranks])
+
+
+def _done(program: Program, name: str, ranks: list[tuple[Instruction, ...]]) -> Program:
+    return replace(program, passes=(*program.passes, name), ranks=tuple(ranks))

@@ -1,0 +1,149 @@
+"""The text form of a program: one instruction a line, to be read, diffed and kept. It round-trips.
+
+program zero=3 microbatches=2 passes=lower,transfers,fetch
+unit 0 embed reads 0 stage 0
+unit 1 head reads 1,0 stage 0
+rank 0
+  fetch u0
+  forward u0 m0 keep=all
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from superstep.errors import UserError
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Keep,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Step,
+    Tie,
+    Wire,
+)
+
+
+def describe(instruction: Instruction) -> str:
+    """One instruction as one line."""
+    match instruction:
+        case Forward(unit, m, keep):
+            return f"forward u{unit} m{m} keep={keep}"
+        case Recompute(unit, m):
+            return f"recompute u{unit} m{m}"
+        case Backward(unit, m):
+            return f"backward u{unit} m{m}"
+        case Send(wire, unit, m, peer):
+            return f"send {wire} u{unit} m{m} to {peer}"
+        case Recv(wire, unit, m, peer):
+            return f"recv {wire} u{unit} m{m} from {peer}"
+        case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit):
+            return f"{type(instruction).__name__.lower()} u{unit}"
+        case ReducePartial():
+            return "reduce-partial"
+        case Step():
+            return "step"
+
+
+def write_program(program: Program) -> str:
+    """The whole program as text."""
+    lines = [
+        f"program zero={program.zero} microbatches={program.microbatches} passes={','.join(program.passes)}",
+        *(
+            f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
+            for u, name in enumerate(program.units)
+        ),
+    ]
+    for number, instructions in enumerate(program.ranks):
+        lines.append(f"rank {number}")
+        lines += [f"  {describe(i)}" for i in instructions]
+    return "\n".join(lines) + "\n"
+
+
+_KEEPS: dict[str, Keep] = {"all": "all", "selective": "selective", "input": "input", "nothing": "nothing"}
+_WIRES: dict[str, Wire] = {"act": "act", "grad": "grad"}
+_FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
+    (
+        r"forward u(\d+) m(\d+) keep=(all|selective|input|nothing)",
+        lambda f: Forward(int(f[1]), int(f[2]), _KEEPS[f[3]]),
+    ),
+    (r"recompute u(\d+) m(\d+)", lambda f: Recompute(int(f[1]), int(f[2]))),
+    (r"backward u(\d+) m(\d+)", lambda f: Backward(int(f[1]), int(f[2]))),
+    (
+        r"send (act|grad) u(\d+) m(\d+) to (\d+)",
+        lambda f: Send(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
+    ),
+    (
+        r"recv (act|grad) u(\d+) m(\d+) from (\d+)",
+        lambda f: Recv(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
+    ),
+    (r"fetch u(\d+)", lambda f: Fetch(int(f[1]))),
+    (r"free u(\d+)", lambda f: Free(int(f[1]))),
+    (r"reduce u(\d+)", lambda f: Reduce(int(f[1]))),
+    (r"settle u(\d+)", lambda f: Settle(int(f[1]))),
+    (r"tie u(\d+)", lambda f: Tie(int(f[1]))),
+    (r"reduce-partial", lambda f: ReducePartial()),
+    (r"step", lambda f: Step()),
+)
+
+
+def read_instruction(text: str) -> Instruction:
+    """The instruction that ``describe`` wrote.
+
+    Raises:
+        UserError: the text is no instruction.
+    """
+    for pattern, make in _FORMS:
+        found = re.fullmatch(pattern, text)
+        if found:
+            return make(found)
+    raise UserError(f"'{text}' is no instruction.")
+
+
+def read_program(text: str) -> Program:
+    """The program that ``write_program`` wrote.
+
+    Raises:
+        UserError: a line that is no part of a program, with its number.
+    """
+    lines = text.splitlines()
+    head = re.fullmatch(r"program zero=(\d) microbatches=(\d+) passes=([\w,]*)", lines[0] if lines else "")
+    if head is None:
+        raise UserError("line 1: a program starts with 'program zero=Z microbatches=M passes=...'.")
+    names: list[str] = []
+    params: list[tuple[int, ...]] = []
+    stages: dict[int, list[int]] = {}
+    ranks: list[list[Instruction]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)", line):
+            names.append(unit[2])
+            params.append(tuple(int(p) for p in unit[3].split(",")))
+            stages.setdefault(int(unit[4]), []).append(int(unit[1]))
+        elif line == f"rank {len(ranks)}":
+            ranks.append([])
+        elif line.startswith("  ") and ranks:
+            try:
+                ranks[-1].append(read_instruction(line.strip()))
+            except UserError as error:
+                raise UserError(f"line {number}: {error}") from None
+        else:
+            raise UserError(f"line {number}: '{line}' is neither a unit, the next rank, nor an instruction.")
+    return Program(
+        units=tuple(names),
+        stages=tuple(tuple(stages[s]) for s in sorted(stages)),
+        params=tuple(params),
+        microbatches=int(head[2]),
+        zero=int(head[1]),
+        passes=tuple(p for p in head[3].split(",") if p),
+        ranks=tuple(tuple(r) for r in ranks),
+    )

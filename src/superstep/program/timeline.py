@@ -1,0 +1,218 @@
+"""The step on a clock: what ran when on each rank, simulated or recorded.
+
+One value serves both, so a prediction and a recording are summed, compared and drawn by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Lane,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Tie,
+    lane,
+)
+
+Channel: TypeAlias = tuple[Lane, str, int | None]
+Arrival: TypeAlias = tuple[Lane, int, int | None]
+"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), or (act or grad, u, m)."""
+
+
+def brings(instruction: Instruction) -> Arrival | None:
+    """What is there once an instruction beside the compute has run."""
+    match instruction:
+        case Fetch(unit):
+            return "fetch", unit, None
+        case Reduce(unit):
+            return "reduce", unit, None
+        case Recv(wire, unit, m, _):
+            return wire, unit, m
+        case _:
+            return None
+
+
+def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
+    """What an instruction cannot run without, where it was issued before (the table in ``instructions``)."""
+    match instruction:
+        case Forward(unit, m):
+            return [("act", unit, m), *(("fetch", u, None) for u in program.params[unit])]
+        case Recompute(unit, _):
+            return [("fetch", u, None) for u in program.params[unit]]
+        case Backward(unit, m):
+            return [("grad", unit + 1, m), *(("fetch", u, None) for u in program.params[unit])]
+        case Settle(unit):
+            return [("reduce", unit, None)]
+        case _:
+            return []
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """One instruction as it ran. A transfer is two events, a Send and a Recv, of the same seconds.
+
+    Attributes:
+        rank: the pipeline rank.
+        index: the instruction's place in that rank's list.
+    """
+
+    rank: int
+    index: int
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that it ran on."""
+        return lane(self.instruction)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The compute of one rank standing still.
+
+    Attributes:
+        lane: the lane at work on what the compute needs; None while another rank has yet to deliver or come.
+    """
+
+    start_s: float
+    end_s: float
+    lane: Lane | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where one rank's step went: busy + exposed + bubble = step.
+
+    Attributes:
+        busy_s: computing.
+        exposed_s: for each lane, the compute waiting while that lane was at work on what it needs. Tie and
+            ReducePartial are sums that nothing runs beside, so they count here, under reduce.
+        bubble_s: the compute waiting for another rank.
+    """
+
+    busy_s: float
+    exposed_s: dict[Lane, float]
+    bubble_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step that ran, or would run.
+
+    Attributes:
+        program: what was run.
+        events: in the order of their start.
+    """
+
+    program: Program
+    events: tuple[TimelineEvent, ...]
+
+    @property
+    def start_s(self) -> float:
+        """The clock when the first event began."""
+        return min((e.start_s for e in self.events), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        """The clock when the last event ended."""
+        return max((e.end_s for e in self.events), default=0.0)
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.end_s - self.start_s
+
+    def of(self, rank: int) -> list[TimelineEvent]:
+        """One rank's events, in the order of issue."""
+        return sorted((e for e in self.events if e.rank == rank), key=lambda e: e.index)
+
+    def spent(self) -> tuple[Spent, ...]:
+        """Each pipeline rank's step, split by cause."""
+        return tuple(self._spent(rank) for rank in range(self.program.pp))
+
+    def bubble(self) -> float:
+        """Idle over busy time of all ranks: what the papers call bubble over ideal time, (p-1)/m for 1F1B."""
+        spent = self.spent()
+        busy_s = sum(s.busy_s for s in spent)
+        return sum(s.bubble_s for s in spent) / busy_s if busy_s else 0.0
+
+    def waits(self, rank: int) -> Iterator[Wait]:
+        """Where the rank's compute stood still, and for which lane."""
+        came: dict[Arrival, tuple[Channel, int]] = {}
+        runs: dict[Channel, list[TimelineEvent]] = {}
+        clock_s = self.start_s
+        for e in self.of(rank):
+            if e.lane != "compute":
+                run = runs.setdefault(_channel(e), [])
+                run.append(e)
+                if arrival := brings(e.instruction):
+                    came[arrival] = (_channel(e), len(run))
+            elif not isinstance(e.instruction, Free):
+                needed = [came[a] for a in waits_for(self.program, e.instruction) if a in came]
+                # The compute waits for what arrives last, whose channel first works off what lies ahead.
+                ahead = [_since(clock_s, runs[channel], count) for channel, count in needed]
+                last = max(ahead, key=lambda run: run[-1].end_s if run else 0.0, default=[])
+                yield from _split(clock_s, e.start_s, last)
+                clock_s = max(clock_s, e.end_s)
+        yield from _split(clock_s, self.end_s, [])
+
+    def _spent(self, rank: int) -> Spent:
+        busy_s = bubble_s = 0.0
+        exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad"), 0.0)
+        for e in self.of(rank):
+            if isinstance(e.instruction, Tie | ReducePartial):
+                exposed_s["reduce"] += e.end_s - e.start_s
+            elif e.lane == "compute":
+                busy_s += e.end_s - e.start_s
+        for wait in self.waits(rank):
+            if wait.lane:
+                exposed_s[wait.lane] += wait.end_s - wait.start_s
+            else:
+                bubble_s += wait.end_s - wait.start_s
+        return Spent(busy_s, exposed_s, bubble_s)
+
+
+def _channel(event: TimelineEvent) -> Channel:
+    i = event.instruction
+    match i:
+        case Send(peer=peer) | Recv(peer=peer):
+            return event.lane, type(i).__name__, peer
+        case _:
+            return event.lane, "", None
+
+
+def _split(start_s: float, end_s: float, run: Sequence[TimelineEvent]) -> Iterator[Wait]:
+    """A wait in pieces: those in which the events of a channel ran, and those in which none did."""
+    at_s = start_s
+    for e in run:
+        if at_s < min(e.start_s, end_s):
+            yield Wait(at_s, min(e.start_s, end_s), None)
+            at_s = e.start_s
+        if at_s < min(e.end_s, end_s):
+            yield Wait(at_s, min(e.end_s, end_s), e.lane)
+            at_s = e.end_s
+    if at_s < end_s:
+        yield Wait(at_s, end_s, None)
+
+
+def _since(start_s: float, run: Sequence[TimelineEvent], count: int) -> list[TimelineEvent]:
+    """Of the first ``count`` events of a channel, those that were not over at ``start_s``."""
+    first = count
+    while first and run[first - 1].end_s > start_s:
+        first -= 1
+    return list(run[first:count])

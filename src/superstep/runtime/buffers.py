@@ -1,0 +1,166 @@
+"""A unit's memory: flat buffers for parameters, gradients and the optimizer, cut over dp as the ZeRO stage says.
+
+    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N = dp)
+    full     compute      whole    whole    whole    while fetched
+    gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
+    master   fp32         whole    1/N      1/N      1/N
+    moments  fp32 × 2     whole    1/N      1/N      1/N
+
+In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). The parameters that the
+modules see are views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the
+memory that is reduced. Dropping a buffer empties its storage and keeps the views, so the graph may hold on to a
+parameter across a free and a fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from superstep.model.unit import initial
+from superstep.runtime.device import Device
+from superstep.runtime.layout import Slot, UnitLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of buffers by category."""
+
+    params: int
+    gradients: int
+    optimizer: int
+    transient: int
+
+
+class UnitBuffers:
+    """The buffers of one unit on one rank.
+
+    Args:
+        layout: how the parameters lie.
+        zero: the ZeRO stage; 0 where dp = 1.
+        dp: data-parallel ranks.
+        place: this rank's place among them.
+        compute: the dtype of the parameters that modules see.
+        device: where the buffers lie.
+        seed: of the first values.
+    """
+
+    def __init__(
+        self, layout: UnitLayout, *, zero: int, dp: int, place: int, compute: torch.dtype, device: Device, seed: int
+    ) -> None:
+        self.layout = layout
+        self.zero = zero if dp > 1 else 0
+        self._share = layout.padded // dp if self.zero else layout.padded
+        self.start = place * self._share if self.zero else 0
+        self.stop = self.start + self._share
+        full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
+        for slot in layout.slots:
+            values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+            full[slot.start : slot.stop] = values.to(full)
+        self.full = full
+        self.master = self._first_master(seed)
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.gradient = torch.zeros(layout.padded, dtype=torch.float32, device=device.torch)
+        self.gradient_shard = torch.zeros_like(self.master) if self.zero >= 2 else self._part(self.gradient)
+        self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
+        self._is_gradient_there = True
+        if self.zero >= 2:
+            self.drop_gradient()
+        if self.zero == 3:
+            self.drop_full()
+
+    def _first_master(self, seed: int) -> Tensor:
+        if self.full.dtype == torch.float32:
+            part = self._part(self.full)
+            return part.clone() if self.zero == 3 else part
+        master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
+        for slot in self.layout.slots:
+            low, high = max(slot.start, self.start), min(slot.stop, self.stop)
+            if low < high:
+                values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+                master[low - self.start : high - self.start] = values[low - slot.start : high - slot.start].to(
+                    master.device
+                )
+        return master
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop]
+
+    def _parameter(self, slot: Slot) -> nn.Parameter:
+        # .data gives the view a version counter of its own: a fetch between forward and backward is no change that
+        # autograd should complain of.
+        param = nn.Parameter(self.full.data[slot.start : slot.stop].view(slot.local_shape))
+        param.grad_dtype = torch.float32
+        param.grad = self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+        return param
+
+    def refresh(self) -> None:
+        """Write the master weights into the own part of the parameters that modules see."""
+        if self.master.data_ptr() != self._part(self.full).data_ptr():
+            self._part(self.full).copy_(self.master)
+
+    def restore_full(self) -> None:
+        """Give the parameters their memory back, before they are fetched."""
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+    def drop_full(self) -> None:
+        """Let go of the gathered parameters."""
+        self.full.untyped_storage().resize_(0)
+
+    def ready_gradient(self) -> None:
+        """Have a gradient buffer to add to; a new one is zero."""
+        if not self._is_gradient_there:
+            self.gradient.untyped_storage().resize_(self.gradient.numel() * 4)
+            self.gradient.zero_()
+            self._is_gradient_there = True
+
+    def drop_gradient(self) -> None:
+        """Let go of the full gradient buffer (ZeRO 2 and 3)."""
+        self.gradient.untyped_storage().resize_(0)
+        self._is_gradient_there = False
+
+    def settle(self) -> None:
+        """Add the reduced part of the gradient to the shard, and let go of the rest."""
+        if self.zero >= 2:
+            self.gradient_shard.add_(self._part(self.gradient))
+            self.drop_gradient()
+
+    def zero_gradient(self) -> None:
+        """Start a step."""
+        if self.zero >= 2:
+            self.gradient_shard.zero_()
+        else:
+            self.gradient.zero_()
+
+    def held(self) -> Iterator[tuple[Slot, int, int]]:
+        """What of each parameter lies in this rank's shard: the slot, and the first and last element (exclusive) of
+        the local tensor, flattened.
+        """
+        for slot in self.layout.slots:
+            low, high = max(slot.start, self.start), min(slot.stop, self.stop)
+            if low < high:
+                yield slot, low - slot.start, high - slot.start
+
+    def view(self, shard: Tensor, slot: Slot, low: int, high: int) -> Tensor:
+        """The elements ``low`` to ``high`` of a slot inside a shard-sized buffer."""
+        offset = slot.start - self.start
+        return shard[offset + low : offset + high]
+
+    def bytes(self) -> Bytes:
+        """What the buffers hold now. Master weights that are no copy count as parameters."""
+        full = self.full.untyped_storage().nbytes()
+        is_copy = self.master.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
+        master = self.master.untyped_storage().nbytes() if is_copy else 0
+        gradient = self.gradient.untyped_storage().nbytes()
+        moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
+        is_weight = self.zero == 3 and self.full.dtype == torch.float32
+        return Bytes(
+            params=master if is_weight else (0 if self.zero == 3 else full),
+            gradients=self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient,
+            optimizer=moments + (0 if is_weight else master),
+            transient=(full if self.zero == 3 else 0) + (gradient if self.zero >= 2 else 0),
+        )

@@ -1,0 +1,148 @@
+"""Collectives on flat buffers, started now and waited for later.
+
+On NCCL these are the library's own. Gloo's reduce-scatter is an all-reduce with copies around it, and its gather
+copies too, so on a CPU both are exchanged directly: every rank sends each other rank its part, and sums what
+arrives in rank order, which also makes the sum the same on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.runtime.mesh import Group
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Return once its result may be used (on a GPU: by work issued after)."""
+
+
+@dataclass(frozen=True)
+class _Works:
+    """Works of the process group, and what to do once they are all there."""
+
+    works: tuple[dist.Work, ...]
+    after: Callable[[], None] = field(default=lambda: None)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.after()
+
+
+DONE: Pending = _Works(())
+
+
+# torch 2.13 renamed these two; both names mean the same.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _is_gloo(group: Group) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def all_reduce(buffer: Tensor, group: Group) -> Pending:
+    """Sum ``buffer`` over the group, in place."""
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    return _Works((work,))
+
+
+def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
+    """Sum ``buffer`` over the group; each rank's own part of it, in place, holds the sum. The rest is undefined.
+
+    Operations under way on one group at the same time need tags that differ.
+    """
+    size, me = group.size(), group.rank()
+    parts = buffer.chunk(size)
+    if not _is_gloo(group):
+        work = _scatter_single(parts[me], buffer, group=group, async_op=True)
+        return _Works((work,))
+    arrived = buffer.new_empty(size, parts[me].numel())
+    works: list[dist.Work] = []
+    for step in range(1, size):
+        target, source = (me + step) % size, (me - step) % size
+        works += [
+            _started(dist.isend(parts[target], group=group, group_dst=target, tag=tag)),
+            _started(dist.irecv(arrived[source], group=group, group_src=source, tag=tag)),
+        ]
+
+    def add() -> None:
+        # Rank order, whoever adds: the sum's bits are the same however the messages came in.
+        if me == 0:
+            for source in range(1, size):
+                parts[me].add_(arrived[source])
+            return
+        total = arrived[0]
+        for source in range(1, size):
+            total.add_(parts[me] if source == me else arrived[source])
+        parts[me].copy_(total)
+
+    return _Works(tuple(works), add)
+
+
+def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
+    """Fill ``buffer`` from the parts of the group's ranks; this rank's own part is already in place."""
+    size, me = group.size(), group.rank()
+    parts = buffer.chunk(size)
+    if not _is_gloo(group):
+        return _Works((_gather_single(buffer, parts[me], group=group, async_op=True),))
+    works: list[dist.Work] = []
+    for step in range(1, size):
+        target, source = (me + step) % size, (me - step) % size
+        works += [
+            _started(dist.isend(parts[me], group=group, group_dst=target, tag=tag)),
+            _started(dist.irecv(parts[source], group=group, group_src=source, tag=tag)),
+        ]
+    return _Works(tuple(works))
+
+
+def send(tensor: Tensor, group: Group, target: int, tag: int) -> Pending:
+    """Start sending to the group's rank ``target``; the tensor must not change until waited for."""
+    return _Works((_started(dist.isend(tensor, group=group, group_dst=target, tag=tag)),))
+
+
+def receive(tensor: Tensor, group: Group, source: int, tag: int) -> Pending:
+    """Start receiving from the group's rank ``source``."""
+    return _Works((_started(dist.irecv(tensor, group=group, group_src=source, tag=tag)),))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+def sum_over_all(values: Tensor) -> Tensor:
+    """The sum of a small tensor over every launched rank."""
+    if dist.is_initialized() and dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[B, s, ...] of every rank, side by side along the sequence: [B, s · size, ...]."""
+    size = group.size()
+    out = x.new_empty(size, *x.shape)
+    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+    return out[0] if size == 1 else torch.cat(tuple(out), dim=1)
+
+
+def scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of [B, S, ...]; each keeps its part of the sequence: [B, S / size, ...]."""
+    size, me = group.size(), group.rank()
+    parts = torch.stack(x.chunk(size, dim=1))
+    if not _is_gloo(group):
+        out = torch.empty_like(parts[0])
+        _scatter_single(out.view(-1), parts.view(-1), group=group)
+        return out
+    dist.all_reduce(parts, group=group)
+    return parts[me].clone()

@@ -1,0 +1,248 @@
+"""The engine: one rank's units built from a resolved run, and the two things it does: train a step, evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from superstep.model.unit import UnitSpec
+from superstep.numerics.loss import IGNORE
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.buffers import Bytes, UnitBuffers
+from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
+from superstep.runtime.layout import Slot, lay_out
+from superstep.runtime.mesh import Mesh
+from superstep.runtime.modules import build_loss, build_module, selective
+from superstep.runtime.optimizer import AdamW, Hyper, Owned
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One training step, seen from all ranks.
+
+    Attributes:
+        loss: nats per valid token of the global batch.
+        grad_norm: the global gradient norm before clipping.
+        tokens: valid tokens of the global batch.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank holds of one global tensor.
+
+    Attributes:
+        kind: ``weight``, ``exp_avg``, ``exp_avg_sq`` or ``gradient``.
+        name: the global tensor's name.
+        shape: the global tensor's shape.
+        index: the block of it that this rank's tensor-parallel place holds.
+        low: the first element of the flattened block that lies here.
+        values: the elements from there on, fp32, flat; writing to them changes the state.
+        is_owner: whether this rank answers for the piece where several ranks hold the same.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    low: int
+    values: torch.Tensor
+    is_owner: bool
+
+
+class Engine:
+    """One rank of a run.
+
+    Args:
+        run: the resolved run.
+        specs: the model's units.
+        mesh: the launched ranks.
+    """
+
+    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+        self.run = run
+        self.mesh = mesh
+        self.step_program = compile_step(run.plan)
+        self.evaluation_program = compile_evaluation(run.plan)
+        plan, config = run.plan, run.config
+        compute = DTYPES[config.numerics.compute]
+        layouts = lay_out(tuple(specs), plan.mesh, mesh.at, sequence_parallel=plan.sequence_parallel)
+        self.buffers = {
+            unit: UnitBuffers(
+                layouts[unit],
+                zero=plan.zero,
+                dp=plan.mesh.dp,
+                place=mesh.at.dp,
+                compute=compute,
+                device=mesh.device,
+                seed=config.train.seed,
+            )
+            for unit in self.step_program.held_by(mesh.at.pp)
+        }
+        self.optimizer = AdamW(
+            [Owned(b, tuple(self._owned_ranges(unit))) for unit, b in self.buffers.items()],
+            Hyper(
+                beta1=config.train.beta1,
+                beta2=config.train.beta2,
+                eps=config.train.eps,
+                weight_decay=config.train.weight_decay,
+                clip_norm=config.train.clip_norm,
+            ),
+        )
+        self._executor = Executor(self._machine(specs, compute), self._update)
+        self._lr = 0.0
+        self._tokens = 0
+        self._result = (0.0, 0.0)
+        self._inspect: Callable[[], None] | None = None
+
+    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype) -> Machine:
+        plan, mesh, config = self.run.plan, self.mesh, self.run.config
+        shared = {
+            slot.spec.name: param
+            for b in self.buffers.values()
+            for slot in b.layout.slots
+            for local, param in b.params.items()
+            if local == slot.local
+        }
+        modules = {
+            unit: build_module(
+                specs[unit],
+                {local: shared[p.name] for local, p in specs[unit].params.items()},
+                mesh.tp,
+                sequence_parallel=plan.sequence_parallel,
+                is_compiled=config.numerics.compile,
+            )
+            for unit in self.step_program.units_of(mesh.at.pp)
+        }
+        last = len(specs) - 1
+        tokens = config.data.sequence_tokens // (plan.mesh.tp if plan.sequence_parallel else 1)
+        is_compiled = config.numerics.compile
+        return Machine(
+            mesh=mesh,
+            buffers=self.buffers,
+            compute=modules,
+            selective={unit: selective(module) for unit, module in modules.items()},
+            loss=build_loss(
+                modules.get(last, torch.nn.Identity()),
+                mesh.tp,
+                is_straight=plan.zero < 2 or plan.mesh.dp == 1,
+                is_fused=not is_compiled,
+            ),
+            boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
+        )
+
+    def _owned_ranges(self, unit: int) -> Iterator[tuple[int, int]]:
+        """The ranges of the unit's shard that no other rank counts: whole where cut, else on the first place."""
+        b, at = self.buffers[unit], self.mesh.at
+        if at.pp != min(self.step_program.holders(unit)) or (b.zero == 0 and at.dp > 0):
+            return
+        for slot, low, high in b.held():
+            if at.tp == 0 or not slot.is_replicated:
+                start = slot.start + low - b.start
+                yield start, start + high - low
+
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        valid_tokens: int,
+        lr: float,
+        inspect: Callable[[], None] | None = None,
+        record: list[Ran] | None = None,
+    ) -> StepResult:
+        """Run the step program.
+
+        Args:
+            microbatches: this data-parallel rank's, in order.
+            valid_tokens: of the whole global batch: the one divisor of the loss.
+            lr: the learning rate.
+            inspect: called when the gradients are final, before the update.
+            record: where to note when each instruction ran.
+        """
+        self._lr, self._tokens, self._inspect = lr, valid_tokens, inspect
+        for b in self.buffers.values():
+            b.zero_gradient()
+        self._executor.run(self.step_program, microbatches, scale=1.0 / valid_tokens, record=record)
+        loss, norm = self._result
+        return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
+
+    def _update(self) -> None:
+        square, loss_sum = self.optimizer.sums(self._counted_loss())
+        self._result = (loss_sum / self._tokens, math.sqrt(square))
+        if self._inspect is not None:
+            self._inspect()
+        self.optimizer.step(self._lr, self._result[1])
+
+    def _counted_loss(self) -> torch.Tensor:
+        # Every tp rank computed the same loss; one of them counts it.
+        loss = self._executor.loss
+        return loss if self.mesh.at.tp == 0 else torch.zeros_like(loss)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
+        self._executor.run(self.evaluation_program, microbatches, scale=1.0)
+        valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
+        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.mesh.shape.pp - 1
+        loss = self._counted_loss()
+        both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
+        total = sum_over_all(both).tolist()
+        return total[0], int(total[1])
+
+    def pieces(self, kinds: Sequence[str]) -> Iterator[Piece]:
+        """What this rank holds of the state, piece by piece, in the order of the units."""
+        for unit, b in self.buffers.items():
+            owned = set(self._owned_ranges(unit))
+            for kind in kinds:
+                buffer = {
+                    "weight": b.master,
+                    "exp_avg": b.exp_avg,
+                    "exp_avg_sq": b.exp_avg_sq,
+                    "gradient": b.gradient_shard,
+                }[kind]
+                for slot, low, high in b.held():
+                    start = slot.start + low - b.start
+                    yield self._piece(kind, slot, low, b.view(buffer, slot, low, high), (start, start + high - low) in owned)
+
+    @staticmethod
+    def _piece(kind: str, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:  # noqa: FBT001
+        return Piece(
+            kind=kind,
+            name=slot.spec.name,
+            shape=slot.shape,
+            index=slot.index,
+            low=low,
+            values=values,
+            is_owner=is_owner,
+        )
+
+    def loaded(self, steps: int) -> None:
+        """To be called after the state was written to from outside: parameters follow the master weights.
+
+        Args:
+            steps: updates that the optimizer has made.
+        """
+        self.optimizer.steps = steps
+        for b in self.buffers.values():
+            if b.zero == 0:
+                b.refresh()
+
+    def bytes(self) -> Bytes:
+        """What this rank's buffers hold now, by category."""
+        every = [b.bytes() for b in self.buffers.values()]
+        return Bytes(
+            params=sum(b.params for b in every),
+            gradients=sum(b.gradients for b in every),
+            optimizer=sum(b.optimizer for b in every),
+            transient=sum(b.transient for b in every),
+        )

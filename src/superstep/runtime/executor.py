@@ -1,0 +1,276 @@
+"""The executor: a program's instructions, interpreted on one rank.
+
+Each unit is a piece of autograd graph of its own: it starts at a detached input and ends at its output, so that a
+unit's backward is final for its parameters and its gradients can leave at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from superstep.program.instructions import (
+    Backward,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    Send,
+    Settle,
+    Step,
+    Tie,
+    Wire,
+)
+from superstep.runtime.buffers import UnitBuffers
+from superstep.runtime.collectives import DONE, Pending, all_gather, all_reduce, receive, reduce_scatter, send
+from superstep.runtime.mesh import Mesh
+from superstep.runtime.modules import Compute, Loss
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the executor drives: one rank's units, ready to run.
+
+    Attributes:
+        mesh: place and groups.
+        buffers: of every unit this rank holds.
+        compute: unit number to its module, for the units this rank computes.
+        selective: the same, keeping less for the backward pass.
+        loss: of the last unit's output; only its holder uses it.
+        boundary: shape and dtype of what passes between units.
+    """
+
+    mesh: Mesh
+    buffers: Mapping[int, UnitBuffers]
+    compute: Mapping[int, Compute]
+    selective: Mapping[int, Compute]
+    loss: Loss
+    boundary: tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """One microbatch on this rank: [microbatch, S] each."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One instruction as it ran: seconds of the monotonic clock."""
+
+    index: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _Flight:
+    """What is under way within one run of a program."""
+
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    gradients: dict[Key, Tensor] = field(default_factory=dict)
+    kept: dict[Key, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
+    fetching: dict[int, Pending] = field(default_factory=dict)
+    reducing: dict[int, Pending] = field(default_factory=dict)
+    leaving: list[tuple[Pending, Tensor]] = field(default_factory=list)
+
+
+class Executor:
+    """Runs programs on one rank.
+
+    Args:
+        machine: what to drive.
+        step: the optimizer's update, called by the Step instruction.
+    """
+
+    def __init__(self, machine: Machine, step: Callable[[], None]) -> None:
+        self._machine = machine
+        self._step = step
+        self._flight = _Flight()
+        self._microbatches: Sequence[Microbatch] = ()
+        self._scale = 1.0
+        self.loss = torch.zeros((), dtype=torch.float32, device=machine.mesh.device.torch)
+
+    def run(
+        self, program: Program, microbatches: Sequence[Microbatch], *, scale: float, record: list[Ran] | None = None
+    ) -> None:
+        """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's valid tokens, and zero
+        where the rank has no head.
+
+        Args:
+            program: what to run.
+            microbatches: of this data-parallel rank.
+            scale: what the loss's gradient is multiplied with: one over the valid tokens of the whole step.
+            record: where to note when each instruction ran, if anywhere.
+        """
+        self._microbatches, self._scale = microbatches, scale
+        self.loss = torch.zeros_like(self.loss)
+        self._flight = _Flight()
+        self._last_unit = len(program.units) - 1
+        self._holders = program.holders
+        self._reads = program.params
+        for index, instruction in enumerate(program.ranks[self._machine.mesh.at.pp]):
+            if record is None:
+                self._issue(instruction)
+            else:
+                start_s = time.perf_counter()
+                self._issue(instruction)
+                record.append(Ran(index, start_s, time.perf_counter()))
+        for pending, _ in self._flight.leaving:
+            pending.wait()
+
+    def _issue(self, instruction: Instruction) -> None:
+        match instruction:
+            case Forward(unit, m, keep):
+                self._forward(unit, m, keeps_graph=keep in ("all", "selective"), is_selective=keep == "selective")
+                if keep == "nothing":
+                    del self._flight.kept[unit, m]
+            case Recompute(unit, m):
+                self._recompute(unit, m)
+            case Backward(unit, m):
+                self._backward(unit, m)
+            case Send(wire, unit, m, peer):
+                self._send(wire, unit, m, peer)
+            case Recv(wire, unit, m, peer):
+                self._recv(wire, unit, m, peer)
+            case Fetch(unit):
+                self._fetch(unit)
+            case Free(unit):
+                self._arrived(unit)
+                self._machine.buffers[unit].drop_full()
+            case Reduce(unit):
+                self._reduce(unit)
+            case Settle(unit):
+                self._flight.reducing.pop(unit).wait()
+                self._machine.buffers[unit].settle()
+            case Tie(unit):
+                group = self._machine.mesh.ties[self._holders(unit)]
+                all_reduce(self._machine.buffers[unit].gradient_shard, group).wait()
+            case ReducePartial():
+                self._reduce_partial()
+            case Step():
+                self._step()
+
+    def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
+        flight = self._flight
+        self._await("act", unit, m)
+        x = self._microbatches[m].tokens if unit == 0 else flight.inputs.pop((unit, m))
+        y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
+        flight.kept[unit, m] = (x, y if keeps_graph else None)
+        if unit == self._last_unit:
+            self.loss += y.detach()
+        else:
+            flight.inputs[unit + 1, m] = y.detach()
+
+    def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
+        for read in self._reads[unit]:
+            self._arrived(read)
+        module = (self._machine.selective if is_selective else self._machine.compute)[unit]
+        with torch.set_grad_enabled(keeps_graph):
+            if keeps_graph and x.is_floating_point():
+                x.requires_grad_()
+            y = module(x)
+            if unit == self._last_unit:
+                y = self._machine.loss(y, self._microbatches[m].targets, self._scale)
+        return y
+
+    def _recompute(self, unit: int, m: int) -> None:
+        x, _ = self._flight.kept[unit, m]
+        y = self._compute(unit, m, x, keeps_graph=True, is_selective=False)
+        self._flight.kept[unit, m] = (x, y)
+
+    def _backward(self, unit: int, m: int) -> None:
+        flight = self._flight
+        for read in self._reads[unit]:
+            self._arrived(read)
+            self._machine.buffers[read].ready_gradient()
+        x, y = flight.kept.pop((unit, m))
+        assert y is not None, "check lets no backward through without its forward"
+        gradient = None
+        if unit != self._last_unit:
+            self._await("grad", unit + 1, m)
+            gradient = flight.gradients.pop((unit + 1, m))
+        torch.autograd.backward(y, gradient)
+        if unit > 0:
+            assert x.grad is not None
+            flight.gradients[unit, m] = x.grad
+            x.grad = None
+
+    def _values(self, wire: Wire) -> dict[Key, Tensor]:
+        return self._flight.inputs if wire == "act" else self._flight.gradients
+
+    def _send(self, wire: Wire, unit: int, m: int, peer: int) -> None:
+        tensor = self._values(wire).pop((unit, m)).contiguous()
+        group, target = self._channel(self._machine.mesh.at.pp, peer, wire, peer)
+        self._flight.leaving.append((send(tensor, group, target, self._tag(wire, unit, m)), tensor))
+
+    def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
+        shape, dtype = self._machine.boundary
+        tensor = torch.empty(shape, dtype=dtype, device=self._machine.mesh.device.torch)
+        group, source = self._channel(peer, self._machine.mesh.at.pp, wire, peer)
+        self._flight.arriving[wire, unit, m] = receive(tensor, group, source, self._tag(wire, unit, m))
+        self._values(wire)[unit, m] = tensor
+
+    def _channel(self, source: int, target: int, wire: Wire, peer: int) -> tuple[torch.distributed.ProcessGroup, int]:
+        mesh = self._machine.mesh
+        if mesh.channels:
+            # The group's ranks are (source, target), in that order.
+            return mesh.channels[source, target, wire], 0 if peer == source else 1
+        assert mesh.pp is not None
+        return mesh.pp, peer
+
+    def _tag(self, wire: Wire, unit: int, m: int) -> int:
+        return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
+
+    def _await(self, wire: Wire, unit: int, m: int) -> None:
+        self._flight.arriving.pop((wire, unit, m), DONE).wait()
+
+    def _fetch(self, unit: int) -> None:
+        buffers, mesh = self._machine.buffers[unit], self._machine.mesh
+        assert mesh.fetch is not None
+        if buffers.zero == 3:
+            buffers.restore_full()
+        buffers.refresh()
+        self._flight.fetching[unit] = all_gather(buffers.full, mesh.fetch, tag=unit)
+
+    def _arrived(self, unit: int) -> None:
+        self._flight.fetching.pop(unit, DONE).wait()
+
+    def _reduce(self, unit: int) -> None:
+        buffers, mesh = self._machine.buffers[unit], self._machine.mesh
+        assert mesh.reduce is not None
+        if buffers.zero == 0:
+            self._flight.reducing[unit] = all_reduce(buffers.gradient, mesh.reduce)
+        else:
+            self._flight.reducing[unit] = reduce_scatter(buffers.gradient, mesh.reduce, tag=unit)
+
+    def _reduce_partial(self) -> None:
+        """One sum over tp for all units: their partial gradients are few and small."""
+        mesh = self._machine.mesh
+        assert mesh.tp is not None
+        pieces = []
+        for buffers in self._machine.buffers.values():
+            low = max(buffers.layout.partial, buffers.start) - buffers.start
+            high = min(buffers.layout.numel, buffers.stop) - buffers.start
+            if low < high:
+                pieces.append(buffers.gradient_shard[low:high])
+        if not pieces:
+            return
+        total = torch.cat(pieces)
+        all_reduce(total, mesh.tp).wait()
+        for piece, summed in zip(pieces, total.split([len(p) for p in pieces]), strict=True):
+            piece.copy_(summed)

@@ -1,0 +1,127 @@
+"""The modules of a rank: plain model code, given this rank's parameters and changed from outside as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from superstep.model.decoder import Head
+from superstep.model.unit import UnitSpec
+from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
+from superstep.runtime.accumulate import accumulate_straight
+from superstep.runtime.mesh import Group
+from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
+
+Compute = Callable[[Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def build_module(
+    spec: UnitSpec,
+    params: Mapping[str, nn.Parameter],
+    tp: Group | None,
+    *,
+    sequence_parallel: bool,
+    is_compiled: bool,
+) -> nn.Module:
+    """The unit's module with the given parameters in place, wrapped for tensor parallelism."""
+    with torch.device("meta"):
+        module = spec.build()
+    for local in spec.params:
+        path, _, leaf = local.rpartition(".")
+        setattr(module.get_submodule(path), leaf, params[local])
+    if not is_compiled:
+        accumulate_straight(module)
+    if tp is not None:
+        split(module, spec, tp, sequence_parallel=sequence_parallel)
+    if is_compiled:
+        module.compile(dynamic=False)
+    return module
+
+
+_ATEN = torch.ops.aten
+_SAVED = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(module: nn.Module) -> Compute:
+    """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
+    computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
+    """
+
+    def compute(x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        out: Tensor = checkpoint(module, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+        return out
+
+    return compute
+
+
+def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, is_fused: bool) -> Loss:
+    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
+
+    Its gradient is that of scale · sum. A decoder's head on one tp rank is fused with the loss, so that no whole
+    logits exist; ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the
+    program allows where the buffer stays for the whole step (ZeRO 0 and 1).
+    """
+    if tp is not None:
+
+        def vocabulary_parallel(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+            return _scaled(vocabulary_cross_entropy_sum(logits, targets, tp), scale)
+
+        return vocabulary_parallel
+    if not (is_fused and isinstance(head, Head)):
+
+        def plain(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+            return _scaled(cross_entropy_sum(logits, targets), scale)
+
+        return plain
+    linear = head.lm_head
+    linear.forward = _same  # type: ignore[method-assign]
+
+    def fused(h: Tensor, targets: Tensor, scale: float) -> Tensor:
+        if is_straight and torch.is_grad_enabled():
+            into = linear.weight.grad
+            return linear_cross_entropy_sum(h, linear.weight, targets, scale=scale, weight_grad_into=into)
+        return _scaled(linear_cross_entropy_sum(h, linear.weight, targets), scale)
+
+    return fused
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Scale(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.scale, None  # type: ignore[attr-defined]
+
+
+def _scaled(loss: Tensor, scale: float) -> Tensor:
+    out: Tensor = _Scale.apply(loss, scale)  # type: ignore[no-untyped-call]
+    return out

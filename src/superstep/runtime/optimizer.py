@@ -1,0 +1,105 @@
+"""AdamW on flat shards, after clipping by the global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.runtime.buffers import UnitBuffers
+from superstep.runtime.collectives import sum_over_all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyper:
+    """AdamW's settings that stay the same for the whole run."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A unit's buffers, and the ranges of its shard that this rank answers for in sums over all ranks."""
+
+    buffers: UnitBuffers
+    ranges: tuple[tuple[int, int], ...]
+
+
+class AdamW:
+    """Adam with decoupled weight decay on matrices (Loshchilov 2019, algorithm 2), fp32 throughout.
+
+    Args:
+        units: everything this rank holds.
+        hyper: the settings.
+    """
+
+    def __init__(self, units: Sequence[Owned], hyper: Hyper) -> None:
+        self._units = units
+        self._hyper = hyper
+        self.steps = 0
+        device = units[0].buffers.master.device
+        self._count = torch.zeros((), dtype=torch.float32, device=device)
+        self._decayed: tuple[list[Tensor], ...] = ([], [], [], [])
+        self._plain: tuple[list[Tensor], ...] = ([], [], [], [])
+        for unit in units:
+            b = unit.buffers
+            border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
+            for lists, part in ((self._decayed, slice(0, border)), (self._plain, slice(border, None))):
+                tensors = [buffer[part] for buffer in (b.master, b.gradient_shard, b.exp_avg, b.exp_avg_sq)]
+                if tensors[0].numel():
+                    for entry, tensor in zip(lists, tensors, strict=True):
+                        entry.append(tensor)
+
+    def sums(self, loss: Tensor) -> tuple[float, float]:
+        """The squared gradient norm and the loss, each summed over all ranks in one collective."""
+        squares = [
+            torch.linalg.vector_norm(unit.buffers.gradient_shard[low:high])
+            for unit in self._units
+            for low, high in unit.ranges
+        ]
+        device = self._count.device
+        square = torch.stack(squares).double().square().sum() if squares else torch.zeros((), device=device)
+        both = torch.stack((square.double(), loss.double()))
+        total = sum_over_all(both).tolist()
+        return total[0], total[1]
+
+    def step(self, lr: float, norm: float) -> None:
+        """Update the master weights.
+
+        Args:
+            lr: the learning rate.
+            norm: the global gradient norm; above ``clip_norm`` the gradients are scaled down to it.
+        """
+        self.steps += 1
+        self._count.fill_(self.steps)
+        h = self._hyper
+        # The fused kernel divides gradients by grad_scale, so that clipping costs no pass of its own.
+        scale = self._count.new_tensor(max(norm / h.clip_norm, 1.0))
+        for (params, grads, first, second), decay in ((self._decayed, h.weight_decay), (self._plain, 0.0)):
+            if params:
+                torch._fused_adamw_(
+                    params,
+                    grads,
+                    first,
+                    second,
+                    [],
+                    [self._count] * len(params),
+                    lr=lr,
+                    beta1=h.beta1,
+                    beta2=h.beta2,
+                    weight_decay=decay,
+                    eps=h.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=scale,
+                    found_inf=None,
+                )
+        for unit in self._units:
+            if unit.buffers.zero == 0:
+                unit.buffers.refresh()

@@ -1,0 +1,224 @@
+"""prove: a layout computes what one device computes. Step by step against the reference, tensor by tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superstep.data.stream import Batch
+from superstep.model.axes import units
+from superstep.model.unit import initial
+from superstep.numerics.tolerance import TOLERANCE
+from superstep.plan.config import TrainConfig
+from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.shape import ModelShape
+from superstep.runtime.engine import Engine, Piece
+from superstep.runtime.executor import Microbatch
+from superstep.runtime.launch import World, gather
+from superstep.runtime.mesh import Mesh, build_mesh
+from superstep.train.reference import reference_steps
+from superstep.train.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One compared value of one step.
+
+    Attributes:
+        kind: loss, gradient or update.
+        name: the tensor's global name; empty for the loss.
+        relative: how far the layout lies from the reference, as ``numerics.tolerance`` defines it.
+        allowed: the tolerance.
+    """
+
+    step: int
+    kind: str
+    name: str
+    relative: float
+    allowed: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is more than rounding; a NaN is."""
+        return not self.relative <= self.allowed
+
+    def describe(self) -> str:
+        """One line for a person."""
+        what = self.kind if not self.name else f"{self.kind} of {self.name}"
+        return f"step {self.step}: {what} differs by {self.relative:.2e}, allowed is {self.allowed:.0e}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a layout was found to be.
+
+    Attributes:
+        compared: values compared, over all steps and ranks.
+        worst: the largest difference of each kind, as a share of its tolerance decides.
+        first: the first value that is wrong, in the order loss, gradients, updates of each step; None if none is.
+        is_deterministic: whether a second run gave the same bits; None where it was not asked.
+    """
+
+    compared: int
+    worst: tuple[Difference, ...]
+    first: Difference | None
+    is_deterministic: bool | None
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether everything held."""
+        return self.first is None and self.is_deterministic is not False
+
+
+def write_reference(shape: ModelShape, train: TrainConfig, batches: Sequence[Batch], folder: Path) -> None:
+    """Run the reference and keep each step's loss, gradients and weights in a file of its own."""
+    for step, result in enumerate(reference_steps(shape, train, batches)):
+        tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
+        tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
+        tensors["loss"] = torch.tensor(result.loss, dtype=torch.float64)
+        tensors["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
+        # A tied or shared memory would be refused by the format; every tensor is written whole.
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{step}.safetensors")
+
+
+def split(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
+    """This data-parallel rank's microbatches out of a whole global batch."""
+    rows = plan.microbatches * plan.microbatch
+    mine = slice(mesh.at.dp * rows, (mesh.at.dp + 1) * rows)
+    return microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], plan, mesh)
+
+
+def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) -> list[Microbatch]:
+    """This rank's rows, cut into microbatches on its device."""
+    device = mesh.device.torch
+    pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
+    return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
+
+
+def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
+    """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
+    return ((0, run.plan.mesh.pp - 1),) if run.shape.tied and run.plan.mesh.pp > 1 else ()
+
+
+def prove(
+    world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, reruns: bool
+) -> Verdict:
+    """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
+
+    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
+    """
+    mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=timedelta(seconds=120))
+    try:
+        differences, bits = _run(mesh, run, batches, folder)
+        is_deterministic = None
+        if reruns:
+            _, again = _run(mesh, run, batches, None)
+            is_deterministic = all(gather(again == bits))
+    finally:
+        mesh.destroy()
+    everyone = [d for part in gather(differences) for d in part]
+    return _judge(everyone, is_deterministic)
+
+
+def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:  # noqa: FBT001
+    # Of the ranks that hold a piece of one tensor the worst counts.
+    kinds = ("loss", "gradient", "update")
+
+    def badness(d: Difference) -> float:
+        return float("inf") if d.relative != d.relative else d.relative / d.allowed
+
+    worst = [max((d for d in differences if d.kind == kind), key=badness) for kind in kinds]
+    wrong = [d for d in differences if d.is_wrong]
+    first = min(wrong, key=lambda d: (d.step, kinds.index(d.kind), -badness(d)), default=None)
+    return Verdict(
+        compared=len(differences), worst=tuple(worst), first=first, is_deterministic=is_deterministic
+    )
+
+
+def _run(
+    mesh: Mesh, run: Resolved, batches: Sequence[Batch], folder: Path | None
+) -> tuple[list[Difference], str]:
+    """The steps of one run: differences from the reference, and a hash of every bit this rank held."""
+    engine = Engine(run, units(run.shape), mesh)
+    train = run.config.train
+    found: list[Difference] = []
+    bits = hashlib.blake2b(digest_size=16)
+    for step, batch in enumerate(batches):
+        compare = _Compare(run, step, folder)
+        lr = learning_rate(
+            step,
+            steps=train.steps,
+            lr=train.lr,
+            warmup_steps=train.warmup_steps,
+            decay=train.decay,
+            decay_steps=train.decay_steps,
+            min_lr_ratio=train.min_lr_ratio,
+        )
+        result = engine.train_step(
+            split(batch, run.plan, mesh),
+            valid_tokens=batch.valid_tokens,
+            lr=lr,
+            inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), bits.update)),  # noqa: B023
+        )
+        bits.update(repr(result.loss).encode())
+        found += compare.loss(result.loss)
+        found += compare.pieces(engine.pieces(["weight"]), bits.update)
+    return found, bits.hexdigest()
+
+
+class _Compare:
+    """Compares one step with its reference file; compares nothing where there is no folder."""
+
+    def __init__(self, run: Resolved, step: int, folder: Path | None) -> None:
+        self._run = run
+        self._step = step
+        self._path = None if folder is None else folder / f"{step}.safetensors"
+        self._allowed = TOLERANCE[run.config.numerics.compute]
+
+    def loss(self, value: float) -> list[Difference]:
+        if self._path is None:
+            return []
+        with safe_open(self._path, framework="pt") as file:
+            reference = float(file.get_tensor("loss"))
+        return [self._difference("loss", "", abs(value - reference) / abs(reference), self._allowed.loss)]
+
+    def pieces(self, pieces: Iterator[Piece], take: Callable[[bytes], None]) -> list[Difference]:
+        found = []
+        for piece in pieces:
+            values = piece.values.detach().cpu().contiguous()
+            take(values.numpy().tobytes())
+            if self._path is not None:
+                found.append(self._piece(self._path, piece, values))
+        return found
+
+    def _piece(self, path: Path, piece: Piece, values: Tensor) -> Difference:
+        with safe_open(path, framework="pt") as file:
+            reference = file.get_tensor(f"{piece.kind}/{piece.name}")
+        if piece.kind == "weight":
+            spec = next(p for u in units(self._run.shape) for p in u.params.values() if p.name == piece.name)
+            start = initial(spec, piece.shape, self._run.config.train.seed)
+            values = values - _part(start, piece)
+            reference = reference - start
+        ours, theirs = values.double(), _part(reference, piece).double()
+        # A tensor that is all zeros in the reference must be so here.
+        size = float(reference.double().norm()) or 1e-30
+        relative = float((ours - theirs).norm()) / size
+        if piece.kind == "weight":
+            return self._difference("update", piece.name, relative, self._allowed.update)
+        allowed = self._allowed.gradient if self._step == 0 else self._allowed.gradient_later
+        return self._difference("gradient", piece.name, relative, allowed)
+
+    def _difference(self, kind: str, name: str, relative: float, allowed: float) -> Difference:
+        return Difference(step=self._step, kind=kind, name=name, relative=relative, allowed=allowed)
+
+
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
+    return tensor[piece.index].reshape(-1)[piece.low : piece.low + piece.values.numel()]

@@ -1,0 +1,90 @@
+"""The reference: the same steps on one process in fp32, written without any of the engine.
+
+No program, no buffers, no wrapped layers: the plain decoder, autograd, and torch's own optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.data.stream import Batch
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.unit import initial
+from superstep.numerics.loss import cross_entropy_sum
+from superstep.plan.config import TrainConfig
+from superstep.plan.shape import ModelShape
+from superstep.train.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceStep:
+    """One step as one device computes it: what the layout must reproduce."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Batch]) -> Iterator[ReferenceStep]:
+    """Train on whole global batches, one after the other.
+
+    Args:
+        shape: the model.
+        train: the optimisation.
+        batches: one for each step, with all rows of the global batch.
+    """
+    model = Decoder(shape)
+    names = global_names(shape)
+    tensors = {names[local]: param for local, param in model.named_parameters()}
+    specs = {p.name: p for unit in units(shape) for p in unit.params.values()}
+    with torch.no_grad():
+        for name, param in tensors.items():
+            param.copy_(initial(specs[name], param.shape, train.seed))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in tensors.values() if p.ndim > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in tensors.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+    )
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        # Row by row: nothing of how a layout splits the batch is repeated here.
+        for tokens, targets in zip(batch.tokens_BS, batch.targets_BS, strict=True):
+            row = cross_entropy_sum(model(tokens[None]), targets[None]) / batch.valid_tokens
+            row.backward()
+            loss += row.detach()
+        gradients = {name: p.grad.clone() for name, p in tensors.items() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(list(tensors.values()), train.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step,
+                steps=train.steps,
+                lr=train.lr,
+                warmup_steps=train.warmup_steps,
+                decay=train.decay,
+                decay_steps=train.decay_steps,
+                min_lr_ratio=train.min_lr_ratio,
+            )
+        optimizer.step()
+        yield ReferenceStep(
+            loss=float(loss),
+            grad_norm=float(norm),
+            gradients=gradients,
+            weights={name: p.detach().clone() for name, p in tensors.items()},
+        )
+
+
+def global_names(shape: ModelShape) -> dict[str, str]:
+    """The decoder's parameter names to global names."""
+    return {
+        f"{unit.name}.{local}": param.name for unit in units(shape) for local, param in unit.params.items()
+    }

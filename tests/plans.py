@@ -1,0 +1,51 @@
+"""Plans for tests: named ones, and a hypothesis strategy over all that resolve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Plan, resolve
+
+
+def plan_of(*, layers: int = 4, microbatches: int = 4, tied: bool = False, **layout: Any) -> Plan:
+    """The plan of a small model; ``layout`` are fields of PlanConfig."""
+    layout.setdefault("microbatch", 1)
+    batch = microbatches * layout.get("dp", 1) * layout["microbatch"]
+    config = RunConfig(
+        model=ModelConfig(name="demo", layers=layers, tied=tied),
+        train=TrainConfig(batch_sequences=batch),
+        plan=PlanConfig(**layout),
+    )
+    return resolve(config).plan
+
+
+@st.composite
+def plans(draw: st.DrawFn, **fixed: Any) -> Plan:
+    """Any plan of up to 4 pipeline ranks (now and then 8); ``fixed`` fields are not drawn."""
+
+    def pick(name: str, values: st.SearchStrategy[Any]) -> Any:
+        return fixed[name] if name in fixed else draw(values)
+
+    pp = pick("pp", st.sampled_from([1, 1, 2, 2, 3, 4, 4, 8]))
+    schedule = pick("schedule", st.sampled_from(["gpipe", "1f1b", "interleaved", "breadth-first"]))
+    is_grouped = schedule in ("interleaved", "breadth-first")
+    chunks = pick("chunks", st.integers(1, 3 if is_grouped and pp <= 4 else 1))
+    least = pp if chunks > 1 else 1
+    group = pick("microbatch_group", st.integers(least, least + 2)) if is_grouped else None
+    return plan_of(
+        layers=pick("layers", st.integers(pp * chunks, pp * chunks + 3)),
+        microbatches=pick("microbatches", st.integers(1, 8) if group is None else st.integers(1, 3).map(group.__mul__)),
+        tied=pick("tied", st.booleans()),
+        pp=pp,
+        dp=pick("dp", st.sampled_from([1, 2, 3])),
+        tp=pick("tp", st.sampled_from([1, 2])),
+        zero=pick("zero", st.integers(0, 3)),
+        schedule=schedule,
+        chunks=chunks,
+        microbatch_group=group,
+        recompute=pick("recompute", st.sampled_from(["none", "selective", "full"])),
+        prefetch=pick("prefetch", st.integers(0, 3)),
+    )
