@@ -126,7 +126,7 @@ def timed(draw):
     return simulate(program, PerUnit(units=units, step_s=draw(eighths), reduce_partial_s=draw(eighths)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(timed())
 def test_every_instruction_runs_once_and_each_lane_one_at_a_time(timeline):
     program = timeline.program
@@ -142,7 +142,7 @@ def test_every_instruction_runs_once_and_each_lane_one_at_a_time(timeline):
         assert all(a.end_s <= b.start_s for a, b in pairwise(sorted(events, key=lambda e: e.index)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(timed())
 def test_compute_starts_when_what_it_needs_has_come_and_not_later(timeline):
     for rank in range(timeline.program.pp):
@@ -158,7 +158,7 @@ def test_compute_starts_when_what_it_needs_has_come_and_not_later(timeline):
                 clock_s = e.end_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(timed())
 def test_both_ends_of_a_transfer_have_the_same_seconds(timeline):
     sent, received = set(), set()
@@ -171,7 +171,7 @@ def test_both_ends_of_a_transfer_have_the_same_seconds(timeline):
     assert sent == received
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(timed())
 def test_the_parts_of_a_step_add_up(timeline):
     for spent in timeline.spent():

@@ -69,7 +69,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
-    assert plan.microbatch_group is not None
+    microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
     names = ("embed", *(f"block.{i}" for i in range(shape.layers)), "head")
     last = len(names) - 1
     full = Plan(
@@ -78,9 +78,9 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         schedule=plan.schedule,
         chunks=plan.chunks,
         stages=split_stages(len(names), plan.pp * plan.chunks),
-        microbatches=config.train.batch_sequences // (plan.dp * plan.microbatch),
+        microbatches=microbatches,
         microbatch=plan.microbatch,
-        microbatch_group=plan.microbatch_group,
+        microbatch_group=plan.microbatch_group or microbatches,
         recompute=plan.recompute,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
@@ -237,7 +237,7 @@ def _microbatch(plan: PlanConfig, batch: int) -> int:
     return fits[-1] if fits else 1
 
 
-def _group(plan: PlanConfig, batch: int) -> int:
+def _group(plan: PlanConfig, batch: int) -> int | None:
     assert plan.dp is not None
     assert plan.microbatch is not None
     m = batch // (plan.dp * plan.microbatch)
@@ -247,7 +247,7 @@ def _group(plan: PlanConfig, batch: int) -> int:
                 f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "
                 f"'{plan.schedule}'; leave it out, or choose 'interleaved' or 'breadth-first'."
             )
-        return m
+        return None
     least = plan.pp if plan.chunks > 1 else 1
     choices = [n for n in divisors(m) if n >= least]
     if not choices:

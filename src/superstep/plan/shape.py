@@ -134,12 +134,12 @@ def _check(shape: ModelShape) -> None:
         choices = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
         raise ConfigError(
             f"model.kv_heads = {shape.kv_heads} must divide model.heads = {shape.heads}; "
-            f"choose one of {choices}."
+            f"set model.kv_heads to one of {choices}."
         )
     if shape.head_dim % 2:
         raise ConfigError(
             f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; "
-            f"set it to {shape.head_dim + 1}."
+            f"set model.head_dim to {shape.head_dim + 1}."
         )
 
 

@@ -51,7 +51,9 @@ def _build(cls: type[T], raw: Mapping[str, Any], prefix: str) -> T:
 
 
 def _convert(name: str, value: object, hint: object) -> object:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # `Literal[...] | None` is a typing.Union, `int | None` a types.UnionType.
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     for option in options:
         origin = typing.get_origin(option)
         if origin is Literal:

@@ -19,6 +19,7 @@ from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import build_loss, build_module, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
+from superstep.state.piece import Kind, Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,29 +37,6 @@ class StepResult:
     loss: float
     grad_norm: float
     tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one rank holds of one global tensor.
-
-    Attributes:
-        kind: ``weight``, ``exp_avg``, ``exp_avg_sq`` or ``gradient``.
-        name: the global tensor's name.
-        shape: the global tensor's shape.
-        index: the block of it that this rank's tensor-parallel place holds.
-        low: the first element of the flattened block that lies here.
-        values: the elements from there on, fp32, flat; writing to them changes the state.
-        is_owner: whether this rank answers for the piece where several ranks hold the same.
-    """
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    index: tuple[slice, ...]
-    low: int
-    values: torch.Tensor
-    is_owner: bool
 
 
 class Engine:
@@ -199,7 +177,7 @@ class Engine:
         total = sum_over_all(both).tolist()
         return total[0], int(total[1])
 
-    def pieces(self, kinds: Sequence[str]) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """What this rank holds of the state, piece by piece, in the order of the units."""
         for unit, b in self.buffers.items():
             owned = set(self._owned_ranges(unit))
@@ -215,7 +193,7 @@ class Engine:
                     yield self._piece(kind, slot, low, b.view(buffer, slot, low, high), (start, start + high - low) in owned)
 
     @staticmethod
-    def _piece(kind: str, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:  # noqa: FBT001
+    def _piece(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:  # noqa: FBT001
         return Piece(
             kind=kind,
             name=slot.spec.name,

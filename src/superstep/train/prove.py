@@ -18,14 +18,15 @@ from superstep.model.axes import units
 from superstep.model.unit import initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import TrainConfig
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
-from superstep.runtime.engine import Engine, Piece
-from superstep.runtime.executor import Microbatch
+from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
+from superstep.state.piece import Piece
+from superstep.train.batches import microbatches, rows, ties
 from superstep.train.reference import reference_steps
-from superstep.train.schedule import learning_rate
+from superstep.train.schedule import rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,25 +90,6 @@ def write_reference(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{step}.safetensors")
 
 
-def split(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """This data-parallel rank's microbatches out of a whole global batch."""
-    rows = plan.microbatches * plan.microbatch
-    mine = slice(mesh.at.dp * rows, (mesh.at.dp + 1) * rows)
-    return microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], plan, mesh)
-
-
-def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """This rank's rows, cut into microbatches on its device."""
-    device = mesh.device.torch
-    pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
-    return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
-
-
-def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
-    return ((0, run.plan.mesh.pp - 1),) if run.shape.tied and run.plan.mesh.pp > 1 else ()
-
-
 def prove(
     world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, reruns: bool
 ) -> Verdict:
@@ -153,17 +135,10 @@ def _run(
     bits = hashlib.blake2b(digest_size=16)
     for step, batch in enumerate(batches):
         compare = _Compare(run, step, folder)
-        lr = learning_rate(
-            step,
-            steps=train.steps,
-            lr=train.lr,
-            warmup_steps=train.warmup_steps,
-            decay=train.decay,
-            decay_steps=train.decay_steps,
-            min_lr_ratio=train.min_lr_ratio,
-        )
+        mine = rows(run.plan, mesh)
+        lr = rate(train, step)
         result = engine.train_step(
-            split(batch, run.plan, mesh),
+            microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh),
             valid_tokens=batch.valid_tokens,
             lr=lr,
             inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), bits.update)),  # noqa: B023

@@ -18,7 +18,7 @@ from superstep.model.unit import initial
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import TrainConfig
 from superstep.plan.shape import ModelShape
-from superstep.train.schedule import learning_rate
+from superstep.train.schedule import rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,7 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         gradients = {name: p.grad.clone() for name, p in tensors.items() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(list(tensors.values()), train.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step,
-                steps=train.steps,
-                lr=train.lr,
-                warmup_steps=train.warmup_steps,
-                decay=train.decay,
-                decay_steps=train.decay_steps,
-                min_lr_ratio=train.min_lr_ratio,
-            )
+            group["lr"] = rate(train, step)
         optimizer.step()
         yield ReferenceStep(
             loss=float(loss),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from superstep.plan.config import Decay
+from superstep.plan.config import Decay, TrainConfig
 
 
 def learning_rate(
@@ -42,3 +42,16 @@ def learning_rate(
     fallen = min(1.0, max(0, step + 1 - (steps - fall_steps)) / fall_steps)
     height = (1 + math.cos(math.pi * fallen)) / 2 if decay == "cosine" else 1 - fallen
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * height)
+
+
+def rate(train: TrainConfig, step: int) -> float:
+    """The learning rate that a run's ``[train]`` section asks for."""
+    return learning_rate(
+        step,
+        steps=train.steps,
+        lr=train.lr,
+        warmup_steps=train.warmup_steps,
+        decay=train.decay,
+        decay_steps=train.decay_steps,
+        min_lr_ratio=train.min_lr_ratio,
+    )

@@ -1,0 +1,69 @@
+"""superstep VERB ...: picks the verb, and turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from superstep.cli import prove, sample, train, view
+from superstep.errors import SuperstepError, UserError, did_you_mean
+
+VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (train.main, "train a model; with no argument, a demo on the source text of Python's library"),
+    "prove": (prove.main, "compare a layout with a one-process reference, tensor by tensor"),
+    "view": (view.main, "show a step as a timeline, from a run.toml or as a run recorded it"),
+    "sample": (sample.main, "write text with a trained run"),
+}
+
+USAGE = "\n".join(
+    [
+        "usage: superstep VERB ...",
+        "",
+        *(f"  {verb:8}{what}" for verb, (_, what) in VERBS.items()),
+        "",
+        "superstep VERB --help says more.",
+    ]
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in VERBS:
+        print(f"superstep: unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}", file=sys.stderr)
+        return 2
+    try:
+        return VERBS[argv[0]][0](argv[1:])
+    except UserError as error:
+        print(f"superstep: {error}", file=sys.stderr)
+        return error.exit_status
+    except SuperstepError as error:
+        print(f"superstep: fault: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("superstep: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def entry() -> None:
+    """The console script."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(main(sys.argv[1:]))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    # An exception, so that the terminal is restored and ranks are ended on the way out.
+    raise SystemExit(128 + number)

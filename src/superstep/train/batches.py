@@ -1,0 +1,27 @@
+"""From a global batch to a rank's microbatches."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from superstep.plan.resolve import Plan, Resolved
+from superstep.runtime.executor import Microbatch
+from superstep.runtime.mesh import Mesh
+
+
+def rows(plan: Plan, mesh: Mesh) -> slice:
+    """The rows of the global batch that this rank's data-parallel place trains on."""
+    count = plan.microbatches * plan.microbatch
+    return slice(mesh.at.dp * count, (mesh.at.dp + 1) * count)
+
+
+def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) -> list[Microbatch]:
+    """This rank's rows, cut into microbatches on its device."""
+    device = mesh.device.torch
+    pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
+    return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
+
+
+def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
+    """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
+    return ((0, run.plan.mesh.pp - 1),) if run.shape.tied and run.plan.mesh.pp > 1 else ()

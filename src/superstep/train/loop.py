@@ -1,0 +1,87 @@
+"""The loop. What a step computes is the program's business; what is told of it, the sink's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from superstep.observe.events import Evaluated, RunFinished, Saved, Sink, StepDone
+from superstep.state.checkpoint import Position
+from superstep.train.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished step, and where training stands after it."""
+
+    event: StepDone
+    position: Position
+
+
+def train(session: Session, position: Position, sink: Sink) -> Position:
+    """Train from ``position`` to the last step; validate and save on the way."""
+    config = session.run.config
+    last = config.train.steps
+    for done in steps(session, position):
+        position = done.position
+        sink.write(done.event)
+        if position.step % config.train.eval_every == 0 or position.step == last:
+            sink.write(evaluate(session, position))
+        if position.step % config.state.save_every == 0 or position.step == last:
+            sink.write(save(session, position))
+    sink.write(
+        RunFinished(step=position.step, elapsed_s=session.elapsed_s(), tokens_seen=position.tokens)
+    )
+    return position
+
+
+def steps(session: Session, position: Position) -> Iterator[Done]:
+    """One value for each step, until the last."""
+    train_config = session.run.config.train
+    with session.batches(position, train_config.steps - position.step) as batches:
+        for batch, data_s in batches:
+            start_s = time.perf_counter() - data_s
+            lr = session.learning_rate(position.step)
+            result = session.step(batch, lr)
+            position = Position(
+                step=position.step + 1,
+                samples=position.samples + train_config.batch_sequences,
+                tokens=position.tokens + result.tokens,
+            )
+            session.require_finite(result, position.step)
+            step_s = time.perf_counter() - start_s
+            tokens_per_s = result.tokens / step_s
+            event = StepDone(
+                step=position.step,
+                loss=result.loss,
+                lr=lr,
+                grad_norm=result.grad_norm,
+                tokens=result.tokens,
+                tokens_per_s=tokens_per_s,
+                step_s=step_s,
+                data_s=data_s,
+                mfu=session.mfu(tokens_per_s),
+                memory_bytes=session.memory_bytes(),
+                elapsed_s=session.elapsed_s(),
+                tokens_seen=position.tokens,
+            )
+            yield Done(event, position)
+
+
+def evaluate(session: Session, position: Position) -> Evaluated:
+    """The loss on the held-out text."""
+    start_s = time.perf_counter()
+    loss = session.validation_loss()
+    bits = loss / math.log(2) / session.bytes_per_token
+    return Evaluated(
+        step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s
+    )
+
+
+def save(session: Session, position: Position) -> Saved:
+    """A checkpoint of where training stands."""
+    start_s = time.perf_counter()
+    path, size = session.save(position)
+    return Saved(step=position.step, path=str(path), seconds=time.perf_counter() - start_s, bytes=size)

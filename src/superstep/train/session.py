@@ -1,0 +1,237 @@
+"""One rank of a training run, assembled: engine, data, and the run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from superstep.cost.work import model_flops_per_token
+from superstep.data.prefetch import Prefetcher
+from superstep.data.stream import Batch, Stream
+from superstep.data.tokens import open_corpus
+from superstep.errors import Fault
+from superstep.model.axes import units
+from superstep.plan.resolve import Resolved
+from superstep.plan.shape import to_hf_config
+from superstep.program.text import write_program
+from superstep.runtime.engine import Engine, StepResult
+from superstep.runtime.executor import Ran
+from superstep.runtime.launch import World, barrier, gather
+from superstep.runtime.mesh import build_mesh
+from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
+from superstep.state.piece import STATE
+from superstep.train.batches import microbatches, rows, ties
+from superstep.train.schedule import rate
+
+T = TypeVar("T")
+MESH_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where the parts of a run lie."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "run.toml"
+
+    @property
+    def program(self) -> Path:
+        """The text of the step program."""
+        return self.root / "program.txt"
+
+    @property
+    def trace(self) -> Path:
+        """When each instruction of the last step ran."""
+        return self.root / "trace.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each event."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints."""
+        return self.root / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeers:
+    """The launched ranks, as ``state`` wants them."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        return gather(value)
+
+
+class Session:
+    """Everything the loop drives.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        folder: the run directory, prepared.
+        corpus: the folder of token files, prepared.
+        peak_flops: FLOP/s of one rank's device, where it is known.
+    """
+
+    def __init__(
+        self, world: World, run: Resolved, folder: RunFolder, corpus: Path, peak_flops: float | None
+    ) -> None:
+        self.run = run
+        self.folder = folder
+        self._start_s = time.perf_counter()
+        self._peers = RankPeers(world.rank, world.size)
+        self._mesh = build_mesh(
+            run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=MESH_TIMEOUT
+        )
+        self._engine = Engine(run, units(run.shape), self._mesh)
+        self._corpus = open_corpus(corpus)
+        self.bytes_per_token = self._corpus.manifest.bytes_per_token
+        self._train, self._validation = (
+            Stream(
+                self._corpus,
+                split,
+                sequence_tokens=run.config.data.sequence_tokens,
+                packed=run.config.data.packed,
+                batch_sequences=run.config.train.batch_sequences,
+                seed=run.config.train.seed,
+            )
+            for split in ("train", "validation")  # type: ignore[arg-type]
+        )
+        self._flops_per_token = model_flops_per_token(run.shape, run.config.data.sequence_tokens)
+        self._peak_flops = None if peak_flops is None else peak_flops * world.size
+        self._memory_bytes = 0
+        self._record: list[Ran] = []
+        self._device = world.device
+
+    def describe(self) -> None:
+        """Write the program that runs into the run directory."""
+        self.folder.program.write_text(write_program(self._engine.step_program), encoding="utf-8")
+
+    def load(self, checkpoint: Path) -> Position:
+        """Go on from a checkpoint."""
+        position = load(checkpoint, self._engine.pieces(STATE), self._peers)
+        self._engine.loaded(position.step)
+        return position
+
+    @contextmanager
+    def batches(self, position: Position, steps: int) -> Iterator[Prefetcher]:
+        """This rank's rows of the next global batches, read ahead."""
+        depth = self.run.config.data.prefetch_steps
+        mine = rows(self.run.plan, self._mesh)
+        with Prefetcher(
+            self._train, start_sample=position.samples, rows=mine, depth=depth, steps=steps
+        ) as found:
+            yield found
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of the update that follows ``step`` finished steps."""
+        return rate(self.run.config.train, step)
+
+    def step(self, batch: Batch, lr: float) -> StepResult:
+        """One training step."""
+        self._record = []
+        return self._engine.train_step(
+            microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
+            valid_tokens=batch.valid_tokens,
+            lr=lr,
+            record=self._record,
+        )
+
+    def require_finite(self, result: StepResult, step: int) -> None:
+        """Stop before a broken state is saved.
+
+        Raises:
+            Fault: the loss or the gradient norm is not a number.
+        """
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise Fault(
+                f"loss {result.loss}, gradient norm {result.grad_norm}: training has diverged. Lower train.lr or "
+                "raise train.warmup_steps, and resume from the last checkpoint.",
+                rank=self._peers.rank,
+                step=step,
+            )
+
+    def validation_loss(self) -> float:
+        """Nats per valid token over the first batches of the held-out text."""
+        size = self.run.config.train.batch_sequences
+        count = max(1, min(self.run.config.train.eval_batches, self._validation.sequences // size))
+        total, tokens = 0.0, 0
+        for number in range(count):
+            batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
+            loss, valid = self._engine.evaluate(
+                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh)
+            )
+            total, tokens = total + loss, tokens + valid
+        self._memory_bytes = max(gather(self._device.memory_bytes()))
+        return total / tokens
+
+    def save(self, position: Position) -> tuple[Path, int]:
+        """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
+        place = checkpoint_at(self.folder.checkpoints, position.step)
+        specs = {p.name: p for unit in units(self.run.shape) for p in unit.params.values()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part in gather({p.name: p.shape for p in self._engine.pieces(("weight",))}):
+            shapes |= part
+        ordered = {name: shapes[name] for name in specs}
+        size = save(
+            place,
+            list(self._engine.pieces(STATE)),
+            position,
+            self._peers,
+            tensors={kind: ordered for kind in STATE},
+            beside={
+                "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
+                "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
+            },
+        )
+        self._write_trace(position.step)
+        if self._peers.rank == 0:
+            prune(self.folder.checkpoints, self.run.config.state.keep)
+        barrier()
+        return place, size
+
+    def _write_trace(self, step: int) -> None:
+        at = self._mesh.at
+        mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
+        parts = gather(mine if at.dp == 0 and at.tp == 0 else None)
+        if self._peers.rank == 0:
+            trace = {"step": step, "ranks": [part for part in parts if part is not None]}
+            self.folder.trace.write_text(json.dumps(trace), encoding="utf-8")
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOP/s as a share of the ranks' peak, where that is known."""
+        return None if self._peak_flops is None else tokens_per_s * self._flops_per_token / self._peak_flops
+
+    def memory_bytes(self) -> int:
+        """The largest memory of any rank when last asked, and this rank's now."""
+        self._memory_bytes = max(self._memory_bytes, self._device.memory_bytes())
+        return self._memory_bytes
+
+    def elapsed_s(self) -> float:
+        """Seconds since this process began."""
+        return time.perf_counter() - self._start_s
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self._mesh.destroy()

@@ -1,0 +1,76 @@
+"""Every layout that fits a number of ranks, for ``prove --all``.
+
+The mesh, the ZeRO stage and the schedule are crossed in full. What is independent of them (recompute, sequence
+parallelism, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
+every value meets every axis without a product of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.resolve import Resolved, divisors, resolve
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
+    """The resolved runs, all with ``world`` ranks. What the model or the batch does not allow is left out."""
+    number = 0
+    for pp, tp in product(divisors(world), divisors(world)):
+        if world % (pp * tp):
+            continue
+        dp = world // (pp * tp)
+        for zero, (schedule, chunks, group) in product(range(4) if dp > 1 else (0,), list(_schedules(pp))):
+            found = None
+            for microbatch in _microbatches(config.train.batch_sequences // dp, pp, number):
+                plan = PlanConfig(
+                    pp=pp,
+                    dp=dp,
+                    tp=tp,
+                    zero=zero,
+                    schedule=schedule,
+                    chunks=chunks,
+                    microbatch=microbatch,
+                    microbatch_group=group,
+                    recompute=RECOMPUTE[number % 3],
+                    sequence_parallel=number % 4 != 3,
+                )
+                found = found or _resolved(config, plan, number, world)
+            if found is not None:
+                number += 1
+                yield found
+
+
+def _schedules(pp: int) -> Iterator[tuple[Schedule, int, int | None]]:
+    yield "1f1b", 1, None
+    yield "breadth-first", 2, None
+    if pp > 1:
+        yield "gpipe", 1, None
+        yield "interleaved", 2, None
+        yield "breadth-first", 2, pp
+    else:
+        yield "interleaved", 3, 2
+
+
+def _microbatches(share: int, pp: int, number: int) -> list[int]:
+    """Sizes to try: in turn one that splits the batch finely and one that does not."""
+    fits = [n for n in divisors(share) if (share // n) % pp == 0] if share else []
+    return fits[::-1] if number % 2 else fits
+
+
+def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
+    varied = replace(
+        config,
+        plan=plan,
+        model=replace(config.model, tied=number % 2 == 0),
+        data=replace(config.data, packed=number % 3 != 1),
+    )
+    try:
+        return resolve(varied, world)
+    except ConfigError:
+        return None

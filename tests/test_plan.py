@@ -1,0 +1,186 @@
+"""The plan: TOML there and back, the numbering of ranks, the split into stages, and what is filled in."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain, product
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from superstep.errors import ConfigError
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.mesh import AXES, MeshShape
+from superstep.plan.resolve import divisors, resolve, split_stages
+from superstep.plan.shape import SHAPES, from_hf_config, shape_of, to_hf_config
+from superstep.plan.toml import read_config, write_config
+
+
+def values_of(hint) -> st.SearchStrategy:
+    """Anything a field of this type may hold."""
+    if is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(hint, **{field.name: values_of(hints[field.name]) for field in fields(hint)})
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return st.one_of(map(values_of, typing.get_args(hint)))
+    if typing.get_origin(hint) is Literal:
+        return st.sampled_from(typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return st.lists(st.text(max_size=4), max_size=3).map(tuple)
+    return {
+        bool: st.booleans(),
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False),
+        str: st.text(max_size=8),
+        type(None): st.none(),
+    }[hint]
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=values_of(RunConfig))
+def test_a_config_survives_toml(config, tmp_path_factory):
+    path = tmp_path_factory.mktemp("toml") / "run.toml"
+    path.write_text(write_config(config), encoding="utf-8", newline="")
+    assert read_config(path) == config
+
+
+def read(tmp_path, text: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_config(path)
+
+
+def test_what_a_file_leaves_out_keeps_its_default(tmp_path):
+    assert read(tmp_path, "") == RunConfig()
+    assert read(tmp_path, "[plan]\npp = 2\n") == RunConfig(plan=PlanConfig(pp=2))
+
+
+def test_a_whole_number_may_stand_for_a_number_and_a_string_for_a_list_of_one(tmp_path):
+    config = read(tmp_path, '[train]\nlr = 1\n[data]\ncorpus = "a.txt"\n')
+    assert config.train.lr == 1.0
+    assert type(config.train.lr) is float
+    assert config.data.corpus == ("a.txt",)
+
+
+@given(degrees=st.tuples(*[st.integers(1, 4)] * 4))
+def test_every_rank_has_one_place_and_every_place_one_rank(degrees):
+    mesh = MeshShape(**dict(zip(AXES, degrees, strict=True)))
+    places = [mesh.at(rank) for rank in range(mesh.world)]
+    assert len(set(places)) == mesh.world
+    assert [mesh.rank(at) for at in places] == list(range(mesh.world))
+
+
+def test_ranks_count_tp_fastest_and_pp_slowest():
+    mesh = MeshShape(pp=2, dp=2, cp=1, tp=2)
+    at = [(c.pp, c.dp, c.cp, c.tp) for c in map(mesh.at, range(8))]
+    assert at == list(product(range(2), range(2), range(1), range(2)))
+    assert mesh.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mesh.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@given(degrees=st.tuples(*[st.integers(1, 3)] * 4))
+def test_the_groups_of_an_axis_share_out_the_ranks(degrees):
+    mesh = MeshShape(**dict(zip(AXES, degrees, strict=True)))
+    for axis in AXES:
+        groups = mesh.groups(axis)
+        assert sorted(chain.from_iterable(groups)) == list(range(mesh.world))
+        for group in groups:
+            places = [mesh.at(rank) for rank in group]
+            assert [getattr(at, axis) for at in places] == list(range(mesh.degree(axis)))
+            assert len({replace(at, **{axis: 0}) for at in places}) == 1
+
+
+@given(stages=st.integers(1, 16), over=st.integers(0, 40))
+def test_stages_are_even_runs_of_units(stages, over):
+    units = 2 + stages + over
+    found = split_stages(units, stages)
+    assert list(chain.from_iterable(found)) == list(range(units))
+    blocks = [sum(0 < u < units - 1 for u in stage) for stage in found]
+    assert len(blocks) == stages
+    assert min(blocks) >= 1
+    assert max(blocks) - min(blocks) <= 1
+    # The stages with the embedding and the head are the last to get a block more.
+    assert blocks[-1] <= blocks[0] <= max(blocks)
+
+
+def test_uneven_layers_go_to_the_middle():
+    assert [len(stage) for stage in split_stages(2 + 6, 4)] == [2, 2, 2, 2]
+    assert [len(stage) for stage in split_stages(2 + 7, 4)] == [3, 2, 2, 2]
+
+
+def resolved(*, batch: int = 16, layers: int = 4, world: int | None = None, **plan):
+    config = RunConfig(
+        model=ModelConfig(layers=layers), train=TrainConfig(batch_sequences=batch), plan=PlanConfig(**plan)
+    )
+    return resolve(config, world)
+
+
+def test_resolve_fills_what_is_automatic():
+    found = resolved(pp=2, world=4)
+    assert (found.config.plan.dp, found.config.plan.schedule) == (2, "1f1b")
+    assert found.config.plan.microbatch == 2
+    assert found.plan.microbatches == 4
+    assert resolved(pp=2, chunks=2).plan.schedule == "interleaved"
+    assert resolved().plan.microbatch == 16
+
+
+def test_resolving_again_changes_nothing():
+    once = resolved(pp=2, chunks=2, world=4)
+    assert resolve(once.config, 4) == once
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "expected"),
+    [("1f1b", 1, 16), ("gpipe", 1, 16), ("interleaved", 2, 4), ("breadth-first", 2, 16)],
+)
+def test_the_group_is_automatic(schedule, chunks, expected):
+    """The smallest that works for interleaving, also where pp does not divide the microbatches."""
+    found = resolved(pp=3, layers=6, chunks=chunks, schedule=schedule, microbatch=1)
+    assert found.plan.microbatch_group == expected
+
+
+def test_microbatches_are_whole_and_give_every_pipeline_rank_work():
+    for batch, pp, dp in product([8, 12, 16, 48], [1, 2, 4], [1, 2, 4]):
+        plan = resolved(batch=batch, pp=pp, dp=dp).plan
+        assert plan.microbatches * plan.microbatch * dp == batch
+        assert plan.microbatches >= (2 * pp if pp > 1 else 1) or plan.microbatch == 1
+
+
+def test_a_tied_head_reads_the_embedding():
+    config = RunConfig(model=ModelConfig(layers=2, tied=True))
+    assert resolve(config).plan.params == ((0,), (1,), (2,), (3, 0))
+    assert resolve(RunConfig(model=ModelConfig(layers=2, tied=False))).plan.params == ((0,), (1,), (2,), (3,))
+
+
+def test_recomputation_covers_the_blocks():
+    assert resolved(layers=3).plan.recomputed == (False, True, True, True, False)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_survives_hugging_face_json(name, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf_config(SHAPES[name])), encoding="utf-8")
+    assert from_hf_config(path) == SHAPES[name]
+    assert shape_of(ModelConfig(name=str(path))) == SHAPES[name]
+
+
+def test_a_changed_width_brings_its_head_dim_and_heads_their_kv_heads():
+    shape = shape_of(ModelConfig(name="demo", width=192, heads=6))
+    assert (shape.head_dim, shape.kv_heads) == (32, 2)
+    assert shape_of(ModelConfig(name="demo", heads=1)).kv_heads == 1
+    assert shape_of(ModelConfig(name="qwen3-0.6b", width=512)).head_dim == 128
+
+
+@given(st.integers(1, 200))
+def test_divisors_divide(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_a_config_error_ends_a_run_with_status_2():
+    assert ConfigError("x").exit_status == 2

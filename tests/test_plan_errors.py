@@ -1,0 +1,273 @@
+"""Every refusal of the plan: it names the field, the value, the rule and the choices; and the choices work."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from superstep.errors import ConfigError
+from superstep.plan import resolve as resolve_module
+from superstep.plan import shape as shape_module
+from superstep.plan import toml as toml_module
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.resolve import resolve
+from superstep.plan.shape import shape_of, to_hf_config
+from superstep.plan.toml import read_config
+
+
+def config_of(**values) -> RunConfig:
+    """A run with fields set by dotted names, dots written as double underscores."""
+    config = RunConfig()
+    for name, value in values.items():
+        section, field = name.split("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    return config
+
+
+# the configuration, launched ranks, what the message must say
+REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
+    ({"train__steps": 0}, None, ["train.steps = 0", "at least 1"]),
+    ({"train__warmup_steps": -1}, None, ["train.warmup_steps = -1", "at least 0"]),
+    ({"train__weight_decay": float("nan")}, None, ["train.weight_decay = nan", "at least 0"]),
+    ({"data__sequence_tokens": 1}, None, ["data.sequence_tokens = 1", "at least 2"]),
+    ({"plan__pp": 0}, None, ["plan.pp = 0", "at least 1"]),
+    ({"plan__dp": 0}, None, ["plan.dp = 0", "at least 1"]),
+    ({"plan__microbatch": 0}, None, ["plan.microbatch = 0", "at least 1"]),
+    ({"plan__microbatch_group": -2}, None, ["plan.microbatch_group = -2", "at least 1"]),
+    ({"train__decay_steps": 0}, None, ["train.decay_steps = 0", "at least 1"]),
+    ({"train__lr": 0.0}, None, ["train.lr = 0.0", "above 0"]),
+    ({"train__lr": float("nan")}, None, ["train.lr = nan", "above 0"]),
+    ({"observe__peak_flops": -1.0}, None, ["observe.peak_flops = -1.0", "above 0"]),
+    ({"train__beta2": 1.0}, None, ["train.beta2 = 1.0", "below 1"]),
+    ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
+    ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
+    ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
+    ({"plan__cp": 2}, None, ["plan.cp = 2", "context parallelism", "set plan.cp to 1"]),
+    ({"plan__ep": 2}, None, ["plan.ep = 2", "expert parallelism", "set plan.ep to 1"]),
+    ({"plan__pp": 5}, None, ["= 5 stages", "model.layers = 4", "set plan.pp to one of [1, 2, 3, 4]"]),
+    ({"plan__pp": 4, "plan__chunks": 2}, None, ["= 8 stages", "set plan.pp to one of [1, 2]"]),
+    ({"plan__pp": 2, "plan__chunks": 5}, None, ["= 10 stages", "set plan.chunks to one of [1, 2]"]),
+    ({"plan__pp": 9, "plan__chunks": 5}, None, ["= 45 stages", "set plan.chunks to one of [1]"]),
+    (
+        {"plan__schedule": "1f1b", "plan__chunks": 2},
+        None,
+        ["plan.schedule = '1f1b'", "plan.chunks = 2", "set plan.chunks to 1", "'interleaved' or 'breadth-first'"],
+    ),
+    ({"plan__pp": 3}, 4, ["plan.pp · plan.tp = 3", "4 launched ranks", "a product among [1, 2, 4]"]),
+    ({"plan__dp": 2, "plan__pp": 2}, 8, ["= 4 ranks", "8 are launched", "leave plan.dp out"]),
+    (
+        {"plan__dp": 3},
+        None,
+        ["train.batch_sequences = 16", "plan.dp = 3", "set plan.dp to one of [1, 2, 4, 8, 16]", "a multiple of 3"],
+    ),
+    (
+        {"plan__microbatch": 3, "plan__dp": 2},
+        None,
+        ["plan.microbatch = 3", "8 sequences", "set plan.microbatch to one of [1, 2, 4, 8]"],
+    ),
+    (
+        {"plan__microbatch_group": 2},
+        None,
+        ["plan.microbatch_group = 2", "plan.schedule = '1f1b'", "leave it out", "'breadth-first'"],
+    ),
+    (
+        {"plan__pp": 2, "plan__chunks": 2, "plan__microbatch": 16},
+        None,
+        ["plan.pp = 2", "plan.chunks = 2", "there are 1", "train.batch_sequences to a multiple of 32"],
+    ),
+    (
+        {"plan__pp": 2, "plan__chunks": 2, "plan__microbatch": 1, "plan__microbatch_group": 3},
+        None,
+        ["plan.microbatch_group = 3", "16 microbatches", "least 2", "set plan.microbatch_group to one of [2, 4, 8, 16]"],
+    ),
+    ({"plan__tp": 4}, None, ["model.kv_heads = 2", "plan.tp = 4", "set plan.tp to one of [1, 2]"]),
+    (
+        {"plan__tp": 2, "data__sequence_tokens": 255},
+        None,
+        ["data.sequence_tokens = 255", "plan.tp = 2", "set plan.tp to one of [1]"],
+    ),
+    ({"model__name": "lama3-8b"}, None, ["model.name = 'lama3-8b'", "did you mean 'llama3-8b'?"]),
+    ({"model__name": "zzz"}, None, ["model.name = 'zzz'", "choose one of tiny, demo"]),
+    ({"model__width": 130}, None, ["model.width = 130", "model.heads = 4", "set model.head_dim"]),
+    ({"model__layers": 0}, None, ["model.layers = 0", "at least 1"]),
+    ({"model__kv_heads": 3}, None, ["model.kv_heads = 3", "model.heads = 4", "set model.kv_heads to one of [1, 2, 4]"]),
+    ({"model__head_dim": 33}, None, ["model.head_dim = 33", "even", "set model.head_dim to 34"]),
+]
+
+
+def name_of(value: object) -> str | None:
+    """The fields as the name of a test case."""
+    return "-".join(value) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(("values", "world", "words"), REFUSED, ids=name_of)
+def test_a_config_is_refused_with_the_mend(values, world, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_of(**values), world)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+
+
+ADVICE = re.compile(r"(?:set |or )([\w.]+) to (?:one of \[([\d, ]+)\]|a multiple of (\d+)|(\d+))")
+
+
+def advice(message: str) -> list[tuple[str, int]]:
+    """Every (field, value) that a message says to set."""
+    found = []
+    for field, several, multiple, one in ADVICE.findall(message):
+        found += [(field, int(number)) for number in re.findall(r"\d+", several or multiple or one)]
+    return found
+
+
+def follow(values: dict[str, object], field: str, value: int) -> dict[str, object]:
+    return values | {field.replace(".", "__"): value}
+
+
+# With pp = 9 and chunks = 5 on four layers two things are wrong; the test after this one mends them in turn.
+@pytest.mark.parametrize(
+    ("values", "world"), [(v, w) for v, w, _ in REFUSED if v.get("plan__pp") != 9], ids=name_of
+)
+def test_every_choice_that_a_refusal_offers_works(values, world):
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_of(**values), world)
+    for field, value in advice(str(caught.value)):
+        resolve(config_of(**follow(values, field, value)), world)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_following_the_advice_ends_in_a_plan(data):
+    """From any layout, taking a choice of each refusal in turn."""
+    number = st.integers(1, 9)
+    values: dict[str, object] = {
+        "model__layers": data.draw(number),
+        "train__batch_sequences": data.draw(st.integers(1, 48)),
+        "plan__pp": data.draw(number),
+        "plan__dp": data.draw(number),
+        "plan__tp": data.draw(number),
+        "plan__chunks": data.draw(number),
+        "plan__zero": data.draw(st.integers(0, 5)),
+        "plan__microbatch": data.draw(st.none() | number),
+    }
+    for _ in range(6):
+        try:
+            resolve(config_of(**values))
+        except ConfigError as error:
+            choices = advice(str(error))
+            assert choices, f"no advice in: {error}"
+            values = follow(values, *data.draw(st.sampled_from(choices)))
+        else:
+            return
+    resolve(config_of(**values))
+
+
+TOML: list[tuple[str, list[str]]] = [
+    ("[plan]\nschdule = '1f1b'", ["unknown key 'plan.schdule'", "did you mean 'schedule'?"]),
+    ("[plam]\npp = 2", ["unknown key 'plam'", "did you mean 'plan'?"]),
+    ("[plan]\nxyzzy = 1", ["unknown key 'plan.xyzzy'", "choose one of pp, dp"]),
+    ("plan = 3", ["plan = 3", "write [plan]"]),
+    ("[plan]\npp = '2'", ["plan.pp = '2'", "a whole number"]),
+    ("[plan]\npp = true", ["plan.pp = True", "a whole number"]),
+    ("[plan]\nschedule = '2f2b'", ["plan.schedule = '2f2b'", "one of 'gpipe', '1f1b', 'interleaved'"]),
+    ("[train]\nlr = 'fast'", ["train.lr = 'fast'", "a number"]),
+    ("[data]\npacked = 1", ["data.packed = 1", "true or false"]),
+    ("[data]\ncorpus = [1]", ["data.corpus = [1]", "a list of strings"]),
+    ("[data]\ntokenizer = 1", ["data.tokenizer = 1", "a string"]),
+    ("[plan", ["is not TOML"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), TOML)
+def test_a_toml_file_is_refused_with_the_field(text, words, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_missing_toml_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read: No such file"):
+        read_config(tmp_path / "none.toml")
+
+
+HF: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "mixtral"}, "model_type = 'mixtral' is not supported; it must be 'llama' or 'qwen3'"),
+    ({"attention_bias": True}, "attention_bias = true is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+    ({"hidden_size": None}, "a key has a value of the wrong type"),
+]
+
+
+def hf_file(tmp_path: Path, **changes: object) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf_config(shape_of(ModelConfig())) | changes), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("changes", "words"), HF)
+def test_a_foreign_config_json_is_refused(changes, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        shape_of(ModelConfig(name=str(hf_file(tmp_path, **changes))))
+
+
+def test_a_config_json_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        shape_of(ModelConfig(name=str(tmp_path / "none.json")))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        shape_of(ModelConfig(name=str(broken)))
+    short = hf_file(tmp_path)
+    raw = json.loads(short.read_text(encoding="utf-8"))
+    del raw["vocab_size"]
+    short.write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ConfigError, match="the key 'vocab_size' is missing"):
+        shape_of(ModelConfig(name=str(short)))
+
+
+def raise_lines(module) -> set[tuple[str, int]]:
+    """Where a module raises ConfigError."""
+    path = Path(module.__file__)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        (path.name, node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and "ConfigError" in ast.dump(node)
+    }
+
+
+def test_no_refusal_is_without_a_test(tmp_path):
+    """Every ``raise ConfigError`` of the plan is reached by a row of the tables above."""
+    attempts = [lambda values=v, world=w: resolve(config_of(**values), world) for v, w, _ in REFUSED]
+    for k, (text, _) in enumerate(TOML):
+        path = tmp_path / f"{k}.toml"
+        path.write_text(text, encoding="utf-8")
+        attempts.append(lambda path=path: read_config(path))
+    attempts.append(lambda: read_config(tmp_path / "none.toml"))
+    for k, (changes, _) in enumerate(HF):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        attempts.append(lambda path=hf_file(folder, **changes): shape_of(ModelConfig(name=str(path))))
+    reached = set()
+    for attempt in attempts:
+        try:
+            attempt()
+        except ConfigError as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reached.add((Path(frame.filename).name, frame.lineno))
+    known = set().union(*map(raise_lines, (resolve_module, shape_module, toml_module)))
+    # Unreadable files have a test of their own.
+    lines = Path(shape_module.__file__).read_text(encoding="utf-8").splitlines()
+    files = re.compile("cannot be read|is not JSON|is missing")
+    assert {(name, at) for name, at in known - reached if not files.search(lines[at - 1])} == set()

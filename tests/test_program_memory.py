@@ -1,0 +1,113 @@
+"""Transient bytes: the closed forms of schedules, ZeRO and recompute, and what holds of every plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from plans import plan_of, plans
+
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.memory import Peak, UnitBytes, forwards_in_flight, high_water
+
+PARAMS, GRADIENT, ALL, SELECTIVE, INPUT, BOUNDARY = 1000, 4000, 80, 50, 10, 10
+UNIT = UnitBytes(
+    params=PARAMS, gradient=GRADIENT, kept_all=ALL, kept_selective=SELECTIVE, kept_input=INPUT, boundary=BOUNDARY
+)
+
+
+def peaks(plan, **only):
+    """Each rank's peak; ``only`` keeps the named sizes and makes the others nothing."""
+    program = compile_step(plan)
+    sizes = dict.fromkeys(("params", "gradient", "kept_all", "kept_selective", "kept_input", "boundary"), 0)
+    return high_water(program, [UnitBytes(**(sizes | only)) if only else UNIT] * len(plan.units))
+
+
+any_plan = settings(deadline=None, max_examples=25)
+
+
+@any_plan
+@given(plans())
+def test_a_peak_is_the_sum_of_its_parts_somewhere_in_the_rank(plan):
+    program = compile_step(plan)
+    for rank, peak in enumerate(high_water(program, [UNIT] * len(plan.units))):
+        assert peak.bytes == peak.params_bytes + peak.gradient_bytes + peak.kept_bytes + peak.boundary_bytes
+        assert 0 <= peak.index < len(program.ranks[rank])
+
+
+@any_plan
+@given(plans(recompute="none"))
+def test_kept_activations_are_those_of_the_forwards_in_flight(plan):
+    """Stages of one rank have as many units or one more, so the count of forwards bounds the bytes on both sides."""
+    program = compile_step(plan)
+    for rank, (peak, count) in enumerate(
+        zip(peaks(plan, kept_all=ALL), forwards_in_flight(program), strict=True)
+    ):
+        units = [len(plan.stages[s]) for s in range(rank, len(plan.stages), plan.mesh.pp)]
+        assert count * min(units) * ALL <= peak.kept_bytes <= count * max(units) * ALL
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (4, 2)])
+def test_1f1b_keeps_fewer_the_later_the_stage_and_gpipe_keeps_all(pp, m):
+    plan = {"pp": pp, "layers": 3 * pp, "microbatches": m}
+    for rank, peak in enumerate(peaks(plan_of(**plan), kept_all=ALL)):
+        units = 3 + (rank in (0, pp - 1))
+        assert peak.kept_bytes == min(pp - rank, m) * units * ALL
+    for rank, peak in enumerate(peaks(plan_of(**plan, schedule="gpipe"), kept_all=ALL)):
+        assert peak.kept_bytes == m * (3 + (rank in (0, pp - 1))) * ALL
+
+
+def test_recompute_keeps_inputs_and_one_block_whole():
+    """Blocks keep their input, the embedding and the head everything; one block at a time is computed again."""
+    layers = 6
+    kept = {
+        r: peaks(plan_of(layers=layers, recompute=r), kept_all=ALL, kept_selective=SELECTIVE, kept_input=INPUT)[0]
+        for r in ("none", "selective", "full")
+    }
+    assert kept["none"].kept_bytes == (layers + 2) * ALL
+    assert kept["selective"].kept_bytes == 2 * ALL + layers * SELECTIVE
+    # The head is taken back before the first block is computed again, so they are never whole together.
+    assert kept["full"].kept_bytes == 2 * ALL + layers * INPUT
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_zero_3_holds_the_unit_in_use_and_those_fetched_ahead(pp, prefetch):
+    layout = {"pp": pp, "layers": 4 * pp, "dp": 2, "prefetch": prefetch}
+    for peak in peaks(plan_of(**layout, zero=3), params=PARAMS):
+        assert peak.params_bytes == (1 + prefetch) * PARAMS
+    for zero in (0, 1, 2):
+        assert all(peak.params_bytes == 0 for peak in peaks(plan_of(**layout, zero=zero), params=PARAMS))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_2_holds_the_gradient_in_the_making_and_the_one_under_way(zero):
+    for pp in (1, 2):
+        plan = {"pp": pp, "layers": 4 * pp, "dp": 2}
+        assert all(p.gradient_bytes == 2 * GRADIENT for p in peaks(plan_of(**plan, zero=zero), gradient=GRADIENT))
+        assert all(p.gradient_bytes == 0 for p in peaks(plan_of(**plan, zero=1), gradient=GRADIENT))
+    # Whole buffers stay from step to step where there is nobody to share them with.
+    assert peaks(plan_of(layers=4, zero=zero), gradient=GRADIENT)[0].gradient_bytes == 0
+
+
+def test_a_tied_head_holds_the_embedding_too():
+    plan = {"layers": 4, "dp": 2, "zero": 3, "prefetch": 0}
+    assert peaks(plan_of(**plan, tied=True), params=PARAMS)[0].params_bytes == 2 * PARAMS
+    assert peaks(plan_of(**plan), params=PARAMS)[0].params_bytes == PARAMS
+
+
+def test_between_units_there_is_one_input_or_two_gradients():
+    assert peaks(plan_of(layers=3), boundary=BOUNDARY)[0].boundary_bytes == 2 * BOUNDARY
+    program = compile_evaluation(plan_of(layers=3))
+    # A forward pass that keeps nothing has its input and its output there.
+    (peak,) = high_water(program, [UNIT] * len(program.units))
+    assert (peak.boundary_bytes, peak.kept_bytes) == (2 * BOUNDARY, 0)
+
+
+def test_a_receive_counts_from_where_it_is_posted():
+    """Rank 0 of a pipeline has a gradient posted while the next forward makes its output."""
+    first, _ = peaks(plan_of(pp=2, layers=2, microbatches=4), boundary=BOUNDARY)
+    assert first.boundary_bytes == 3 * BOUNDARY
+
+
+def test_an_empty_rank_has_no_peak():
+    assert Peak().bytes == 0
