@@ -137,12 +137,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--peer", choices=[*PEERS, "all"], default="all")
     options.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     options.add_argument("--compile", action="store_true")
-    options.add_argument(
-        "--keep-weights-gathered", action="store_true", help="fsdp2: reshard_after_forward=False"
-    )
-    options.add_argument(
-        "--no-sequence-parallel", action="store_true", help="tensor_parallel: whole residual stream"
-    )
+    options.add_argument("--keep-weights-gathered", action="store_true", help="fsdp2: reshard_after_forward=False")
+    options.add_argument("--no-sequence-parallel", action="store_true", help="tensor_parallel: whole residual stream")
     options.add_argument("--schedule", choices=["gpipe", "1f1b"], default="gpipe")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--threads", type=int, default=1, help="threads of torch on each rank")
@@ -181,9 +177,7 @@ def main(argv: list[str]) -> None:
         )
     if asked.json:
         about = {"python": platform.python_version(), "torch": torch.__version__, "cpu": platform.processor()}
-        asked.json.write_text(
-            json.dumps({"about": about, "workload": asdict(load), "peers": found}, indent=1)
-        )
+        asked.json.write_text(json.dumps({"about": about, "workload": asdict(load), "peers": found}, indent=1))
 
 
 if __name__ == "__main__":

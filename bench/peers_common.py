@@ -8,7 +8,10 @@ against code that is not ours, and it is benchmarked beside what a user would ot
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +27,12 @@ from torch.distributed.tensor import DTensor
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.unit import initial
+from superstep.numerics.loss import IGNORE
 from superstep.plan.shape import ModelShape
 
 Peer = Literal["one_process", "ddp", "fsdp2", "tensor_parallel", "pipelining"]
 Dtype = Literal["fp32", "bf16"]
 PipelineSchedule = Literal["gpipe", "1f1b"]
-
-IGNORE = -100
-"""The target of a position that has no next token to predict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,8 @@ class PeerResult:
         losses: for each step the loss of the whole global batch; the same on every rank.
         grad_norms: for each step the global gradient norm before clipping.
         step_seconds: for each step this rank's wall time.
-        cpu_seconds: for each step the processor time of this rank's threads: steadier on a busy machine, and it
-            counts the threads that communicate.
+        cpu_seconds: for each step the processor time of this rank's threads, those that communicate too:
+            steadier than wall time on a machine that is shared.
         baseline_bytes: resident memory before the model was made.
         peak_rss_bytes: the most resident memory after that; what training took is the difference.
         weights: rank 0 with ``keep_weights``: the final state dict, whole, fp32.
@@ -119,7 +120,6 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
     Only the peer's own communication happens inside a step: losses are summed over ranks after the last one.
     """
     torch.set_num_threads(job.threads)
-    gc.collect()
     baseline_bytes = _reset_peak()
     side = make()
     optimizer = adamw(job, side.params)
@@ -136,7 +136,7 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
         optimizer.zero_grad(set_to_none=not side.keeps_grads)
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu_start)
-    peak_rss_bytes = _status_bytes("VmHWM")
+    peak_rss_bytes = _peak_bytes()
     losses = torch.stack(shares).double()
     dist.all_reduce(losses)
     return PeerResult(
@@ -235,19 +235,23 @@ def random_batches(
 
 def _sizes(shape: ModelShape) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        return {
-            f"{unit.name}.{k}": v.shape for unit in units(shape) for k, v in unit.build().state_dict().items()
-        }
+        return {f"{unit.name}.{k}": v.shape for unit in units(shape) for k, v in unit.build().state_dict().items()}
 
 
 def _reset_peak() -> int:
-    """Sets this process's high-water mark to what is resident now, and returns that, in bytes."""
+    """Gives free memory back, sets the high-water mark to what is resident now, and returns that, in bytes."""
+    gc.collect()
+    if sys.platform != "linux":
+        return _peak_bytes()  # elsewhere the mark cannot be set back
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
+    return _peak_bytes()
 
 
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
+def _peak_bytes() -> int:
+    """The most memory that was resident since the mark was set."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024

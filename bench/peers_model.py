@@ -119,9 +119,7 @@ def even_stages(job: PeerJob, stages: int) -> list[range]:
     shape = job.shape
     heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     tokens = job.batches[0][0].shape[1]
-    block = (
-        shape.width * (heads + 3 * shape.ffn) + shape.heads * shape.head_dim * tokens
-    )  # causal: half of 2·T
+    block = shape.width * (heads + 3 * shape.ffn) + shape.heads * shape.head_dim * tokens  # causal: half of 2·T
     head = shape.width * shape.vocab
 
     def dearest(cuts: tuple[int, ...]) -> int:
@@ -147,9 +145,7 @@ def _cut(model: Decoder, mesh: DeviceMesh, *, is_sequence_parallel: bool) -> Non
     between = Shard(1) if is_sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embed.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head.lm_head": ColwiseParallel(
-            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-        ),
+        "head.lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
     }
     for i in range(len(model.block)):
         at = f"block.{i}"
@@ -206,6 +202,4 @@ def _gather_stages(stage: nn.Module, rank: int, world: int) -> dict[str, Tensor]
 
 def _refuse_bf16(job: PeerJob) -> None:
     if job.dtype != "fp32" or job.compile:
-        raise ValueError(
-            f"the peer {job.peer} runs fp32 without compile only; got {job.dtype}, {job.compile}."
-        )
+        raise ValueError(f"the peer {job.peer} runs fp32 without compile only; got {job.dtype}, {job.compile}.")

@@ -1,7 +1,7 @@
 """The golden files: text that may change only on purpose.
 
-    python tests/golden.py             which files differ from what the code writes now
-    python tests/golden.py --update    write them anew; read the diff before you commit it
+python tests/golden.py             which files differ from what the code writes now
+python tests/golden.py --update    write them anew; read the diff before you commit it
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plans import plan_of
-
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.timeline import draw_text
 from superstep.plan.resolve import Plan

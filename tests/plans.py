@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Plan, resolve
+
+
+def examples(count: int) -> settings:
+    """That many examples, however slow: a busy machine is no fault of the program."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def plan_of(*, layers: int = 4, microbatches: int = 4, tied: bool = False, **layout: Any) -> Plan:

@@ -120,7 +120,5 @@ def test_nothing_keeps_a_closed_prefetcher_or_its_stream_alive():
 
 
 def test_a_depth_of_nothing_is_an_error():
-    with pytest.raises(
-        ConfigError, match=r"data.prefetch_steps = 0 reads nothing ahead; set it to 1 or more"
-    ):
+    with pytest.raises(ConfigError, match=r"data.prefetch_steps = 0 reads nothing ahead; set it to 1 or more"):
         prefetch(Counting(), depth=0)

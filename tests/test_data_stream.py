@@ -22,9 +22,7 @@ MANIFEST = Manifest(
 # A shared machine may stall for longer than hypothesis allows an example.
 check = settings(deadline=None, max_examples=50)
 
-lengths = st.lists(st.integers(1, 30), min_size=1, max_size=20).filter(
-    lambda found: sum(found) > 8 and max(found) > 1
-)
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=20).filter(lambda found: sum(found) > 8 and max(found) > 1)
 
 
 def corpus_of(document_lengths: list[int]) -> Corpus:
@@ -74,9 +72,7 @@ def test_the_permutation_of_a_huge_range_stays_inside_without_meeting(length, se
 
 @pytest.mark.parametrize("length", [3, 5, 17])
 def test_every_place_is_about_equally_likely(length):
-    images = np.array(
-        [permute(np.arange(length), length, seed=s, epoch=e) for s in range(20) for e in range(50)]
-    )
+    images = np.array([permute(np.arange(length), length, seed=s, epoch=e) for s in range(20) for e in range(50)])
     expected = len(images) / length
     freedom = length - 1
     for position in range(length):
@@ -106,11 +102,7 @@ def test_the_ranks_rows_together_are_the_global_batch(stream, sample, dp):
 def test_no_sequence_is_without_a_target_and_padding_has_none(stream):
     for sample in range(0, stream.sequences, stream.batch_sequences):
         batch = read(stream, sample)
-        assert (
-            batch.tokens_BS.shape
-            == batch.targets_BS.shape
-            == (stream.batch_sequences, stream.sequence_tokens)
-        )
+        assert batch.tokens_BS.shape == batch.targets_BS.shape == (stream.batch_sequences, stream.sequence_tokens)
         assert batch.tokens_BS.dtype == batch.targets_BS.dtype == torch.int64
         has_loss = batch.targets_BS != IGNORE
         assert has_loss.any(dim=1).all()
@@ -122,9 +114,7 @@ def test_no_sequence_is_without_a_target_and_padding_has_none(stream):
 @check
 @given(lengths, st.integers(1, 8), st.integers(0, 3), st.sampled_from(["train", "validation"]))
 def test_packed_each_token_is_read_once_an_epoch(document_lengths, length, epoch, split):
-    stream = Stream(
-        corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=1, seed=1
-    )
+    stream = Stream(corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=1, seed=1)
     first = epoch * stream.sequences
     rows = [read(stream, first + i).tokens_BS[0] for i in range(stream.sequences)]
     seen = torch.cat(rows)
@@ -171,9 +161,7 @@ def test_the_order_of_samples_does_not_depend_on_the_batch(stream, sample, batch
 
 def test_training_is_shuffled_by_the_seed_and_validation_is_in_plain_order():
     def order(split: str, seed: int, epoch: int = 0) -> list[int]:
-        stream = Stream(
-            corpus_of([1000]), split, sequence_tokens=10, packed=True, batch_sequences=99, seed=seed
-        )
+        stream = Stream(corpus_of([1000]), split, sequence_tokens=10, packed=True, batch_sequences=99, seed=seed)
         return read(stream, epoch * stream.sequences).tokens_BS[:, 0].tolist()
 
     assert order("validation", 1) == order("validation", 2) == list(range(1, 991, 10))

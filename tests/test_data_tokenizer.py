@@ -18,9 +18,7 @@ TEXT = [
 ]
 TRAINED = train_tokenizer(TEXT, 290)
 
-texts = st.text(
-    alphabet=st.one_of(st.sampled_from("ab'.1 \n\r\t\x85\u3000é🙂<|"), st.characters(codec="utf-8"))
-)
+texts = st.text(alphabet=st.one_of(st.sampled_from("ab'.1 \n\r\t\x85\u3000é🙂<|"), st.characters(codec="utf-8")))
 
 
 @settings(deadline=None)

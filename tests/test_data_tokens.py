@@ -83,9 +83,7 @@ def test_equal_inputs_are_read_once_and_changed_ones_again(config, tmp_path, mon
     first = prepare(config, 300, folder)
     with monkeypatch.context() as patch:
         patch.setattr(module, "documents", None)  # reading anything would be a TypeError
-        assert (
-            prepare(replace(config, sequence_tokens=8, packed=False), 300, folder).manifest == first.manifest
-        )
+        assert prepare(replace(config, sequence_tokens=8, packed=False), 300, folder).manifest == first.manifest
         with pytest.raises(TypeError):
             prepare(config, 301, folder)
     made = [first.manifest.fingerprint]
@@ -196,9 +194,7 @@ def test_few_documents_lose_no_token_to_the_split(tmp_path, count):
     ends = [split.tokens[split.bounds[1:-1] - 1] for split in (corpus.train, corpus.validation)]
     assert (np.concatenate(ends) == tokenizer.end_of_text).all()
     both = np.concatenate([corpus.train.tokens, corpus.validation.tokens])
-    assert sorted(tokenizer.decode(both.tolist())) == sorted(
-        "".join(text + "<|endoftext|>" for text in texts)
-    )
+    assert sorted(tokenizer.decode(both.tolist())) == sorted("".join(text + "<|endoftext|>" for text in texts))
     for split in (corpus.train, corpus.validation):
         assert (np.diff(split.bounds) > 0).all()
 
@@ -212,9 +208,7 @@ def test_a_large_vocabulary_takes_four_bytes(config, tmp_path):
     corpus = prepare(large, vocab, tmp_path / "data")
     assert corpus.manifest.dtype == "uint32"
     assert texts_of(corpus, corpus.train)[0] in DOCUMENTS
-    with pytest.raises(
-        DataError, match=rf"has {vocab} ids, more than model.vocab = 300; set model.vocab to {vocab}"
-    ):
+    with pytest.raises(DataError, match=rf"has {vocab} ids, more than model.vocab = 300; set model.vocab to {vocab}"):
         prepare(large, 300, tmp_path / "data")
 
 
@@ -225,13 +219,9 @@ def test_settings_and_texts_that_cannot_work_are_errors(config, tmp_path):
             prepare(replace(config, validation_fraction=fraction), 300, folder)
     with pytest.raises(ConfigError, match=r"data.sequence_tokens = 0"):
         prepare(replace(config, sequence_tokens=0), 300, folder)
-    with pytest.raises(
-        DataError, match=r"\d+ validation tokens, but data.sequence_tokens = 5000 needs 5001 .*raise"
-    ):
+    with pytest.raises(DataError, match=r"\d+ validation tokens, but data.sequence_tokens = 5000 needs 5001 .*raise"):
         prepare(replace(config, sequence_tokens=5000, validation_fraction=0.01), 300, folder)
-    with pytest.raises(
-        DataError, match=r"\d+ train tokens, but .*, add text, or lower data.validation_fraction = 0.9"
-    ):
+    with pytest.raises(DataError, match=r"\d+ train tokens, but .*, add text, or lower data.validation_fraction = 0.9"):
         prepare(replace(config, sequence_tokens=5000, validation_fraction=0.9), 300, folder)
     assert prepare(replace(config, sequence_tokens=5000, packed=False), 300, folder)
 
@@ -240,8 +230,6 @@ def test_a_manifest_of_another_format_is_refused(config, tmp_path):
     folder = tmp_path / "data"
     manifest = prepare(config, 300, folder).manifest
     assert isinstance(manifest, Manifest)
-    (folder / "corpus.json").write_text(
-        (folder / "corpus.json").read_text().replace('"format": 1', '"format": 0')
-    )
+    (folder / "corpus.json").write_text((folder / "corpus.json").read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(DataError, match="format 0, not 1"):
         open_corpus(folder)

@@ -42,9 +42,7 @@ def textbook(h_BSD, weight_VD, targets_BS):
 
 
 def assert_near(ours, exact, rtol):
-    assert (ours.double() - exact).norm() <= rtol * exact.norm(), (
-        (ours - exact).norm() / exact.norm()
-    ).item()
+    assert (ours.double() - exact).norm() <= rtol * exact.norm(), ((ours - exact).norm() / exact.norm()).item()
 
 
 @DTYPE

@@ -178,9 +178,7 @@ def test_a_decoder_on_the_meta_device_gives_shapes():
 
 # fp32: the sums of 64 squares and 96 rows stray by a few 6e-8. bf16: statistics are fp32, so that only the
 # result is rounded, by at most 2^-9 = 2e-3 of itself. Rounding on the way, as in bf16 statistics, gives more.
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-3)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-3)], ids=["fp32", "bf16"])
 def test_rms_norm_and_its_gradients_are_the_textbooks(dtype, rtol):
     norm = RMSNorm(64, 1e-5).to(dtype)
     norm.weight.data.uniform_(0.5, 1.5)

@@ -10,9 +10,10 @@ from itertools import chain, product
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import AXES, MeshShape
@@ -41,7 +42,7 @@ def values_of(hint) -> st.SearchStrategy:
     }[hint]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(config=values_of(RunConfig))
 def test_a_config_survives_toml(config, tmp_path_factory):
     path = tmp_path_factory.mktemp("toml") / "run.toml"
@@ -67,6 +68,7 @@ def test_a_whole_number_may_stand_for_a_number_and_a_string_for_a_list_of_one(tm
     assert config.data.corpus == ("a.txt",)
 
 
+@examples(50)
 @given(degrees=st.tuples(*[st.integers(1, 4)] * 4))
 def test_every_rank_has_one_place_and_every_place_one_rank(degrees):
     mesh = MeshShape(**dict(zip(AXES, degrees, strict=True)))
@@ -84,6 +86,7 @@ def test_ranks_count_tp_fastest_and_pp_slowest():
     assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+@examples(50)
 @given(degrees=st.tuples(*[st.integers(1, 3)] * 4))
 def test_the_groups_of_an_axis_share_out_the_ranks(degrees):
     mesh = MeshShape(**dict(zip(AXES, degrees, strict=True)))
@@ -96,6 +99,7 @@ def test_the_groups_of_an_axis_share_out_the_ranks(degrees):
             assert len({replace(at, **{axis: 0}) for at in places}) == 1
 
 
+@examples(50)
 @given(stages=st.integers(1, 16), over=st.integers(0, 40))
 def test_stages_are_even_runs_of_units(stages, over):
     units = 2 + stages + over
@@ -177,6 +181,7 @@ def test_a_changed_width_brings_its_head_dim_and_heads_their_kv_heads():
     assert shape_of(ModelConfig(name="qwen3-0.6b", width=512)).head_dim == 128
 
 
+@examples(50)
 @given(st.integers(1, 200))
 def test_divisors_divide(number):
     assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]

@@ -1,15 +1,15 @@
-"""Programs: what the passes promise of every plan, counted without the checker's help; the text form; the goldens."""
+"""Programs: what the passes promise of every plan, counted without ``check``; the text form; the goldens."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from golden import FOLDER, GOLDEN
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of, plans
 
+from golden import FOLDER, GOLDEN
+from plans import examples, plan_of, plans
 from superstep.errors import UserError
 from superstep.program.check import check
 from superstep.program.compile import compile_evaluation, compile_step
@@ -31,7 +31,7 @@ from superstep.program.instructions import (
 )
 from superstep.program.text import describe, read_instruction, read_program, write_program
 
-any_plan = settings(deadline=None, max_examples=25)
+any_plan = examples(25)
 
 
 def of(program, kind):
@@ -132,10 +132,8 @@ def test_breadth_first_reduces_a_unit_once_a_group(plan):
 @any_plan
 @given(layers=st.integers(1, 8), m=st.integers(1, 5), prefetch=st.integers(0, 4))
 def test_zero_3_fetches_twice_a_microbatch_but_at_the_turns(layers, m, prefetch):
-    """Forward and backward fetch every unit; at each of the 2m - 1 turns, 1 + prefetch of them are still there."""
-    program = compile_step(
-        plan_of(layers=layers, microbatches=m, dp=2, zero=3, schedule="1f1b", prefetch=prefetch)
-    )
+    """Forward and backward use every unit; at each of the 2m - 1 turns, 1 + prefetch are still there."""
+    program = compile_step(plan_of(layers=layers, microbatches=m, dp=2, zero=3, schedule="1f1b", prefetch=prefetch))
     units = layers + 2
     assert len(of(program, Fetch)) == 2 * m * units - (2 * m - 1) * min(1 + prefetch, units)
 
@@ -184,7 +182,10 @@ def test_every_instruction_has_a_text_and_a_lane():
     [
         ("", "line 1: a program starts with"),
         ("program zero=0 microbatches=1 passes=\nrank 1\n", "line 2: 'rank 1' is neither"),
-        ("program zero=0 microbatches=1 passes=\nrank 0\n  fetch x0\n", "line 3: 'fetch x0' is no instruction"),
+        (
+            "program zero=0 microbatches=1 passes=\nrank 0\n  fetch x0\n",
+            "line 3: 'fetch x0' is no instruction",
+        ),
     ],
 )
 def test_text_that_is_no_program_is_refused_with_its_line(text, words):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from plans import plan_of, plans
+from dataclasses import replace
 
+import pytest
+from hypothesis import given
+
+from plans import examples, plan_of, plans
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Forward
 from superstep.program.memory import Peak, UnitBytes, forwards_in_flight, high_water
 
 PARAMS, GRADIENT, ALL, SELECTIVE, INPUT, BOUNDARY = 1000, 4000, 80, 50, 10, 10
 UNIT = UnitBytes(
-    params=PARAMS, gradient=GRADIENT, kept_all=ALL, kept_selective=SELECTIVE, kept_input=INPUT, boundary=BOUNDARY
+    params=PARAMS,
+    gradient=GRADIENT,
+    kept_all=ALL,
+    kept_selective=SELECTIVE,
+    kept_input=INPUT,
+    boundary=BOUNDARY,
 )
 
 
@@ -22,7 +30,7 @@ def peaks(plan, **only):
     return high_water(program, [UnitBytes(**(sizes | only)) if only else UNIT] * len(plan.units))
 
 
-any_plan = settings(deadline=None, max_examples=25)
+any_plan = examples(25)
 
 
 @any_plan
@@ -37,11 +45,9 @@ def test_a_peak_is_the_sum_of_its_parts_somewhere_in_the_rank(plan):
 @any_plan
 @given(plans(recompute="none"))
 def test_kept_activations_are_those_of_the_forwards_in_flight(plan):
-    """Stages of one rank have as many units or one more, so the count of forwards bounds the bytes on both sides."""
+    """The units of a rank's smallest and largest stage bound the bytes on both sides."""
     program = compile_step(plan)
-    for rank, (peak, count) in enumerate(
-        zip(peaks(plan, kept_all=ALL), forwards_in_flight(program), strict=True)
-    ):
+    for rank, (peak, count) in enumerate(zip(peaks(plan, kept_all=ALL), forwards_in_flight(program), strict=True)):
         units = [len(plan.stages[s]) for s in range(rank, len(plan.stages), plan.mesh.pp)]
         assert count * min(units) * ALL <= peak.kept_bytes <= count * max(units) * ALL
 
@@ -57,7 +63,7 @@ def test_1f1b_keeps_fewer_the_later_the_stage_and_gpipe_keeps_all(pp, m):
 
 
 def test_recompute_keeps_inputs_and_one_block_whole():
-    """Blocks keep their input, the embedding and the head everything; one block at a time is computed again."""
+    """Blocks keep their input, the embedding and the head everything; one block is computed again at a time."""
     layers = 6
     kept = {
         r: peaks(plan_of(layers=layers, recompute=r), kept_all=ALL, kept_selective=SELECTIVE, kept_input=INPUT)[0]
@@ -107,6 +113,14 @@ def test_a_receive_counts_from_where_it_is_posted():
     """Rank 0 of a pipeline has a gradient posted while the next forward makes its output."""
     first, _ = peaks(plan_of(pp=2, layers=2, microbatches=4), boundary=BOUNDARY)
     assert first.boundary_bytes == 3 * BOUNDARY
+
+
+def test_a_kept_input_counts_once():
+    program = compile_step(plan_of(layers=3, microbatches=1))
+    forwards = tuple(i for i in program.ranks[0] if isinstance(i, Forward))
+    size = UnitBytes(params=0, gradient=0, kept_all=10, kept_selective=0, kept_input=0, boundary=10)
+    (peak,) = high_water(replace(program, ranks=(forwards,)), [size] * 5)
+    assert (peak.index, peak.kept_bytes, peak.boundary_bytes) == (3, 4 * 10, 10)
 
 
 def test_an_empty_rank_has_no_peak():

@@ -1,12 +1,12 @@
-"""Schedules: the tables the papers draw, and what holds of every one. Memory is stated here, time in test_simulate."""
+"""Schedules: the tables that the papers draw, and what holds of all; memory here, time in test_simulate."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of
 
+from plans import examples, plan_of
 from superstep.program.compile import compile_step
 from superstep.program.memory import forwards_in_flight
 from superstep.program.schedule import Task, forward_order, order
@@ -24,9 +24,16 @@ def schedules(draw):
     pp = draw(st.integers(1, 8))
     chunks = draw(st.integers(1, 4)) if name in ("interleaved", "breadth-first") else 1
     group = draw(st.integers(pp if chunks > 1 else 1, pp + 3))
-    return {"name": name, "pp": pp, "chunks": chunks, "microbatches": group * draw(st.integers(1, 4)), "group": group}
+    return {
+        "name": name,
+        "pp": pp,
+        "chunks": chunks,
+        "microbatches": group * draw(st.integers(1, 4)),
+        "group": group,
+    }
 
 
+@examples(50)
 @given(schedules())
 def test_each_rank_runs_its_stages_on_every_microbatch_once(arguments):
     for rank, tasks in enumerate(order(**arguments)):
@@ -39,6 +46,7 @@ def test_each_rank_runs_its_stages_on_every_microbatch_once(arguments):
         }
 
 
+@examples(50)
 @given(schedules())
 def test_a_rank_takes_back_only_what_it_forwarded(arguments):
     for tasks in order(**arguments):
@@ -71,9 +79,7 @@ def test_interleaved_is_figure_4_of_narayanan_2021():
 
 def test_breadth_first_takes_a_group_through_every_stage_of_a_rank():
     tasks = order("breadth-first", pp=2, chunks=2, microbatches=4, group=2)
-    assert drawn(tasks[1]) == (
-        "F0.1 F1.1 F0.3 F1.3 B0.3 B1.3 B0.1 B1.1 F2.1 F3.1 F2.3 F3.3 B2.3 B3.3 B2.1 B3.1"
-    )
+    assert drawn(tasks[1]) == ("F0.1 F1.1 F0.3 F1.3 B0.3 B1.3 B0.1 B1.1 F2.1 F3.1 F2.3 F3.3 B2.3 B3.3 B2.1 B3.1")
 
 
 def test_an_evaluation_goes_forward_only():
@@ -82,7 +88,7 @@ def test_an_evaluation_goes_forward_only():
     assert drawn(tasks[1]) == "F0.1 F1.1 F0.3 F1.3"
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(arguments=schedules())
 def test_forwards_in_flight_are_the_closed_form(arguments):
     name, pp, chunks, m = (arguments[key] for key in ("name", "pp", "chunks", "microbatches"))

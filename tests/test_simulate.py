@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of, plans
 
+from plans import examples, plan_of, plans
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.timeline import draw_text
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Fetch, Forward, Free, Recv, Reduce, Send, Settle, Step
+from superstep.program.instructions import Backward, Fetch, Forward, Free, Recompute, Recv, Reduce, Send, Settle, Step
 from superstep.program.memory import forwards_in_flight
 from superstep.program.passes import add_recompute, add_step, add_transfers, lower
 from superstep.program.schedule import order
@@ -56,7 +56,7 @@ def run(plan):
 small = st.integers(1, 6)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(schedule=st.sampled_from(["gpipe", "1f1b"]), pp=small, m=st.integers(1, 12), over=st.integers(0, 3))
 def test_gpipe_and_1f1b_take_m_plus_p_minus_1_turns(schedule, pp, m, over):
     timeline = run(plan_of(pp=pp, schedule=schedule, layers=pp + over, microbatches=m))
@@ -64,7 +64,7 @@ def test_gpipe_and_1f1b_take_m_plus_p_minus_1_turns(schedule, pp, m, over):
     assert timeline.bubble() == pytest.approx((pp - 1) / m)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(pp=st.integers(1, 5), chunks=st.integers(2, 4), rounds=st.integers(1, 3))
 def test_interleaving_divides_the_bubble_by_the_chunks(pp, chunks, rounds):
     m = rounds * pp
@@ -72,7 +72,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp, chunks, rounds):
     assert timeline.bubble() == pytest.approx((pp - 1) / (chunks * m))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(pp=st.integers(1, 4), chunks=st.integers(1, 4), more=st.integers(0, 3), groups=st.integers(1, 3))
 def test_breadth_first_drains_the_pipeline_once_a_group(pp, chunks, more, groups):
     group = pp + more
@@ -126,7 +126,7 @@ def timed(draw):
     return simulate(program, PerUnit(units=units, step_s=draw(eighths), reduce_partial_s=draw(eighths)))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(timed())
 def test_every_instruction_runs_once_and_each_lane_one_at_a_time(timeline):
     program = timeline.program
@@ -142,7 +142,7 @@ def test_every_instruction_runs_once_and_each_lane_one_at_a_time(timeline):
         assert all(a.end_s <= b.start_s for a, b in pairwise(sorted(events, key=lambda e: e.index)))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(timed())
 def test_compute_starts_when_what_it_needs_has_come_and_not_later(timeline):
     for rank in range(timeline.program.pp):
@@ -158,7 +158,7 @@ def test_compute_starts_when_what_it_needs_has_come_and_not_later(timeline):
                 clock_s = e.end_s
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(timed())
 def test_both_ends_of_a_transfer_have_the_same_seconds(timeline):
     sent, received = set(), set()
@@ -171,7 +171,7 @@ def test_both_ends_of_a_transfer_have_the_same_seconds(timeline):
     assert sent == received
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(timed())
 def test_the_parts_of_a_step_add_up(timeline):
     for spent in timeline.spent():
@@ -179,7 +179,7 @@ def test_the_parts_of_a_step_add_up(timeline):
         assert min(spent.busy_s, spent.bubble_s, *spent.exposed_s.values()) >= 0
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     layers=st.integers(1, 6),
     m=st.integers(1, 4),
@@ -188,9 +188,7 @@ def test_the_parts_of_a_step_add_up(timeline):
     prefetch=st.integers(1, 3),
 )
 def test_zero_3_hides_every_fetch_but_the_first(layers, m, fetch_s, recompute, prefetch):
-    plan = plan_of(
-        layers=layers, microbatches=m, dp=2, zero=3, schedule="1f1b", recompute=recompute, prefetch=prefetch
-    )
+    plan = plan_of(layers=layers, microbatches=m, dp=2, zero=3, schedule="1f1b", recompute=recompute, prefetch=prefetch)
     program = compile_step(plan)
     timeline = simulate(program, every_unit(program, fetch_s=fetch_s, recompute_s=1.0))
     (spent,) = timeline.spent()
@@ -230,6 +228,34 @@ def test_a_slow_channel_shows_as_exposed_and_not_as_bubble():
     assert slow[0].exposed_s["grad"] > 0
 
 
+def test_a_channel_carries_one_transfer_at_a_time_and_each_direction_has_its_own():
+    program = compile_step(plan_of(pp=2, layers=2, microbatches=2, schedule="gpipe"))
+    timeline = simulate(program, every_unit(program, forward_s=1.0, backward_s=1.0, transfer_s=10.0))
+    sends = [(e.lane, e.start_s, e.end_s) for e in timeline.events if isinstance(e.instruction, Send)]
+    # Two units forward on each rank; the second activation is ready at 4 s and waits for the channel until 12 s.
+    assert sends == [("act", 2, 12), ("act", 12, 22), ("grad", 26, 36), ("grad", 36, 46)]
+
+
+def test_each_instruction_waits_for_its_inputs_its_parameters_or_its_reduction():
+    program = compile_step(plan_of(layers=1, dp=2, zero=3, tied=True, recompute="full"))
+    waits = {
+        Forward(2, 5, "all"): [("act", 2, 5), ("fetch", 2, None), ("fetch", 0, None)],
+        Recompute(1, 5): [("fetch", 1, None)],
+        Backward(1, 5): [("grad", 2, 5), ("fetch", 1, None)],
+        Settle(1): [("reduce", 1, None)],
+        Fetch(1): [],
+        Step(): [],
+    }
+    for instruction, arrivals in waits.items():
+        assert waits_for(program, instruction) == arrivals
+    assert [brings(i) for i in (Fetch(1), Reduce(1), Recv("act", 1, 5, 0), Send("act", 1, 5, 0))] == [
+        ("fetch", 1, None),
+        ("reduce", 1, None),
+        ("act", 1, 5),
+        None,
+    ]
+
+
 def test_a_deadlock_says_who_waits_for_what():
     program = compile_step(plan_of(pp=2, layers=2, microbatches=2))
     first = program.ranks[0]
@@ -239,10 +265,16 @@ def test_a_deadlock_says_who_waits_for_what():
 
 
 def test_per_unit_has_seconds_for_every_instruction():
-    durations = PerUnit(
-        units=(UnitSeconds(forward_s=1, backward_s=2, reduce_s=3, settle_s=4, transfer_s=5),), step_s=6
-    )
-    asked = [Forward(0, 0, "all"), Reduce(0), Settle(0), Send("act", 0, 0, 1), Recv("act", 0, 0, 1), Step(), Free(0)]
+    durations = PerUnit(units=(UnitSeconds(forward_s=1, backward_s=2, reduce_s=3, settle_s=4, transfer_s=5),), step_s=6)
+    asked = [
+        Forward(0, 0, "all"),
+        Reduce(0),
+        Settle(0),
+        Send("act", 0, 0, 1),
+        Recv("act", 0, 0, 1),
+        Step(),
+        Free(0),
+    ]
     assert [durations(i, 0) for i in asked] == [1, 3, 4, 5, 5, 6, 0]
 
 
@@ -268,7 +300,9 @@ def test_a_drawing_has_a_row_for_each_rank_and_keeps_to_its_width(plan, colour, 
     text = draw_text(timeline, width, colour)
     lines = visible(text).splitlines()
     assert max(map(len, lines)) <= width
-    assert [line[:8].strip() for line in lines if line.startswith(" rank")] == [f"rank {r}" for r in range(plan.mesh.pp)]
+    assert [line[:8].strip() for line in lines if line.startswith(" rank")] == [
+        f"rank {r}" for r in range(plan.mesh.pp)
+    ]
     assert ("\x1b" in text) == colour
     for lane, kind in (("fetch", Fetch), ("reduce", Reduce), ("send", Send)):
         has_lane = any(isinstance(i, kind) for r in program.ranks for i in r)

@@ -79,9 +79,7 @@ class PlainDisplay:
 class LiveDisplay:
     """Redraws one block in place; what other code prints meanwhile scrolls by above it."""
 
-    def __init__(
-        self, console: Console, *, mfu_convention: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, *, mfu_convention: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._progress = Progress(mfu_convention=mfu_convention)

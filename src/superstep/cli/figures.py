@@ -43,9 +43,7 @@ def sparkline(values: Sequence[float], *, is_ascii: bool = False) -> str:
     low, high = ordered[0], ordered[len(ordered) * 9 // 10]
     if low == high:
         return marks[0] * len(values)
-    return "".join(
-        marks[round((min(value, high) - low) / (high - low) * (len(marks) - 1))] for value in values
-    )
+    return "".join(marks[round((min(value, high) - low) / (high - low) * (len(marks) - 1))] for value in values)
 
 
 def _scaled(number: float, units: tuple[tuple[str, float], ...], unit: str) -> str:

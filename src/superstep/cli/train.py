@@ -97,9 +97,9 @@ def _joined(world: World, config: RunConfig, launched: int) -> None:
     except SuperstepError as error:
         problem = error
     answers = gather((job, problem))
-    for _, error in answers:
-        if error is not None:
-            raise error
+    for _, found_problem in answers:
+        if found_problem is not None:
+            raise found_problem
     found = answers[0][0]
     assert found is not None
     _rank(world, found)
@@ -132,9 +132,7 @@ def _rank(world: World, job: Job) -> None:
 
 def _sinks(job: Job, stack: ExitStack) -> Sink:
     observe = job.run.config.observe
-    display = stack.enter_context(
-        open_display(sys.stdout, mfu_convention=MFU_CONVENTION, log_every=observe.log_every)
-    )
+    display = stack.enter_context(open_display(sys.stdout, mfu_convention=MFU_CONVENTION, log_every=observe.log_every))
     sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
     if observe.tensorboard:
         sinks.append(TensorBoard(job.folder.tensorboard))
@@ -166,5 +164,3 @@ def describe(run: Resolved) -> str:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-

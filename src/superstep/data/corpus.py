@@ -88,9 +88,7 @@ def _files_of(name: str | None) -> Iterator[SourceFile]:
 
 def _walk(folder: Path, skips: frozenset[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise _error(
-            f"'{error.filename}'", f"cannot be listed ({error.strerror})", "grant access or leave it out"
-        )
+        raise _error(f"'{error.filename}'", f"cannot be listed ({error.strerror})", "grant access or leave it out")
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skips)
@@ -157,9 +155,7 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         code = f"\\u{ord(text[error.start]):04x}"
-        raise _error(
-            f"'{where}'", f"holds half a surrogate pair ({code}), which is no text", "mend it"
-        ) from None
+        raise _error(f"'{where}'", f"holds half a surrogate pair ({code}), which is no text", "mend it") from None
     return text
 
 

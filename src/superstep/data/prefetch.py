@@ -20,9 +20,7 @@ class Prefetcher:
     thread ends at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
     """
 
-    def __init__(
-        self, stream: Stream, *, start_sample: int, rows: slice, depth: int, steps: int | None = None
-    ) -> None:
+    def __init__(self, stream: Stream, *, start_sample: int, rows: slice, depth: int, steps: int | None = None) -> None:
         if depth < 1:
             raise ConfigError(f"data.prefetch_steps = {depth} reads nothing ahead; set it to 1 or more.")
         self._stream = stream
@@ -33,9 +31,7 @@ class Prefetcher:
         self._is_closed = False
         self._is_finished = False
         self._changed = Condition()
-        self._thread = Thread(
-            target=self._read, args=(start_sample, steps), name="superstep-prefetch", daemon=True
-        )
+        self._thread = Thread(target=self._read, args=(start_sample, steps), name="superstep-prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[Batch, float]]:

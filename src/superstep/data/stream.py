@@ -123,9 +123,7 @@ class Stream:
         self._seed = seed
         self.sequence_tokens = sequence_tokens
         self.batch_sequences = batch_sequences
-        assert self.sequences > 0, (
-            f"{split} has no {sequence_tokens} tokens and a target; prepare refuses that"
-        )
+        assert self.sequences > 0, f"{split} has no {sequence_tokens} tokens and a target; prepare refuses that"
 
     @property
     def sequences(self) -> int:

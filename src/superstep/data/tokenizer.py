@@ -106,8 +106,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # noqa: BLE001 - the library raises no narrower class
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f"data.tokenizer = '{path}' cannot be loaded ({reason}); name a tokenizer.json "
-            "of the tokenizers library."
+            f"data.tokenizer = '{path}' cannot be loaded ({reason}); name a tokenizer.json of the tokenizers library."
         ) from None
     end = next((text for text in ENDS_OF_TEXT if core.token_to_id(text) is not None), None)
     if end is None:

@@ -156,9 +156,7 @@ def open_corpus(folder: Path) -> Corpus:
         train, validation = (_open_split(folder, split, manifest) for split in SPLITS)
         (folder / "tokenizer.json").stat()
     except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
-        raise DataError(
-            f"data.cache: '{folder}' holds no whole corpus ({error}); prepare it again."
-        ) from None
+        raise DataError(f"data.cache: '{folder}' holds no whole corpus ({error}); prepare it again.") from None
     return Corpus(folder, manifest, train, validation)
 
 
@@ -195,9 +193,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     return str(path.absolute()), found.st_size, found.st_mtime_ns
 
 
-def _build(
-    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, folder: Path, fingerprint: str
-) -> None:
+def _build(config: DataConfig, tokenizer: Tokenizer | None, vocab: int, folder: Path, fingerprint: str) -> None:
     """Writes every file under a partial name, then gives all of them their names."""
     tokenizer = tokenizer or train_tokenizer(documents(config.corpus, config.text_field), vocab)
     files = _PartialFiles(folder, tokenizer)
@@ -366,9 +362,7 @@ def _writing(files: _PartialFiles, config: DataConfig) -> Iterator[None]:
     except OSError as error:
         files.discard()
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise Fault(
-                f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be."
-            ) from None
+            raise Fault(f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be.") from None
         existing = next(path for path in (files.folder, *files.folder.absolute().parents) if path.exists())
         free_bytes = shutil.disk_usage(existing).free
         source_bytes = sum(_stamp(file.path)[1] for file in source_files(config.corpus))
@@ -388,9 +382,7 @@ def _refuse_settings(config: DataConfig) -> None:
             "set it between 0 and 1, for example 0.02."
         )
     if config.sequence_tokens < 1:
-        raise ConfigError(
-            f"data.sequence_tokens = {config.sequence_tokens} is no length; set it to 1 or more."
-        )
+        raise ConfigError(f"data.sequence_tokens = {config.sequence_tokens} is no length; set it to 1 or more.")
 
 
 def _refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) -> None:

@@ -66,15 +66,12 @@ class Rope:
         """Cosine and signed sine, [..., S, 1, H], computed in fp32 and rounded once to ``dtype``."""
         angle = positions[..., None].float() * self._frequencies(positions.device)
         cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), -1).to(dtype).unsqueeze(-2), torch.cat((-sin, sin), -1).to(
-            dtype
-        ).unsqueeze(-2)
+        cos, signed = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos.to(dtype).unsqueeze(-2), signed.to(dtype).unsqueeze(-2)
 
     def _whole(self, x_BSNH: Tensor) -> tuple[Tensor, Tensor]:
         tokens, device, dtype = x_BSNH.shape[1], x_BSNH.device, x_BSNH.dtype
-        if (
-            torch.compiler.is_compiling()
-        ):  # the compiler fuses the tables into their use, and must not fill a cache
+        if torch.compiler.is_compiling():  # the compiler fuses the tables into their use
             return self.tables(torch.arange(tokens, device=device), dtype)
         key = (tokens, device, dtype)
         if key not in self._tables:
@@ -186,9 +183,7 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.lm_head.weight = self.embed.embed_tokens.weight
 
-    def forward(
-        self, tokens_BS: Tensor, *, attend: Attend = flash, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BS: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
         """The logits: [B, S, V]."""
         h_BSD = self.embed(tokens_BS)
         for block in self.block:

@@ -63,17 +63,12 @@ def open_weights(path: Path) -> Weights:
         if path.is_file():
             files = [path]
         elif index.is_file():
-            files = [
-                path / name
-                for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            ]
+            files = [path / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
         else:
             files = [path / FILE]
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
     except OSError as error:
-        raise StateError(
-            f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}."
-        ) from error
+        raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
     return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118

@@ -56,7 +56,5 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
 def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, nn.Parameter]:
     """The parameters of a whole model, which holds each unit under its name, by their global names."""
     return {
-        spec.name: whole.get_parameter(f"{unit.name}.{local}")
-        for unit in units
-        for local, spec in unit.params.items()
+        spec.name: whole.get_parameter(f"{unit.name}.{local}") for unit in units for local, spec in unit.params.items()
     }

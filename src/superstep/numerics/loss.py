@@ -60,9 +60,7 @@ def linear_cross_entropy_sum(
         )
         return cast(Tensor, loss)
     chunks = zip(h_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True)
-    return torch.stack(
-        [cross_entropy_sum(F.linear(h_CD, weight_VD), targets) for h_CD, targets in chunks]
-    ).sum()
+    return torch.stack([cross_entropy_sum(F.linear(h_CD, weight_VD), targets) for h_CD, targets in chunks]).sum()
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -101,9 +99,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(
-        ctx: BackwardCFunction, grad: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         dh_TD, dweight_VD = cast("tuple[Tensor, Tensor | None]", ctx.saved_tensors)
         dweight_VD = None if dweight_VD is None else dweight_VD * grad
         return (dh_TD.float() * grad).to(dh_TD.dtype), dweight_VD, None, None, None, None

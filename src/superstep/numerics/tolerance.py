@@ -12,7 +12,8 @@ u·sqrt(k).
 
 Adam divides the gradient by its own size, so an element whose gradient is all rounding still moves by the learning
 rate: the update's error does not shrink with the gradient's. Weights are therefore compared by their *update* since
-the start, and their bound is wider. After the first update the gradients are those of weights that differ by so much,
+the start; where a share f of a tensor's elements has gradients that are all rounding, that differs by up to 2·sqrt(f),
+and f = 1e-4 is allowed in fp32, 6e-2 in bf16. After the first update the gradients are those of weights that differ by so much,
 so their bound is wider too from the second step on.
 """
 
@@ -34,6 +35,6 @@ class Tolerance:
 
 
 TOLERANCE: dict[Dtype, Tolerance] = {
-    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=1e-3, update=2e-3),
-    "bf16": Tolerance(loss=2e-3, gradient=8e-2, gradient_later=1e-1, update=3e-1),
+    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2),
+    "bf16": Tolerance(loss=2e-3, gradient=8e-2, gradient_later=1.5e-1, update=5e-1),
 }

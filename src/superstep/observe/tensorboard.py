@@ -39,9 +39,7 @@ class TensorBoard:
         """
         now = clock()
         # TensorBoard reads the files of a folder in the order of their names, which begin with the time.
-        name = (
-            f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        )
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._clock = clock
         self._file = AppendFile(folder / name)
         self._file.append(record(_double(1, now) + _bytes(3, b"brain.Event:2")))

@@ -166,9 +166,7 @@ def _check_ranges(config: RunConfig) -> None:
     if not 0 <= config.train.min_lr_ratio <= 1:
         raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
     if config.plan.zero not in (0, 1, 2, 3):
-        raise ConfigError(
-            f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3]."
-        )
+        raise ConfigError(f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
 
 
 def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
@@ -181,9 +179,7 @@ def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig
     stages = plan.pp * plan.chunks
     if shape.layers < stages:
         # Where even one rank cannot have so many chunks, it is the chunks that must come down.
-        field, other = (
-            ("pp", plan.chunks) if plan.chunks <= shape.layers else ("chunks", min(plan.pp, shape.layers))
-        )
+        field, other = ("pp", plan.chunks) if plan.chunks <= shape.layers else ("chunks", min(plan.pp, shape.layers))
         raise ConfigError(
             f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and model.layers = "
             f"{shape.layers}; set plan.{field} to one of {list(range(1, shape.layers // other + 1))}."

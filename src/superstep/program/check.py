@@ -37,7 +37,7 @@ Channel = tuple[int, int, Wire]
 Place = tuple[int, int]
 
 
-class InvalidProgram(SuperstepError):  # noqa: N818
+class InvalidProgram(SuperstepError):
     """A program breaks a rule; the message names rank, position and instruction."""
 
 
@@ -83,8 +83,8 @@ class _Rank:
         self.resident: set[int] = set()
         self.dirty: set[int] = set()
         self.reducing: set[int] = set()
-        self.reduced: set[int] = set()
         self.tied: set[int] = set()
+        self.final: set[int] = set()
         self.is_stepped = False
 
     def run(self, i: Instruction) -> str:
@@ -109,6 +109,7 @@ class _Rank:
             case Tie(unit):
                 return self._tie(unit)
             case ReducePartial():
+                self.final |= self.held
                 return "gradients are still being reduced" if self.reducing else ""
             case Step():
                 self.is_stepped = True
@@ -126,9 +127,7 @@ class _Rank:
             yield from (f"u{u} has no backward for m{m}" for u, m in sorted(expected - self.backwarded))
         yield from (f"what u{u} kept of m{m} is never freed" for u, m in sorted(self.kept))
         if self.has_transfers:
-            yield from (
-                f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values)
-            )
+            yield from (f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values))
         if self.program.zero == 3:
             yield from (f"u{u} is fetched and never freed" for u in sorted(self.resident))
         yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
@@ -161,11 +160,7 @@ class _Rank:
         if (unit, m) in self.forwarded:
             return "the unit has already seen this microbatch"
         comes_from_outside = unit > 0 and unit - 1 not in self.own
-        if (
-            unit > 0
-            and not (comes_from_outside and not self.has_transfers)
-            and self._take(("act", unit, m), "missing")
-        ):
+        if unit > 0 and not (comes_from_outside and not self.has_transfers) and self._take(("act", unit, m), "missing"):
             return "the unit's input is not there"
         self.forwarded.add((unit, m))
         if keep != "nothing":
@@ -199,8 +194,8 @@ class _Rank:
         params = set(self.program.params[unit])
         if busy := self.reducing & params:
             return f"the gradient of u{min(busy)} is being reduced"
-        if done := (self.tied | (self.reduced if self.program.zero < 2 else set())) & params:
-            return f"the gradient of u{min(done)} was already reduced or tied, which is done once it is final"
+        if done := self.final & params:
+            return f"the gradient of u{min(done)} was already summed over ranks, as only a final one may be"
         del self.kept[unit, m]
         self.backwarded.add((unit, m))
         self.dirty |= params
@@ -234,7 +229,8 @@ class _Rank:
         if unit not in self.reducing:
             return "the unit is not being reduced"
         self.reducing.discard(unit)
-        self.reduced.add(unit)
+        if self.program.zero < 2:
+            self.final.add(unit)
         return ""
 
     def _tie(self, unit: int) -> str:
@@ -243,6 +239,7 @@ class _Rank:
         if unit in self.reducing or unit in self.tied or (unit in self.dirty and self.is_reduced):
             return "the unit's gradient must be settled first, and is tied once"
         self.tied.add(unit)
+        self.final.add(unit)
         return ""
 
 

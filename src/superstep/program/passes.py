@@ -205,9 +205,7 @@ def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple
     return [program.params[i.unit] for i in instructions if isinstance(i, Forward | Recompute | Backward)]
 
 
-def _fetch_ahead(
-    program: Program, instructions: tuple[Instruction, ...], prefetch: int
-) -> Iterator[Instruction]:
+def _fetch_ahead(program: Program, instructions: tuple[Instruction, ...], prefetch: int) -> Iterator[Instruction]:
     uses = _uses(program, instructions)
     windows = (_window(uses, k, prefetch) for k in range(len(uses)))
     resident: list[int] = []

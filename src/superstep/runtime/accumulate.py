@@ -68,7 +68,7 @@ def _linear(layer: nn.Linear) -> Any:  # noqa: ANN401
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, layer.weight)
-        out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad)
+        out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -79,7 +79,7 @@ def _embedding(layer: nn.Embedding) -> Any:  # noqa: ANN401
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)
         # Tokens carry no gradient, so the graph hangs on the weight; its own gradient is left as it is.
-        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad)
+        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad)  # type: ignore[no-untyped-call]
         return out
 
     return forward

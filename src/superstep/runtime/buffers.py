@@ -49,7 +49,15 @@ class UnitBuffers:
     """
 
     def __init__(
-        self, layout: UnitLayout, *, zero: int, dp: int, place: int, compute: torch.dtype, device: Device, seed: int
+        self,
+        layout: UnitLayout,
+        *,
+        zero: int,
+        dp: int,
+        place: int,
+        compute: torch.dtype,
+        device: Device,
+        seed: int,
     ) -> None:
         self.layout = layout
         self.zero = zero if dp > 1 else 0

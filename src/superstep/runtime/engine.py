@@ -190,10 +190,12 @@ class Engine:
                 }[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start
-                    yield self._piece(kind, slot, low, b.view(buffer, slot, low, high), (start, start + high - low) in owned)
+                    yield self._piece(
+                        kind, slot, low, b.view(buffer, slot, low, high), (start, start + high - low) in owned
+                    )
 
     @staticmethod
-    def _piece(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:  # noqa: FBT001
+    def _piece(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:
         return Piece(
             kind=kind,
             name=slot.spec.name,

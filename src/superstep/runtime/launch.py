@@ -55,7 +55,7 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
         UserError, Fault: the first cause, as the rank that met it said.
     """
     if world == 1:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         device = pick(0)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         try:
@@ -107,7 +107,7 @@ def _rank(folder: Path, worker: Callable[..., Any], args: tuple[Any, ...], kwarg
 
     try:
         return join(noted, *args, **kwargs)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
         note = {
             "rank": rank,
             "at_s": time.time(),

@@ -20,10 +20,10 @@ from torch import nn
 from superstep.errors import ConfigError
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.mesh import Coordinate, MeshShape
+from superstep.plan.padding import padded
 
 # Logical axis to mesh axis, as GSPMD's annotation does (Xu 2021).
 RULES: Mapping[str, str] = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
-_ALIGN = 16  # elements: a shard starts on a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +134,13 @@ def _lay_out(
         start = slot.stop
         decayed = start if len(slot.shape) > 1 else decayed
         slots.append(slot)
-    # A lone rank still pads to the alignment, so that the buffer does not depend on whether dp is 1.
-    step = mesh.dp * _ALIGN
     return UnitLayout(
         name=name,
         slots=tuple(slots),
         decayed=decayed,
         partial=start if partial < 0 else partial,
         numel=start,
-        padded=-(-start // step) * step,
+        padded=padded(start, mesh.dp),
     )
 
 

@@ -94,7 +94,7 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, is_fused
 
         return plain
     linear = head.lm_head
-    linear.forward = _same  # type: ignore[method-assign]
+    linear.forward = _same  # type: ignore[method-assign,assignment]
 
     def fused(h: Tensor, targets: Tensor, scale: float) -> Tensor:
         if is_straight and torch.is_grad_enabled():
@@ -118,7 +118,7 @@ class _Scale(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None  # type: ignore[attr-defined]
 
 

@@ -103,7 +103,7 @@ def split(module: nn.Module, spec: UnitSpec, group: Group, *, sequence_parallel:
 
 def _replace(layer: nn.Module, forward: Forward) -> None:
     # An attribute of the instance, found before the class's method: the module's code stays as it is.
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
 
 
 def _then(inner: Forward, outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
@@ -158,6 +158,5 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 def vocabulary_cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
     """The sum of the cross-entropy over valid targets, fp32; ``logits_BSV: [B, S, V/tp]``."""
-    loss: Tensor = _VocabularyCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group)
+    loss: Tensor = _VocabularyCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group)  # type: ignore[no-untyped-call]
     return loss
-

@@ -254,7 +254,7 @@ def _hashes(partial: Path, layouts: Mapping[str, _File], peers: Peers) -> dict[s
 
 
 def _hash(path: Path, offset: int, shape: tuple[int, ...]) -> str:
-    return hashlib.blake2b(memoryview(_open(path, offset, shape, "r")).cast("B"), digest_size=16).hexdigest()
+    return hashlib.blake2b(_open(path, offset, shape, "r").data.cast("B"), digest_size=16).hexdigest()
 
 
 def _publish(

@@ -31,9 +31,7 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
             sink.write(evaluate(session, position))
         if position.step % config.state.save_every == 0 or position.step == last:
             sink.write(save(session, position))
-    sink.write(
-        RunFinished(step=position.step, elapsed_s=session.elapsed_s(), tokens_seen=position.tokens)
-    )
+    sink.write(RunFinished(step=position.step, elapsed_s=session.elapsed_s(), tokens_seen=position.tokens))
     return position
 
 
@@ -75,9 +73,7 @@ def evaluate(session: Session, position: Position) -> Evaluated:
     start_s = time.perf_counter()
     loss = session.validation_loss()
     bits = loss / math.log(2) / session.bytes_per_token
-    return Evaluated(
-        step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s
-    )
+    return Evaluated(step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s)
 
 
 def save(session: Session, position: Position) -> Saved:

@@ -20,7 +20,7 @@ from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
-from superstep.runtime.engine import Engine
+from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.piece import Piece
@@ -34,8 +34,8 @@ class Difference:
     """One compared value of one step.
 
     Attributes:
-        kind: loss, gradient or update.
-        name: the tensor's global name; empty for the loss.
+        kind: loss, gradient, norm (of all gradients) or update.
+        name: the tensor's global name; empty for the loss and the norm.
         relative: how far the layout lies from the reference, as ``numerics.tolerance`` defines it.
         allowed: the tolerance.
     """
@@ -64,7 +64,7 @@ class Verdict:
     Attributes:
         compared: values compared, over all steps and ranks.
         worst: the largest difference of each kind, as a share of its tolerance decides.
-        first: the first value that is wrong, in the order loss, gradients, updates of each step; None if none is.
+        first: the first value that is wrong, in the order loss, gradients, norm, updates of each step; None if none is.
         is_deterministic: whether a second run gave the same bits; None where it was not asked.
     """
 
@@ -90,9 +90,7 @@ def write_reference(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{step}.safetensors")
 
 
-def prove(
-    world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, reruns: bool
-) -> Verdict:
+def prove(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, reruns: bool) -> Verdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
     Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
@@ -110,9 +108,9 @@ def prove(
     return _judge(everyone, is_deterministic)
 
 
-def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:  # noqa: FBT001
+def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:
     # Of the ranks that hold a piece of one tensor the worst counts.
-    kinds = ("loss", "gradient", "update")
+    kinds = ("loss", "gradient", "norm", "update")
 
     def badness(d: Difference) -> float:
         return float("inf") if d.relative != d.relative else d.relative / d.allowed
@@ -120,14 +118,10 @@ def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> 
     worst = [max((d for d in differences if d.kind == kind), key=badness) for kind in kinds]
     wrong = [d for d in differences if d.is_wrong]
     first = min(wrong, key=lambda d: (d.step, kinds.index(d.kind), -badness(d)), default=None)
-    return Verdict(
-        compared=len(differences), worst=tuple(worst), first=first, is_deterministic=is_deterministic
-    )
+    return Verdict(compared=len(differences), worst=tuple(worst), first=first, is_deterministic=is_deterministic)
 
 
-def _run(
-    mesh: Mesh, run: Resolved, batches: Sequence[Batch], folder: Path | None
-) -> tuple[list[Difference], str]:
+def _run(mesh: Mesh, run: Resolved, batches: Sequence[Batch], folder: Path | None) -> tuple[list[Difference], str]:
     """The steps of one run: differences from the reference, and a hash of every bit this rank held."""
     engine = Engine(run, units(run.shape), mesh)
     train = run.config.train
@@ -144,7 +138,7 @@ def _run(
             inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), bits.update)),  # noqa: B023
         )
         bits.update(repr(result.loss).encode())
-        found += compare.loss(result.loss)
+        found += compare.step(result)
         found += compare.pieces(engine.pieces(["weight"]), bits.update)
     return found, bits.hexdigest()
 
@@ -158,12 +152,19 @@ class _Compare:
         self._path = None if folder is None else folder / f"{step}.safetensors"
         self._allowed = TOLERANCE[run.config.numerics.compute]
 
-    def loss(self, value: float) -> list[Difference]:
+    def step(self, result: StepResult) -> list[Difference]:
         if self._path is None:
             return []
         with safe_open(self._path, framework="pt") as file:
-            reference = float(file.get_tensor("loss"))
-        return [self._difference("loss", "", abs(value - reference) / abs(reference), self._allowed.loss)]
+            loss, norm = float(file.get_tensor("loss")), float(file.get_tensor("grad_norm"))
+        return [
+            self._difference("loss", "", abs(result.loss - loss) / abs(loss), self._allowed.loss),
+            self._difference("norm", "", abs(result.grad_norm - norm) / abs(norm), self._gradient_allowed),
+        ]
+
+    @property
+    def _gradient_allowed(self) -> float:
+        return self._allowed.gradient if self._step == 0 else self._allowed.gradient_later
 
     def pieces(self, pieces: Iterator[Piece], take: Callable[[bytes], None]) -> list[Difference]:
         found = []
@@ -188,8 +189,7 @@ class _Compare:
         relative = float((ours - theirs).norm()) / size
         if piece.kind == "weight":
             return self._difference("update", piece.name, relative, self._allowed.update)
-        allowed = self._allowed.gradient if self._step == 0 else self._allowed.gradient_later
-        return self._difference("gradient", piece.name, relative, allowed)
+        return self._difference("gradient", piece.name, relative, self._gradient_allowed)
 
     def _difference(self, kind: str, name: str, relative: float, allowed: float) -> Difference:
         return Difference(step=self._step, kind=kind, name=name, relative=relative, allowed=allowed)

@@ -77,6 +77,4 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
 
 def global_names(shape: ModelShape) -> dict[str, str]:
     """The decoder's parameter names to global names."""
-    return {
-        f"{unit.name}.{local}": param.name for unit in units(shape) for local, param in unit.params.items()
-    }
+    return {f"{unit.name}.{local}": param.name for unit in units(shape) for local, param in unit.params.items()}

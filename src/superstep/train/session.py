@@ -15,7 +15,7 @@ from typing import TypeVar
 from superstep.cost.work import model_flops_per_token
 from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import open_corpus
+from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.axes import units
 from superstep.plan.resolve import Resolved
@@ -94,16 +94,12 @@ class Session:
         peak_flops: FLOP/s of one rank's device, where it is known.
     """
 
-    def __init__(
-        self, world: World, run: Resolved, folder: RunFolder, corpus: Path, peak_flops: float | None
-    ) -> None:
+    def __init__(self, world: World, run: Resolved, folder: RunFolder, corpus: Path, peak_flops: float | None) -> None:
         self.run = run
         self.folder = folder
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
-        self._mesh = build_mesh(
-            run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=MESH_TIMEOUT
-        )
+        self._mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units(run.shape), self._mesh)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
@@ -116,7 +112,7 @@ class Session:
                 batch_sequences=run.config.train.batch_sequences,
                 seed=run.config.train.seed,
             )
-            for split in ("train", "validation")  # type: ignore[arg-type]
+            for split in SPLITS
         )
         self._flops_per_token = model_flops_per_token(run.shape, run.config.data.sequence_tokens)
         self._peak_flops = None if peak_flops is None else peak_flops * world.size
@@ -139,9 +135,7 @@ class Session:
         """This rank's rows of the next global batches, read ahead."""
         depth = self.run.config.data.prefetch_steps
         mine = rows(self.run.plan, self._mesh)
-        with Prefetcher(
-            self._train, start_sample=position.samples, rows=mine, depth=depth, steps=steps
-        ) as found:
+        with Prefetcher(self._train, start_sample=position.samples, rows=mine, depth=depth, steps=steps) as found:
             yield found
 
     def learning_rate(self, step: int) -> float:
@@ -199,7 +193,7 @@ class Session:
             list(self._engine.pieces(STATE)),
             position,
             self._peers,
-            tensors={kind: ordered for kind in STATE},
+            tensors=dict.fromkeys(STATE, ordered),
             beside={
                 "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),

@@ -1,0 +1,92 @@
+"""superstep sample: text from the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from superstep.data.tokenizer import Tokenizer, load_tokenizer
+from superstep.errors import ConfigError, StateError
+from superstep.model.decoder import Decoder
+from superstep.model.hf import load_weights
+from superstep.plan.config import RunConfig
+from superstep.plan.shape import from_hf_config
+from superstep.plan.toml import read_config
+from superstep.state.checkpoint import checkpoints
+from superstep.train.reference import global_names
+from superstep.train.sample import generate
+from superstep.train.session import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Which run, and how to draw."""
+
+    run: tyro.conf.Positional[str]
+    """The run directory."""
+    prompt: tyro.conf.Positional[str]
+    """What the text starts with."""
+    tokens: int = 200
+    """The most tokens to write."""
+    temperature: float = 0.8
+    """How freely to draw; 0 takes the likeliest token each time."""
+    seed: int = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the prompt and what follows."""
+    options = tyro.cli(Options, args=list(argv), prog="superstep sample", description="Write text with a trained run.")
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
+    if not options.temperature >= 0:
+        raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
+    written = text(
+        Path(options.run),
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    sys.stdout.write(written + "\n")
+    return 0
+
+
+def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """The prompt and what a run's newest checkpoint makes of it.
+
+    Raises:
+        StateError: there is no such run, or it has no checkpoint yet.
+        ConfigError: the prompt is empty.
+    """
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one character.")
+    config, model, tokenizer = _load(run)
+    ids = tokenizer.encode(prompt)
+    drawn = generate(
+        model,
+        ids,
+        tokens=tokens,
+        window_tokens=config.data.sequence_tokens,
+        temperature=temperature,
+        seed=seed,
+        end_of_text=tokenizer.end_of_text,
+    )
+    return tokenizer.decode(ids + list(drawn))
+
+
+def _load(run: Path) -> tuple[RunConfig, Decoder, Tokenizer]:
+    folder = RunFolder(root=run)
+    if not folder.config.is_file():
+        raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
+    shape = from_hf_config(found[-1] / "config.json")
+    model = Decoder(shape)
+    names = global_names(shape)
+    load_weights(found[-1], {names[local]: param for local, param in model.named_parameters()})
+    return read_config(folder.config), model, load_tokenizer(found[-1] / "tokenizer.json")

@@ -1,0 +1,130 @@
+"""Work: how many parameters each unit has, and the floating-point operations that it takes.
+
+    T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
+    S  tokens of a sequence         F  inner width of the feed-forward
+    D  width                        V  vocabulary
+
+    unit     matrices                          vectors           operations of a forward pass
+    embed    V·D                                                 0: it looks up
+    block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
+    head     D·V, unless tied                  D                 2·T·D·V
+
+A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
+sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
+convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
+every matrix and every head, so that a rank does 1 / tp of it all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.plan.resolve import Resolved
+from superstep.plan.shape import ModelShape
+
+MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
+"""What ``model_flops_per_token`` counts, in the words of a display."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParameters:
+    """The parameters that a unit owns; a tied head's matrix is the embedding's.
+
+    Attributes:
+        matrices: cut over tp.
+        vectors: weights of norms, whole on each tp rank.
+    """
+
+    matrices: int
+    vectors: int = 0
+
+    def on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of them."""
+        return self.matrices // tp + self.vectors
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Floating-point operations of one unit on one microbatch, on one tensor-parallel rank."""
+
+    forward_flops: int
+
+    @property
+    def backward_flops(self) -> int:
+        """Each product has two in the backward pass: one for its input's gradient, one for its weight's."""
+        return 2 * self.forward_flops
+
+    @property
+    def recompute_flops(self) -> int:
+        """Full recomputation is the forward pass again."""
+        return self.forward_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDims:
+    """The dims above for one microbatch on one tensor-parallel rank; ``t`` are tokens of the residual stream there.
+
+    With sequence parallelism t = T / tp, else t = T.
+    """
+
+    T: int
+    t: int
+    S: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+
+
+def local_dims(run: Resolved) -> LocalDims:
+    """The dims of a run's microbatch as a tensor-parallel rank sees them."""
+    shape, plan = run.shape, run.plan
+    tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
+    tokens = plan.microbatch * sequence_tokens
+    return LocalDims(
+        T=tokens,
+        t=tokens // tp if plan.sequence_parallel else tokens,
+        S=sequence_tokens,
+        D=shape.width,
+        N=shape.heads // tp,
+        K=shape.kv_heads // tp,
+        H=shape.head_dim,
+        F=shape.ffn // tp,
+        V=shape.vocab // tp,
+    )
+
+
+def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order."""
+    D, H = shape.width, shape.head_dim
+    table = shape.vocab * D
+    block = UnitParameters(_block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    head = UnitParameters(0 if shape.tied else table, D)
+    return UnitParameters(table), *[block] * shape.layers, head
+
+
+def parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied matrix counts once."""
+    return sum(unit.on_rank(1) for unit in unit_parameters(shape))
+
+
+def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
+    """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
+    attention = 4 * tokens * sequence_tokens * shape.heads * shape.head_dim
+    block = UnitWork((2 * tokens * _block_matrices(shape) + attention) // tp)
+    head = UnitWork(2 * tokens * shape.width * shape.vocab // tp)
+    return UnitWork(0), *[block] * shape.layers, head
+
+
+def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
+    """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
+    units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
+    return sum(unit.forward_flops + unit.backward_flops for unit in units)
+
+
+def _block_matrices(shape: ModelShape) -> int:
+    D, F = shape.width, shape.ffn
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return D * (queries + 2 * keys) + queries * D + 3 * D * F

@@ -1,0 +1,46 @@
+"""A model and batches small enough that a layout takes a fraction of a second on many ranks."""
+
+import torch
+
+from superstep.data.stream import Batch
+from superstep.numerics.loss import IGNORE
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+
+VOCAB = 64
+TOKENS = 16
+SEQUENCES = 8
+
+
+def config(*, layers=5, sequences=SEQUENCES, tied=True, packed=True, compute="fp32", qk_norm=True, **plan):
+    return RunConfig(
+        model=ModelConfig(
+            name="tiny",
+            layers=layers,
+            width=32,
+            heads=8,
+            kv_heads=8,
+            head_dim=4,
+            ffn=64,
+            vocab=VOCAB,
+            tied=tied,
+            qk_norm=qk_norm,
+        ),
+        data=DataConfig(sequence_tokens=TOKENS, packed=packed),
+        train=TrainConfig(batch_sequences=sequences, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),
+        plan=PlanConfig(**plan),
+        numerics=NumericsConfig(compute=compute),
+    )
+
+
+def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1):
+    """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(steps):
+        tokens = torch.randint(0, VOCAB, (sequences, TOKENS + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        if not packed:
+            for row in range(sequences):
+                targets[row, TOKENS - (row * 5) % (TOKENS - 1) :] = IGNORE
+        found.append(Batch(tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum())))
+    return tuple(found)

@@ -1,0 +1,157 @@
+"""The order of the house: imports point up the list only, and a few things are said in one place alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import superstep
+
+ORDER = (
+    "errors",
+    "plan",
+    "program",
+    "cost",
+    "observe",
+    "numerics",
+    "model",
+    "state",
+    "data",
+    "runtime",
+    "train",
+    "cli",
+)
+# Planning, checking and simulating run anywhere, at once: without torch.
+LIGHT = ORDER[: ORDER.index("observe") + 1]
+LIGHT_PACKAGES = sys.stdlib_module_names | {"numpy", "superstep"}
+ONLY_CLI = {"os.environ", "os.getenv", "os.putenv", "sys.argv"}
+
+PACKAGE = Path(superstep.__file__).parent
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What a module of the package (``plan.toml``, say) does against the order, each with its line."""
+    tree = ast.parse(source)
+    part = module.split(".")[0]
+    found = [f"line {node.lineno}: {rule}" for node in ast.walk(tree) for rule in broken(part, node)]
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [
+                f"line {node.lineno}: superstep is imported inside a function"
+                for node in ast.walk(function)
+                if any(name.startswith("superstep") for name in imported(node))
+            ]
+    return found
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The dotted names that an import brings: modules, or what is taken from them."""
+    match node:
+        case ast.Import(names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module, names, level=0):
+            return [f"{module}.{alias.name}" for alias in names]
+        case _:
+            return []
+
+
+def broken(part: str, node: ast.AST) -> Iterator[str]:
+    """The rules that one node of the syntax tree breaks."""
+    if isinstance(node, ast.ImportFrom) and node.level:
+        yield "relative import"
+    for name in imported(node):
+        top, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if top == "superstep" and other in ORDER and ORDER.index(other) > ORDER.index(part):
+            yield f"{part} imports {other}, which comes after it"
+        if part in LIGHT and top not in LIGHT_PACKAGES:
+            yield f"{part} imports {top}; it may use the standard library and numpy only"
+        if is_distributed(name) and part != "runtime":
+            yield f"{part} imports torch.distributed, which lives in runtime alone"
+        if name in ONLY_CLI and part != "cli":
+            yield f"{part} imports {name}, which only cli reads"
+    match node:
+        case ast.Attribute(ast.Name(base), name) if part != "cli" and f"{base}.{name}" in ONLY_CLI:
+            yield f"{part} uses {base}.{name}, which only cli reads"
+        case ast.Attribute(ast.Name("torch"), "distributed") if part != "runtime":
+            yield f"{part} uses torch.distributed, which lives in runtime alone"
+        case ast.Call(ast.Name("print")) if part != "cli":
+            yield f"{part} prints, which only cli does"
+
+
+def is_distributed(name: str) -> bool:
+    return name == "torch.distributed" or name.startswith("torch.distributed.")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_of)
+def test_a_module_keeps_the_order(path):
+    assert violations(module_of(path), path.read_text(encoding="utf-8")) == []
+
+
+def test_every_part_has_its_place_in_the_order():
+    parts = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert parts | modules <= set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "rule"),
+    [
+        ("plan.mesh", "from superstep.program import check", "plan imports program, which comes after it"),
+        ("plan.mesh", "import superstep.cli.main", "plan imports cli, which comes after it"),
+        ("program.check", "from superstep import cost", "program imports cost, which comes after it"),
+        ("errors", "from superstep.plan.config import RunConfig", "errors imports plan"),
+        ("train.loop", "from .batches import batches", "relative import"),
+        ("train.loop", "from . import batches", "relative import"),
+        ("cost.simulate", "import torch", "the standard library and numpy only"),
+        ("observe.events", "from torch import Tensor", "the standard library and numpy only"),
+        (
+            "plan.toml",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+            "line 3: plan",
+        ),
+        ("state.checkpoint", "import torch.distributed as dist", "lives in runtime alone"),
+        ("train.loop", "from torch import distributed", "lives in runtime alone"),
+        ("train.loop", "from torch.distributed import all_reduce", "lives in runtime alone"),
+        (
+            "model.decoder",
+            "import torch\ntorch.distributed.barrier()",
+            "line 2: model uses torch.distributed",
+        ),
+        (
+            "runtime.mesh",
+            "def f():\n    from superstep.plan.mesh import MeshShape",
+            "line 2: superstep is imported",
+        ),
+        ("runtime.mesh", "import os\nos.environ['RANK']", "runtime uses os.environ, which only cli reads"),
+        ("runtime.mesh", "from os import getenv", "runtime imports os.getenv, which only cli reads"),
+        ("data.corpus", "import sys\nsys.argv", "data uses sys.argv, which only cli reads"),
+        ("train.loop", "print('step')", "train prints, which only cli does"),
+    ],
+)
+def test_a_planted_violation_is_seen(module, source, rule):
+    assert any(rule in found for found in violations(module, source)), violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cli.main", "import os, sys\nprint(os.environ, sys.argv)\nfrom superstep.train import loop"),
+        ("runtime.mesh", "import torch.distributed as dist\nfrom superstep.plan.mesh import MeshShape"),
+        ("cost.simulate", "import numpy as np\nfrom superstep.cost.catalogue import DEVICES"),
+        ("train.loop", "def f():\n    import tomllib"),
+    ],
+)
+def test_what_is_allowed_is_not_refused(module, source):
+    assert violations(module, source) == []
