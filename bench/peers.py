@@ -76,6 +76,7 @@ LINE_UP: tuple[tuple[str, int, dict], ...] = (
     ("FSDP2 fp32, weights kept", 2, {"peer": "fsdp2", "reshard_after_forward": False}),
     ("FSDP2 bf16", 2, {"peer": "fsdp2", "dtype": "bf16"}),
     ("FSDP2 bf16, weights kept", 2, {"peer": "fsdp2", "dtype": "bf16", "reshard_after_forward": False}),
+    ("FSDP2 bf16, least memory", 2, {"peer": "fsdp2", "dtype": "bf16", "reduce_every_microbatch": True}),
     ("FSDP2 bf16, compiled", 2, {"peer": "fsdp2", "dtype": "bf16", "compile": True}),
     ("TP fp32", 2, {"peer": "tensor_parallel", "sequence_parallel": False}),
     ("TP fp32, sequence-parallel", 2, {"peer": "tensor_parallel"}),
@@ -138,6 +139,7 @@ def main(argv: list[str]) -> None:
     options.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     options.add_argument("--compile", action="store_true")
     options.add_argument("--keep-weights-gathered", action="store_true", help="fsdp2: reshard_after_forward=False")
+    options.add_argument("--reduce-every-microbatch", action="store_true", help="fsdp2: less memory, more traffic")
     options.add_argument("--no-sequence-parallel", action="store_true", help="tensor_parallel: whole residual stream")
     options.add_argument("--schedule", choices=["gpipe", "1f1b"], default="gpipe")
     options.add_argument("--ranks", type=int, default=2)
@@ -161,6 +163,7 @@ def main(argv: list[str]) -> None:
             "compile": asked.compile,
             "threads": asked.threads,
             "schedule": asked.schedule,
+            "reduce_every_microbatch": asked.reduce_every_microbatch,
             "reshard_after_forward": not asked.keep_weights_gathered,
             "sequence_parallel": not asked.no_sequence_parallel,
         }

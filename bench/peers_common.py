@@ -60,6 +60,8 @@ class PeerJob:
     """Compile each block and the loss: one_process, ddp and fsdp2 only."""
     reshard_after_forward: bool = True
     """fsdp2: drop a block's gathered weights after its forward (ZeRO-3); false keeps them for the step."""
+    reduce_every_microbatch: bool = False
+    """fsdp2: cut the gradients after each microbatch (less memory) instead of after the last (less traffic)."""
     sequence_parallel: bool = True
     """tensor_parallel: cut the residual stream over positions between the cut layers."""
     schedule: PipelineSchedule = "gpipe"

@@ -80,7 +80,7 @@ def fsdp2(rank: int, world: int, job: PeerJob) -> Side:
         pieces = microbatches(job, tokens_BS.chunk(world)[rank], targets_BS.chunk(world)[rank])
         for number, (tokens, targets) in enumerate(pieces, start=1):
             is_last = number == len(pieces)
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last or job.reduce_every_microbatch)
             model.set_is_last_backward(is_last)
             model.set_reshard_after_backward(is_last or job.reshard_after_forward)
             loss = criterion(model(tokens), targets) / valid

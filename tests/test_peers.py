@@ -27,6 +27,7 @@ VARIANTS = [
     pytest.param(UNTIED, {"peer": "fsdp2"}, id="fsdp2"),
     pytest.param(TIED, {"peer": "fsdp2"}, id="fsdp2-tied"),
     pytest.param(UNTIED, {"peer": "fsdp2", "reshard_after_forward": False}, id="fsdp2-weights-kept"),
+    pytest.param(UNTIED, {"peer": "fsdp2", "reduce_every_microbatch": True}, id="fsdp2-reduced-each-time"),
     pytest.param(QK_NORM, {"peer": "tensor_parallel"}, id="tensor-parallel"),
     pytest.param(QK_NORM, {"peer": "tensor_parallel", "sequence_parallel": False}, id="tensor-parallel-whole"),
     pytest.param(UNTIED, {"peer": "pipelining"}, id="pipelining-gpipe"),

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from superstep.cli import prove, sample
 from superstep.cli.display import open_display
+from superstep.cli.figures import count_text
 from superstep.cli.options import flags, parse
+from superstep.cost.devices import peak_flops
+from superstep.cost.predict import Machine, Prediction, predict
 from superstep.cost.work import MFU_CONVENTION, parameters
 from superstep.data.tokens import Manifest, open_corpus, prepare
 from superstep.errors import SuperstepError
@@ -22,6 +25,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import read_config
 from superstep.runtime.launch import World, gather, join, launch
+from superstep.runtime.measure import measure
 from superstep.state.checkpoint import Position
 from superstep.train import rundir
 from superstep.train.loop import train
@@ -110,12 +114,14 @@ def _rank(world: World, job: Job) -> None:
     with ExitStack() as stack:
         manifest = open_corpus(job.corpus).manifest
         sink: Sink = Fanout(())
-        session = Session(world, job.run, job.folder, job.corpus, job.run.config.observe.peak_flops)
+        machine = measure(job.run, world.device)
+        peak = _peak_flops(job.run, world, machine)
+        session = Session(world, job.run, job.folder, job.corpus, peak)
         stack.callback(session.close)
         if world.rank == 0:
             session.describe()
-            sink = _sinks(job, stack)
-            sink.write(_started(job, world, manifest))
+            sink = _sinks(job, stack, peak)
+            sink.write(_started(job, world, manifest, predict(job.run, machine)))
         position = Position()
         if job.checkpoint is not None:
             position = session.load(job.checkpoint)
@@ -130,9 +136,20 @@ def _rank(world: World, job: Job) -> None:
         train(session, position, sink)
 
 
-def _sinks(job: Job, stack: ExitStack) -> Sink:
+def _peak_flops(run: Resolved, world: World, machine: Machine) -> float | None:
+    """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
+    if run.config.observe.peak_flops is not None:
+        return run.config.observe.peak_flops
+    if world.device.kind == "cpu":
+        return machine.gemm_flops_per_s
+    return peak_flops(world.device.name, run.config.numerics.compute)
+
+
+def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     observe = job.run.config.observe
-    display = stack.enter_context(open_display(sys.stdout, mfu_convention=MFU_CONVENTION, log_every=observe.log_every))
+    against = "no peak is known" if peak is None else f"peak {count_text(peak)}FLOP/s a rank"
+    convention = f"{MFU_CONVENTION}; {against}"
+    display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
     sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
     if observe.tensorboard:
         sinks.append(TensorBoard(job.folder.tensorboard))
@@ -141,7 +158,7 @@ def _sinks(job: Job, stack: ExitStack) -> Sink:
     return fanout
 
 
-def _started(job: Job, world: World, manifest: Manifest) -> RunStarted:
+def _started(job: Job, world: World, manifest: Manifest, prediction: Prediction) -> RunStarted:
     return RunStarted(
         run=str(job.folder.root),
         plan=describe(job.run),
@@ -149,6 +166,8 @@ def _started(job: Job, world: World, manifest: Manifest) -> RunStarted:
         world=world.size,
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
+        predicted_step_s=prediction.step_s,
+        predicted_memory_bytes=prediction.memory_bytes,
     )
 
 

@@ -112,12 +112,9 @@ def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
     held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
     return PerUnit(
         units=tuple(_seconds(run, program, machine, unit) for unit in range(len(owned))),
-        reduce_partial_s=max(
-            machine.all_reduce_s(FP32 * _partial(run, units), run.plan.mesh.tp) for units in held
-        ),
+        reduce_partial_s=max(machine.all_reduce_s(FP32 * _partial(run, units), run.plan.mesh.tp) for units in held),
         # Every rank waits for the fullest one.
-        step_s=max(8 * FP32 * sum(_share(run, unit) for unit in units) for units in held)
-        / machine.memory_bytes_per_s,
+        step_s=max(8 * FP32 * sum(_share(run, unit) for unit in units) for units in held) / machine.memory_bytes_per_s,
     )
 
 

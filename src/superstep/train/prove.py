@@ -151,6 +151,7 @@ class _Compare:
         self._step = step
         self._path = None if folder is None else folder / f"{step}.safetensors"
         self._allowed = TOLERANCE[run.config.numerics.compute]
+        self._specs = {p.name: p for unit in units(run.shape) for p in unit.params.values()}
 
     def step(self, result: StepResult) -> list[Difference]:
         if self._path is None:
@@ -179,8 +180,7 @@ class _Compare:
         with safe_open(path, framework="pt") as file:
             reference = file.get_tensor(f"{piece.kind}/{piece.name}")
         if piece.kind == "weight":
-            spec = next(p for u in units(self._run.shape) for p in u.params.values() if p.name == piece.name)
-            start = initial(spec, piece.shape, self._run.config.train.seed)
+            start = initial(self._specs[piece.name], piece.shape, self._run.config.train.seed)
             values = values - _part(start, piece)
             reference = reference - start
         ours, theirs = values.double(), _part(reference, piece).double()

@@ -58,9 +58,10 @@ def _schedules(pp: int) -> Iterator[tuple[Schedule, int, int | None]]:
 
 
 def _microbatches(share: int, pp: int, number: int) -> list[int]:
-    """Sizes to try: in turn one that splits the batch finely and one that does not."""
+    """Sizes to try: in turn one that fills the pipeline twice over and one that fills it once."""
     fits = [n for n in divisors(share) if (share // n) % pp == 0] if share else []
-    return fits[::-1] if number % 2 else fits
+    wanted = pp if number % 2 else 2 * pp
+    return sorted(fits, key=lambda size: abs(share // size - wanted))
 
 
 def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:

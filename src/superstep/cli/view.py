@@ -1,0 +1,134 @@
+"""superstep view: a step as a picture, as it would run on this machine and as a run recorded it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.cli.figures import bytes_text
+from superstep.cli.options import DEMO, flags
+from superstep.cost.predict import Machine, Prediction, predict
+from superstep.errors import StateError, UserError
+from superstep.observe.timeline import GUTTER, draw_text
+from superstep.observe.trace import load_trace
+from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.toml import read_config
+from superstep.program.compile import compile_step
+from superstep.program.instructions import Program
+from superstep.program.text import read_program, write_program
+from superstep.program.timeline import Timeline
+from superstep.runtime.device import pick
+from superstep.runtime.measure import measure
+from superstep.train.session import RunFolder
+
+DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a run as it ran; of neither, the demo's."
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """How to draw."""
+
+    width: int
+    has_colour: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the step of a configuration, or a run's recorded step and the predicted one below it."""
+    target = argv[0] if argv and not argv[0].startswith("-") else None
+    options, rest = _parser().parse_known_args(argv[1:] if target else argv)
+    has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    picture = Picture(options.width or shutil.get_terminal_size().columns, has_colour)
+    if target is not None and not Path(target).exists():
+        raise StateError(
+            f"'{target}' is not there; name a run.toml or the folder of a run, or leave it out to see the demo's plan."
+        )
+    if target is not None and Path(target).is_dir():
+        if rest:
+            raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
+        folder = RunFolder(root=Path(target))
+        _say(write_program(_program(folder)) if options.program else _recorded(folder, picture))
+        return 0
+    config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
+    run = resolve(config)
+    _say(write_program(compile_step(run.plan)) if options.program else _predicted(run, picture))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="superstep view",
+        usage="superstep view [run.toml | RUN] [--text | --program] [--width N] [--plan.pp 2 ...]",
+        description=DESCRIPTION,
+        epilog="Any field of a run is a flag as well; superstep train --help lists them.",
+        allow_abbrev=False,
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
+    form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
+    parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
+    return parser
+
+
+def _predicted(run: Resolved, picture: Picture) -> str:
+    machine = measure(run, pick(0))
+    prediction = predict(run, machine)
+    return f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
+
+
+def _recorded(folder: RunFolder, picture: Picture) -> str:
+    """Both steps on one scale."""
+    program = _program(folder)
+    if not folder.trace.is_file():
+        raise StateError(
+            f"'{folder.root}' has no trace yet: the run writes one with each checkpoint (state.save_every). "
+            f"Until then, superstep view {folder.config} shows the predicted step."
+        )
+    ran = load_trace(folder.trace, program)
+    run = resolve(read_config(folder.config))
+    machine = measure(run, pick(0))
+    prediction = predict(run, machine)
+    longest_s = max(ran.timeline.step_s, prediction.step_s)
+    return (
+        f"step {ran.step} of {folder.root}, as it ran\n\n"
+        f"{_draw(ran.timeline, picture, longest_s)}\n"
+        f"{_title(prediction, machine)}\n\n"
+        f"{_draw(prediction.timeline, picture, longest_s)}"
+    )
+
+
+def _program(folder: RunFolder) -> Program:
+    if not (folder.config.is_file() and folder.program.is_file()):
+        raise StateError(
+            f"'{folder.root}' is no run directory: it lacks run.toml or program.txt. Name the folder that train wrote."
+        )
+    try:
+        return read_program(folder.program.read_text(encoding="utf-8"))
+    except (OSError, ValueError, UserError) as error:
+        raise StateError(f"{folder.program} cannot be read ({error}); resuming the run writes it anew.") from error
+
+
+def _title(prediction: Prediction, machine: Machine) -> str:
+    full = max(prediction.memory, key=lambda rank: rank.bytes)
+    return (
+        "predicted for this machine: "
+        f"{machine.gemm_flops_per_s / 1e9:.3g} GFLOP/s in products, {machine.memory_bytes_per_s / 1e9:.3g} GB/s of "
+        f"memory, {machine.link_bytes_per_s / 1e9:.3g} GB/s between ranks\n"
+        f"fullest rank {bytes_text(full.bytes)}: parameters {bytes_text(full.params)}, "
+        f"gradients {bytes_text(full.gradients)}, optimizer {bytes_text(full.optimizer)}, "
+        f"within the step {bytes_text(full.peak.bytes)}"
+    )
+
+
+def _draw(timeline: Timeline, picture: Picture, scale_s: float) -> str:
+    """The drawing, as wide a part of the picture as the step is of ``scale_s``."""
+    columns = round((picture.width - GUTTER) * timeline.step_s / scale_s) if scale_s else picture.width
+    return draw_text(timeline, GUTTER + columns, picture.has_colour)
+
+
+def _say(text: str) -> None:
+    print(text, end="")
