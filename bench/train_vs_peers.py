@@ -1,0 +1,236 @@
+"""Superstep beside PyTorch's own parts: tokens/s and memory on the same model, data, dtype and threads.
+
+    python -m bench.train_vs_peers                         every pair, three rounds, JSON under bench/results/
+    python -m bench.train_vs_peers --pair "DDP bf16" --rounds 5
+
+Both sides of a pair run in turn, A B B A A B ..., each run in rank processes of its own; a pair's figure is the
+median over rounds of the ratio of their median step times, so that the machine's drift cancels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench.peers import Workload, measure
+from bench.peers_common import _peak_bytes, _reset_peak, random_batches
+
+from superstep.model.axes import units
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
+from superstep.runtime.mesh import build_mesh
+from superstep.train.batches import microbatches, rows, ties
+
+PAIRS: dict[str, tuple[dict, dict, int]] = {
+    "DDP fp32": ({"dp": 2}, {"peer": "ddp"}, 2),
+    "DDP bf16": ({"dp": 2, "compute": "bf16"}, {"peer": "ddp", "dtype": "bf16"}, 2),
+    "DDP bf16 compiled": (
+        {"dp": 2, "compute": "bf16", "compile": True},
+        {"peer": "ddp", "dtype": "bf16", "compile": True},
+        2,
+    ),
+    "FSDP2 fp32": ({"dp": 2, "zero": 3}, {"peer": "fsdp2"}, 2),
+    "FSDP2 bf16": ({"dp": 2, "zero": 3, "compute": "bf16"}, {"peer": "fsdp2", "dtype": "bf16"}, 2),
+    "FSDP2 bf16 least memory": (
+        {"dp": 2, "zero": 3, "compute": "bf16"},
+        {"peer": "fsdp2", "dtype": "bf16", "reduce_every_microbatch": True},
+        2,
+    ),
+    "FSDP2 bf16 weights kept": (
+        {"dp": 2, "zero": 1, "compute": "bf16"},
+        {"peer": "fsdp2", "dtype": "bf16", "reshard_after_forward": False},
+        2,
+    ),
+    "FSDP2 bf16 compiled": (
+        {"dp": 2, "zero": 1, "compute": "bf16", "compile": True},
+        {"peer": "fsdp2", "dtype": "bf16", "compile": True, "reshard_after_forward": False},
+        2,
+    ),
+    "TP fp32": ({"tp": 2, "dp": 1}, {"peer": "tensor_parallel"}, 2),
+    "pipelining GPipe fp32": ({"pp": 2, "dp": 1, "schedule": "gpipe"}, {"peer": "pipelining"}, 2),
+    "pipelining 1F1B fp32": (
+        {"pp": 2, "dp": 1, "schedule": "1f1b"},
+        {"peer": "pipelining", "schedule": "1f1b"},
+        2,
+    ),
+    "one process bf16": (
+        {"dp": 1, "compute": "bf16", "threads": 2},
+        {"peer": "one_process", "threads": 2, "dtype": "bf16"},
+        1,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank of the engine saw, in the words of ``peers_common.PeerResult``."""
+
+    losses: list[float]
+    step_seconds: list[float]
+    cpu_seconds: list[float]
+    baseline_bytes: int
+    peak_rss_bytes: int
+
+
+def measure_ours(world: int, settings: dict, load: Workload) -> dict:
+    """Spawn the engine's ranks; the same keys as ``peers.measure``."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(world, settings, load, folder), nprocs=world)
+        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    median_s = max(statistics.median(r.step_seconds[load.warmup :]) for r in ranks)
+    return {
+        "settings": settings,
+        "world": world,
+        "tokens_per_s": load.sequences * load.sequence_tokens / median_s,
+        "median_step_s": median_s,
+        "median_cpu_s": sum(statistics.median(r.cpu_seconds[load.warmup :]) for r in ranks),
+        "step_seconds": [r.step_seconds for r in ranks],
+        "training_bytes": [r.peak_rss_bytes - r.baseline_bytes for r in ranks],
+        "losses": ranks[0].losses,
+    }
+
+
+def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) -> None:
+    settings = dict(settings)
+    torch.set_num_threads(settings.pop("threads", 1))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+    )
+    numerics = NumericsConfig(compute=settings.pop("compute", "fp32"), compile=settings.pop("compile", False))
+    run = resolve(
+        RunConfig(
+            model=ModelConfig(name=load.shape, vocab=load.vocab),
+            data=DataConfig(sequence_tokens=load.sequence_tokens),
+            train=TrainConfig(batch_sequences=load.sequences),
+            plan=PlanConfig(microbatch=load.microbatch, **settings),
+            numerics=numerics,
+        ),
+        world,
+    )
+    batches = random_batches(run.shape, load.steps, load.sequences, load.sequence_tokens)
+    baseline = _reset_peak()
+    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), ties=ties(run), timeout=timedelta(minutes=5))
+    engine = Engine(run, units(run.shape), mesh)
+    losses, seconds, cpu_seconds = [], [], []
+    dist.barrier()
+    for tokens_BS, targets_BS in batches:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        mine = rows(run.plan, mesh)
+        result = engine.train_step(
+            microbatches(tokens_BS[mine], targets_BS[mine], run.plan, mesh),
+            valid_tokens=targets_BS.numel(),
+            lr=1e-3,
+        )
+        seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
+        losses.append(result.loss)
+    peak = _peak_bytes()
+    seen = Seen(
+        losses=losses,
+        step_seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        baseline_bytes=baseline,
+        peak_rss_bytes=peak,
+    )
+    torch.save(seen, Path(folder) / f"{rank}.pt")
+    mesh.destroy()
+    dist.destroy_process_group()
+
+
+def compare(name: str, rounds: int, load: Workload) -> dict:
+    """One pair, its sides in turn."""
+    ours, theirs, world = PAIRS[name]
+    found: dict[str, list[dict]] = {"superstep": [], "peer": []}
+    for number in range(rounds):
+        sides = [("superstep", measure_ours, ours), ("peer", measure, theirs)]
+        for side, run, settings in sides if number % 2 == 0 else sides[::-1]:
+            found[side].append(run(world, settings, load))
+    ratios = [p["median_step_s"] / s["median_step_s"] for s, p in zip(found["superstep"], found["peer"], strict=True)]
+    cpu = [p["median_cpu_s"] / s["median_cpu_s"] for s, p in zip(found["superstep"], found["peer"], strict=True)]
+
+    def middle(side: str, key: str) -> float:
+        return statistics.median(run[key] for run in found[side])
+
+    def memory(side: str) -> float:
+        return statistics.median(max(run["training_bytes"]) for run in found[side])
+
+    drift = max(
+        abs(a - b) / b for a, b in zip(found["superstep"][0]["losses"], found["peer"][0]["losses"], strict=True)
+    )
+    return {
+        "pair": name,
+        "speed_ratio": statistics.median(ratios),
+        "speed_ratios": ratios,
+        "cpu_ratio": statistics.median(cpu),
+        "superstep_tokens_per_s": middle("superstep", "tokens_per_s"),
+        "peer_tokens_per_s": middle("peer", "tokens_per_s"),
+        "superstep_training_bytes": memory("superstep"),
+        "peer_training_bytes": memory("peer"),
+        "largest_relative_loss_difference": drift,
+        "runs": found,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print a table, write JSON."""
+    options = argparse.ArgumentParser(prog="python -m bench.train_vs_peers", description=__doc__.splitlines()[0])
+    options.add_argument("--pair", choices=list(PAIRS), action="append", help="default: all")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--vocab", type=int, default=4096)
+    options.add_argument("--steps", type=int, default=5)
+    options.add_argument("--warmup", type=int, default=1)
+    options.add_argument("--json", type=Path, default=None, help="default: bench/results/train_vs_peers-VOCAB.json")
+    asked = options.parse_args(argv)
+    load = Workload(vocab=asked.vocab, steps=asked.steps, warmup=asked.warmup)
+    head = f"{'peer':26}{'superstep':>11}{'peer':>9}  tokens/s {'ratio':>8}{'cpu':>7}{'memory':>16}"
+    print(head, flush=True)
+    table = []
+    for name in asked.pair or PAIRS:
+        row = compare(name, asked.rounds, load)
+        table.append(row)
+        ours, theirs = (row[f"{side}_training_bytes"] / 2**20 for side in ("superstep", "peer"))
+        print(
+            f"{name:26}{row['superstep_tokens_per_s']:>11,.0f}{row['peer_tokens_per_s']:>9,.0f}"
+            f"{row['speed_ratio']:>17.2f}x{row['cpu_ratio']:>6.2f}x{ours:>8,.0f} /{theirs:>6,.0f} MiB",
+            flush=True,
+        )
+    path = asked.json or Path(__file__).parent / "results" / f"train_vs_peers-{asked.vocab}.json"
+    path.parent.mkdir(exist_ok=True)
+    facts = {
+        "machine": platform.processor() or platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "workload": {"shape": load.shape, "vocab": asked.vocab, "sequences": load.sequences,
+                     "sequence_tokens": load.sequence_tokens, "microbatch": load.microbatch,
+                     "steps": load.steps, "warmup": load.warmup, "rounds": asked.rounds},
+    }  # fmt: skip
+    path.write_text(json.dumps({**facts, "pairs": table}, indent=1), encoding="utf-8")
+    worst = min(row["speed_ratio"] for row in table)
+    print(f"slowest pair: {worst:.2f}x the peer's speed; figures in {path}")
+    return 0
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
