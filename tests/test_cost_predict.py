@@ -26,10 +26,10 @@ ONLY_PRODUCTS = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=EVER, link_byt
 ONLY_LINK = Machine(gemm_flops_per_s=EVER, memory_bytes_per_s=EVER, link_bytes_per_s=1e9, link_latency_s=0.0)
 
 
-def run_of(*, layers=4, sequences=16, compute="fp32", **layout):
+def run_of(*, layers=4, sequences=16, compute="fp32", qk_norm=False, **layout):
     return resolve(
         RunConfig(
-            model=ModelConfig(name="tiny", layers=layers),
+            model=ModelConfig(name="tiny", layers=layers, qk_norm=qk_norm),
             data=DataConfig(sequence_tokens=64),
             train=TrainConfig(batch_sequences=sequences),
             plan=PlanConfig(**({"microbatch": 1} | layout)),
@@ -115,6 +115,16 @@ def test_the_data_parallel_lanes_move_the_bytes_of_zero(zero, compute):
             moved[type(e.instruction)] += 1
     assert moved[Reduce] >= 6
     assert bool(moved[Fetch]) == (zero > 0)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_tensor_parallel_sum_moves_the_partial_gradients(qk_norm, sequence_parallel):
+    run = run_of(tp=2, sequence_parallel=sequence_parallel, qk_norm=qk_norm)
+    layouts = lay_out(units(run.shape), run.plan.mesh, run.plan.mesh.at(0), sequence_parallel=sequence_parallel)
+    partial = sum(layout.numel - layout.partial for layout in layouts)
+    seconds = durations(run, compile_step(run.plan), ONLY_LINK).reduce_partial_s
+    assert seconds == pytest.approx(4 * partial / 1e9)
 
 
 def test_a_transfer_moves_the_residual_stream_once():

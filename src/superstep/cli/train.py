@@ -11,7 +11,6 @@ from pathlib import Path
 
 from superstep.cli import prove, sample
 from superstep.cli.display import open_display
-from superstep.cli.figures import count_text
 from superstep.cli.options import flags, parse
 from superstep.cost.devices import peak_flops
 from superstep.cost.predict import Machine, Prediction, predict
@@ -147,7 +146,7 @@ def _peak_flops(run: Resolved, world: World, machine: Machine) -> float | None:
 
 def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     observe = job.run.config.observe
-    against = "no peak is known" if peak is None else f"peak {count_text(peak)}FLOP/s a rank"
+    against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
     convention = f"{MFU_CONVENTION}; {against}"
     display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
     sinks: list[Sink] = [JsonLines(job.folder.metrics), display]

@@ -18,8 +18,8 @@ tensor-parallel collectives one after the other:
       send                      b / link_bytes_per_s + link_latency_s
 
 One link serves all: ranks do not slow each other down here. What operations take beyond this, to be launched and to
-find fresh memory, is not in it, so small models take longer: a block of "bench" took 1.3 times what is predicted, one
-of "demo" 1.5 times (fp32, one core of a Xeon, torch 2.13).
+find fresh memory, is not in it, so small models take longer: a step of "bench" took 1.3 times the predicted seconds,
+one of "demo" 2.0 times (one rank, fp32, CPU time of one Xeon core, torch 2.13).
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ def _share(run: Resolved, unit: UnitParameters) -> int:
 
 
 def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements whose gradient each tp rank sees only a part of: all norms of a split sequence, else those of heads."""
-    is_split = run.plan.sequence_parallel
-    heads = 2 * run.shape.head_dim if run.shape.qk_norm else 0
-    return sum(unit.vectors if is_split else min(heads, unit.vectors) for unit in units)
+    """Elements whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, every norm."""
+    if run.plan.sequence_parallel:
+        return sum(unit.vectors for unit in units)
+    # Beside its norms of heads a block has two of the width, the head one.
+    return sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
 
 
 @dataclass(frozen=True, slots=True)

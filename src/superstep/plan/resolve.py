@@ -64,6 +64,11 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     """
     shape = shape_of(config.model)
     _check_ranges(config)
+    if config.data.sequence_tokens > shape.max_tokens:
+        raise ConfigError(
+            f"data.sequence_tokens = {config.data.sequence_tokens} is longer than model.name = '{config.model.name}' "
+            f"was made for; set it to {shape.max_tokens} or less."
+        )
     plan = _fill(config, shape, world)
     _check_tensor_parallel(config, shape, plan)
     assert plan.dp is not None

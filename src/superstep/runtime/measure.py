@@ -21,7 +21,7 @@ BUDGET_S = 0.08
 LARGEST = {"cpu": 768, "cuda": 8192}
 """The largest dim of the product: the rate rises little beyond, and one product is well within the budget."""
 
-LONGEST = 4096
+LONGEST = 2048
 """The largest dim of what is copied."""
 
 KEPT_BYTES = 2**25

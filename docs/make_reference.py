@@ -1,0 +1,315 @@
+"""What the pages take from the code: reference/configuration.md, and every block of a page between these two lines.
+
+    <!-- made: NAME -->
+    <!-- /made -->
+
+`python docs/make_reference.py` writes them anew; a test says when one is out of date. Drawings give each block the
+same seconds and the embedding and the head none, so that they show the schedule and not a machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from superstep.cost.memory import rank_bytes
+from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.work import parameters
+from superstep.numerics.tolerance import TOLERANCE
+from superstep.observe import events
+from superstep.observe.timeline import draw_text
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.shape import SHAPES
+from superstep.program.compile import compile_step
+from superstep.program.instructions import Program
+from superstep.program.memory import forwards_in_flight
+from superstep.program.text import describe, write_program
+from superstep.program.timeline import Timeline
+
+DOCS = Path(__file__).parent
+CONFIGURATION = DOCS / "reference" / "configuration.md"
+WIDTH = 100
+"""Columns of a drawing."""
+
+WORDS = {
+    "model.layers": "Blocks.",
+    "model.width": "Width of the residual stream (D).",
+    "model.heads": "Query heads (N).",
+    "model.kv_heads": "Key and value heads (K); divides the query heads.",
+    "model.head_dim": "Width of one head (H), even.",
+    "model.ffn": "Inner width of the gated feed-forward (F).",
+    "model.vocab": "Rows of the embedding (V); the tokenizer has at most as many ids.",
+    "train.steps": "Optimizer steps of the whole run.",
+    "train.lr": "The highest learning rate, reached at the end of the warm-up.",
+    "train.warmup_steps": "Steps in which the learning rate rises.",
+    "train.weight_decay": "AdamW's decay of matrices; the weights of norms take none.",
+    "train.beta1": "AdamW's decay of the first moment.",
+    "train.beta2": "AdamW's decay of the second moment.",
+    "train.eps": "AdamW's term beside the root of the second moment.",
+    "train.seed": "Of the first values and of the sample order.",
+    "observe.tensorboard": "Whether the run directory gets TensorBoard's event files.",
+}
+"""For fields whose name says nearly all, so that they have no docstring of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A field of a dataclass, and the docstring below it."""
+
+    name: str
+    hint: object
+    default: object
+    words: str
+
+
+def described(cls: type[Any]) -> Iterator[Described]:
+    """The fields of a dataclass in order."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    words: dict[str, str] = {}
+    for node, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            match below:
+                case ast.Expr(ast.Constant(str(text))):
+                    words[node.target.id] = " ".join(text.split())
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        yield Described(field.name, hints[field.name], field.default, words.get(field.name, ""))
+
+
+def values(hint: object) -> str:
+    """What a field may hold."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return ", ".join(values(option) for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "strings"
+    return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
+
+
+def literal(value: object) -> str:
+    """A default as TOML has it."""
+    match value:
+        case None:
+            return "left out"
+        case bool():
+            return f"`{str(value).lower()}`"
+        case str():
+            return f'`"{value}"`'
+        case tuple():
+            return "`[]`"
+        case _:
+            return f"`{value}`"
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def configuration() -> str:
+    """The page of every field."""
+    parts = [
+        "# Configuration",
+        "<!-- written by docs/make_reference.py from src/superstep/plan/config.py -->",
+        "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out keeps "
+        "its default. Unknown keys and values of another type are errors that name the field.",
+        "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
+        "`train.batch_sequences` is `--train.batch-sequences`. A flag goes before the file. The value `None` on the "
+        "command line leaves a field out again.",
+        "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
+        "[run directory](run-directory.md).",
+    ]
+    for section in fields(RunConfig):
+        cls = typing.get_type_hints(RunConfig)[section.name]
+        rows = []
+        for field in described(cls):
+            name = f"{section.name}.{field.name}"
+            assert not (field.words and name in WORDS), f"{name} has its own docstring; drop it from WORDS"
+            words = field.words or WORDS[name]
+            rows.append((f"`{field.name}`", values(field.hint), literal(field.default), words))
+        parts += [f"## [{section.name}]", inspect.cleandoc(cls.__doc__ or "")]
+        parts.append(table(("key", "values", "default", "meaning"), rows))
+    parts += ["## Named sizes", "For `model.name`. Any other size: name the nearest one and set what differs.", _sizes()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sizes() -> str:
+    head = ("name", "layers", "width", "heads / kv", "head_dim", "ffn", "vocab", "tied", "parameters")
+    rows = [
+        (
+            f"`{name}`",
+            str(s.layers),
+            str(s.width),
+            f"{s.heads} / {s.kv_heads}",
+            str(s.head_dim),
+            str(s.ffn),
+            str(s.vocab),
+            "yes" if s.tied else "no",
+            f"{parameters(s):,}",
+        )
+        for name, s in SHAPES.items()
+    ]
+    return table(head, rows)
+
+
+# Blocks of other pages.
+
+
+def run_of(*, layers: int = 4, batch: int = 8, **plan: Any) -> Resolved:  # noqa: ANN401 - fields of PlanConfig
+    """A run of the demo's model with another plan; one sequence a microbatch where nothing is said."""
+    plan.setdefault("microbatch", 1)
+    return resolve(
+        RunConfig(
+            model=ModelConfig(layers=layers, tied=False),
+            train=TrainConfig(batch_sequences=batch),
+            plan=PlanConfig(**plan),
+        )
+    )
+
+
+def timeline(run: Resolved, *, block_s: float, moves_s: float = 0.0) -> Timeline:
+    """The step where a block's forward takes ``block_s``, its backward twice that, and a fetch, a reduction or a
+    transfer ``moves_s``.
+    """
+    program = compile_step(run.plan)
+    block = UnitSeconds(
+        forward_s=block_s,
+        backward_s=2 * block_s,
+        recompute_s=block_s,
+        fetch_s=moves_s,
+        reduce_s=moves_s,
+        transfer_s=moves_s,
+    )
+    end = UnitSeconds(forward_s=0.0, backward_s=0.0)
+    return simulate(program, PerUnit(units=(end, *[block] * (len(program.units) - 2), end)))
+
+
+def _fenced(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```"
+
+
+def _drawn(run: Resolved, **seconds: float) -> str:
+    return _fenced(draw_text(timeline(run, **seconds), WIDTH, colour=False))
+
+
+PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
+    "gpipe": ({"schedule": "gpipe"}, "(p - 1) / m"),
+    "1f1b": ({"schedule": "1f1b"}, "(p - 1) / m"),
+    "interleaved": ({"schedule": "interleaved", "chunks": 2}, "(p - 1) / (v·m)"),
+    "breadth-first": ({"schedule": "breadth-first", "chunks": 2}, "(p - 1) / (v·m)"),
+}
+
+
+def _pipeline(name: str) -> Resolved:
+    return run_of(pp=4, layers=8, **PIPELINES[name][0])
+
+
+def _bubbles() -> str:
+    rows = []
+    for name, (plan, formula) in PIPELINES.items():
+        run = _pipeline(name)
+        chunks = plan.get("chunks", 1)
+        found = timeline(run, block_s=1e-3)
+        # A chunk of v is a v-th of a rank's blocks.
+        held = ", ".join(f"{count / chunks:g}" for count in forwards_in_flight(found.program))
+        rows.append((f"`{name}`", str(chunks), formula, f"{3 / 8 / chunks:.1%}", f"{found.bubble():.1%}", held))
+    head = ("schedule", "v", "bubble over compute", "p = 4, m = 8", "simulated", "microbatches kept, rank 0 to 3")
+    return table(head, rows)
+
+
+def _zero_programs() -> str:
+    columns = []
+    for zero in range(4):
+        program = compile_step(run_of(layers=1, batch=2, dp=2, zero=zero).plan)
+        columns.append([f"zero = {zero}", "", *(describe(i).replace(" keep=all", "") for i in program.ranks[0])])
+    height = max(map(len, columns))
+    rows = zip(*(column + [""] * (height - len(column)) for column in columns), strict=True)
+    return _fenced("\n".join("".join(f"{cell:<18}" for cell in row).rstrip() for row in rows))
+
+
+def _zero_bytes() -> str:
+    rows = []
+    for zero in range(4):
+        config = RunConfig(
+            model=ModelConfig(name="llama3-8b"),
+            data=DataConfig(sequence_tokens=8192),
+            train=TrainConfig(batch_sequences=64),
+            plan=PlanConfig(dp=64, zero=zero, recompute="full"),
+            numerics=NumericsConfig(compute="bf16"),
+        )
+        run = resolve(config)
+        (rank,) = rank_bytes(run, compile_step(run.plan))
+        within = rank.peak.params_bytes + rank.peak.gradient_bytes
+        sizes = (rank.params, rank.gradients, rank.optimizer, rank.params + rank.gradients + rank.optimizer, within)
+        rows.append((str(zero), *(f"{size / 2**30:.2f}" for size in sizes)))
+    return table(("zero", "parameters", "gradients", "optimizer", "between steps", "within the step, more"), rows)
+
+
+def _tolerances() -> str:
+    rows = [
+        (dtype, f"{t.loss:g}", f"{t.gradient:g}", f"{t.gradient_later:g}", f"{t.update:g}")
+        for dtype, t in TOLERANCE.items()
+    ]
+    return table(("compute", "loss", "gradient, first step", "gradient, later", "update"), rows)
+
+
+def _metrics() -> str:
+    parts = []
+    for cls in typing.get_args(events.Event):
+        words = inspect.cleandoc(cls.__doc__ or "")
+        rows = [(f"`{f.name}`", values(f.hint), f.words) for f in described(cls)]
+        parts.append(f"**`{cls.name}`**: {words}\n\n{table(('field', 'holds', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _small() -> Resolved:
+    return run_of(layers=2, batch=2, pp=2, schedule="1f1b")
+
+
+def _program(run: Resolved) -> Program:
+    return compile_step(run.plan)
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "program": lambda: _fenced(write_program(_program(_small()))),
+    "program drawn": lambda: _drawn(_small(), block_s=4e-3, moves_s=0.5e-3),
+    "zero programs": _zero_programs,
+    "zero bytes": _zero_bytes,
+    "zero drawn": lambda: _drawn(run_of(batch=4, dp=2, zero=3), block_s=4e-3, moves_s=3e-3),
+    "bubbles": _bubbles,
+    **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
+    "tolerances": _tolerances,
+    "metrics": _metrics,
+}
+_BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(\n<!-- /made -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """A page with its made blocks as the code makes them now."""
+    return _BLOCK.sub(lambda block: f"{block[1]}{MADE[block[2]]()}{block[3]}", page)
+
+
+def main() -> None:
+    """Write what is out of date."""
+    CONFIGURATION.parent.mkdir(parents=True, exist_ok=True)
+    CONFIGURATION.write_text(configuration(), encoding="utf-8")
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (made := filled(page)) != page:
+            path.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
