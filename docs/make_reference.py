@@ -16,7 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,22 @@ WORDS = {
     "train.eps": "AdamW's term beside the root of the second moment.",
     "train.seed": "Of the first values and of the sample order.",
     "observe.tensorboard": "Whether the run directory gets TensorBoard's event files.",
+    "started.parameters": "Of the whole model; a tied matrix counts once.",
+    "started.predicted_step_s": "Seconds of a step, as the cost model has it.",
+    "resumed.step": "Finished steps.",
+    "step.step": "Finished steps, this one included.",
+    "step.lr": "The learning rate of this step's update.",
+    "step.tokens_per_s": "`tokens` over `step_s`.",
+    "evaluated.step": "Finished steps.",
+    "evaluated.bits_per_byte": "The loss in bits, over the bytes of a token.",
+    "evaluated.seconds": "What the validation took.",
+    "saved.step": "Finished steps.",
+    "saved.path": "The checkpoint.",
+    "saved.seconds": "What the checkpoint took.",
+    "saved.bytes": "Of tensors on disk.",
+    "finished.step": "Finished steps.",
+    "finished.elapsed_s": "Seconds since this process began to train.",
+    "finished.tokens_seen": "Valid tokens since step 0, resumed or not.",
 }
 """For fields whose name says nearly all, so that they have no docstring of their own."""
 
@@ -84,6 +100,13 @@ def described(cls: type[Any]) -> Iterator[Described]:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         yield Described(field.name, hints[field.name], field.default, words.get(field.name, ""))
+
+
+def meaning(section: str, field: Described) -> str:
+    """The docstring of a field, or what stands in for it."""
+    name = f"{section}.{field.name}"
+    assert not (field.words and name in WORDS), f"{name} has a docstring of its own; drop it from WORDS"
+    return field.words.replace("``", "`") or WORDS[name]
 
 
 def values(hint: object) -> str:
@@ -123,10 +146,10 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "<!-- written by docs/make_reference.py from src/superstep/plan/config.py -->",
-        "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out keeps "
-        "its default. Unknown keys and values of another type are errors that name the field.",
+        "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out "
+        "keeps its default. Unknown keys and values of another type are errors that name the field.",
         "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
-        "`train.batch_sequences` is `--train.batch-sequences`. A flag goes before the file. The value `None` on the "
+        "`train.batch_sequences` is `--train.batch-sequences`. A flag counts more than the file. The value `None` on the "
         "command line leaves a field out again.",
         "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
         "[run directory](run-directory.md).",
@@ -135,13 +158,12 @@ def configuration() -> str:
         cls = typing.get_type_hints(RunConfig)[section.name]
         rows = []
         for field in described(cls):
-            name = f"{section.name}.{field.name}"
-            assert not (field.words and name in WORDS), f"{name} has its own docstring; drop it from WORDS"
-            words = field.words or WORDS[name]
+            words = meaning(section.name, field)
             rows.append((f"`{field.name}`", values(field.hint), literal(field.default), words))
         parts += [f"## [{section.name}]", inspect.cleandoc(cls.__doc__ or "")]
         parts.append(table(("key", "values", "default", "meaning"), rows))
-    parts += ["## Named sizes", "For `model.name`. Any other size: name the nearest one and set what differs.", _sizes()]
+    parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
+    parts.append(_sizes())
     return "\n\n".join(parts) + "\n"
 
 
@@ -224,7 +246,7 @@ def _bubbles() -> str:
         found = timeline(run, block_s=1e-3)
         # A chunk of v is a v-th of a rank's blocks.
         held = ", ".join(f"{count / chunks:g}" for count in forwards_in_flight(found.program))
-        rows.append((f"`{name}`", str(chunks), formula, f"{3 / 8 / chunks:.1%}", f"{found.bubble():.1%}", held))
+        rows.append((f"`{name}`", str(chunks), formula, f"{3 / 8 / chunks:.2%}", f"{found.bubble():.2%}", held))
     head = ("schedule", "v", "bubble over compute", "p = 4, m = 8", "simulated", "microbatches kept, rank 0 to 3")
     return table(head, rows)
 
@@ -268,8 +290,8 @@ def _tolerances() -> str:
 def _metrics() -> str:
     parts = []
     for cls in typing.get_args(events.Event):
-        words = inspect.cleandoc(cls.__doc__ or "")
-        rows = [(f"`{f.name}`", values(f.hint), f.words) for f in described(cls)]
+        words = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+        rows = [(f"`{f.name}`", values(f.hint), meaning(cls.name, f)) for f in described(cls)]
         parts.append(f"**`{cls.name}`**: {words}\n\n{table(('field', 'holds', 'meaning'), rows)}")
     return "\n\n".join(parts)
 

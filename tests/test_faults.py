@@ -4,10 +4,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import small
 import torch
-from test_parity import references  # noqa: F401 - a fixture
 
+import small
 from superstep.plan.resolve import resolve
 from superstep.runtime import collectives, executor, optimizer, tensor_parallel
 from superstep.runtime.device import Device
@@ -15,6 +14,7 @@ from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World
 from superstep.train import prove as prove_module
 from superstep.train.prove import prove
+from test_parity import references  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.multiproc
 
@@ -59,7 +59,7 @@ def _untied():
 
 
 def _no_partial_sum():
-    return mock.patch.object(executor.Executor, "_reduce_partial", lambda self: None)
+    return mock.patch.object(executor.Executor, "_reduce_partial")
 
 
 def _own_norm():
@@ -71,9 +71,7 @@ def _own_norm():
 
 
 def _no_gradient_sum_on_entering():
-    return mock.patch.object(
-        tensor_parallel._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None))
-    )
+    return mock.patch.object(tensor_parallel._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 def _wrong_vocabulary_offset():

@@ -1,10 +1,10 @@
 """The engine on a GPU, against the same one-process reference on the CPU."""
 
 import pytest
-import small
 import torch
 import torch.distributed as dist
 
+import small
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device

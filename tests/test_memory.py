@@ -65,9 +65,7 @@ def test_buffers_are_divided_as_the_stage_says(pool, zero, compute):
     params, master = (4, 0) if compute == "fp32" else (2, 4)
     # With ZeRO 3 the bf16 parameters live while fetched only; what stays is the fp32 master's shard.
     at_rest = 0 if (zero == 3 and compute == "bf16") else params / (world if zero == 3 else 1)
-    expected = count * (
-        at_rest + 4 / (world if zero >= 2 else 1) + (8 + master) / (world if zero >= 1 else 1)
-    )
+    expected = count * (at_rest + 4 / (world if zero >= 2 else 1) + (8 + master) / (world if zero >= 1 else 1))
     for held, resident in pool.run(world, _held, zero, compute, timeout_s=60):
         total = held.params + held.gradients + held.optimizer
         assert total == pytest.approx(expected, rel=0.02)

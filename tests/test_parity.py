@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-import small
 import torch
 
+import small
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -39,9 +39,7 @@ def _prove_all(rank, world, cases):
     found = []
     for number, (run, folder) in enumerate(cases):
         batches = small.batches(packed=run.config.data.packed, sequences=run.config.train.batch_sequences)
-        verdict = prove(
-            World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=number % 5 == 0
-        )
+        verdict = prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=number % 5 == 0)
         found.append(verdict)
     return found
 

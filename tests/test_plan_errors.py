@@ -39,6 +39,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"train__warmup_steps": -1}, None, ["train.warmup_steps = -1", "at least 0"]),
     ({"train__weight_decay": float("nan")}, None, ["train.weight_decay = nan", "at least 0"]),
     ({"data__sequence_tokens": 1}, None, ["data.sequence_tokens = 1", "at least 2"]),
+    ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
     ({"plan__pp": 0}, None, ["plan.pp = 0", "at least 1"]),
     ({"plan__dp": 0}, None, ["plan.dp = 0", "at least 1"]),
     ({"plan__microbatch": 0}, None, ["plan.microbatch = 0", "at least 1"]),

@@ -147,7 +147,9 @@ def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:
         verdict = prove(world, case.run, case.batches, case.reference, reruns=case.reruns)
         found.append(verdict)
         if world.rank == 0 and len(cases) > 1:
-            figures = "".join(f"{w.relative:>{width}.0e}" for w, width in zip(verdict.worst, (9, 10, 9, 9), strict=True))
+            figures = "".join(
+                f"{w.relative:>{width}.0e}" for w, width in zip(verdict.worst, (9, 10, 9, 9), strict=True)
+            )
             held = {True: "same", False: "DIFFERS", None: "-"}[verdict.is_deterministic]
             mark = "  " if verdict.is_proven else "✗ "
             _say(f"{mark}{_name(case.run):74}{figures}  {held}")

@@ -13,8 +13,8 @@ u·sqrt(k).
 Adam divides the gradient by its own size, so an element whose gradient is all rounding still moves by the learning
 rate: the update's error does not shrink with the gradient's. Weights are therefore compared by their *update* since
 the start; where a share f of a tensor's elements has gradients that are all rounding, that differs by up to 2·sqrt(f),
-and f = 1e-4 is allowed in fp32, 6e-2 in bf16. After the first update the gradients are those of weights that differ by so much,
-so their bound is wider too from the second step on.
+and f = 1e-4 is allowed in fp32, 6e-2 in bf16. After the first update the gradients are those of weights that differ
+by so much, so their bound is wider too from the second step on.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return once its result may be used (on a GPU: by work issued after)."""
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
 
 @dataclass(frozen=True)
 class _Works:
@@ -36,6 +39,9 @@ class _Works:
         for work in self.works:
             work.wait()
         self.after()
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 DONE: Pending = _Works(())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.program.instructions import (
     Backward,
@@ -82,7 +83,7 @@ class _Flight:
 
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
-    kept: dict[Key, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
     fetching: dict[int, Pending] = field(default_factory=dict)
     reducing: dict[int, Pending] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Executor:
         self._microbatches: Sequence[Microbatch] = ()
         self._scale = 1.0
         self.loss = torch.zeros((), dtype=torch.float32, device=machine.mesh.device.torch)
+        self._one = torch.ones_like(self.loss)
 
     def run(
         self,
@@ -129,14 +131,32 @@ class Executor:
         self._holders = program.holders
         self._reads = program.params
         for index, instruction in enumerate(program.ranks[self._machine.mesh.at.pp]):
-            if record is None:
-                self._issue(instruction)
-            else:
-                start_s = time.perf_counter()
-                self._issue(instruction)
+            self._ready(instruction)
+            start_s = time.perf_counter()
+            self._issue(instruction)
+            if record is not None:
                 record.append(Ran(index, start_s, time.perf_counter()))
         for pending, _ in self._flight.leaving:
             pending.wait()
+
+    def _ready(self, instruction: Instruction) -> None:
+        """Wait for what the instruction needs from the other lanes."""
+        flight = self._flight
+        match instruction:
+            case Forward(unit, m):
+                self._arrived(unit)
+                flight.arriving.pop(("act", unit, m), DONE).wait()
+            case Recompute(unit, _):
+                self._arrived(unit)
+            case Backward(unit, m):
+                self._arrived(unit)
+                flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
+            case Settle(unit):
+                flight.reducing.pop(unit).wait()
+            case Free(unit):
+                flight.fetching.pop(unit, DONE).wait()
+            case _:
+                pass
 
     def _issue(self, instruction: Instruction) -> None:  # noqa: C901 - one case for each instruction
         match instruction:
@@ -155,12 +175,10 @@ class Executor:
             case Fetch(unit):
                 self._fetch(unit)
             case Free(unit):
-                self._arrived(unit)
                 self._machine.buffers[unit].drop_full()
             case Reduce(unit):
                 self._reduce(unit)
             case Settle(unit):
-                self._flight.reducing.pop(unit).wait()
                 self._machine.buffers[unit].settle()
             case Tie(unit):
                 group = self._machine.mesh.ties[self._holders(unit)]
@@ -172,18 +190,15 @@ class Executor:
 
     def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
         flight = self._flight
-        self._await("act", unit, m)
         x = self._microbatches[m].tokens if unit == 0 else flight.inputs.pop((unit, m))
         y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
-        flight.kept[unit, m] = (x, y if keeps_graph else None)
+        flight.kept[unit, m] = (x, get_gradient_edge(y) if keeps_graph else None)
         if unit == self._last_unit:
             self.loss += y.detach()
         else:
             flight.inputs[unit + 1, m] = y.detach()
 
     def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
-        for read in self._reads[unit]:
-            self._arrived(read)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             if keeps_graph and x.is_floating_point():
@@ -196,20 +211,16 @@ class Executor:
     def _recompute(self, unit: int, m: int) -> None:
         x, _ = self._flight.kept[unit, m]
         y = self._compute(unit, m, x, keeps_graph=True, is_selective=False)
-        self._flight.kept[unit, m] = (x, y)
+        self._flight.kept[unit, m] = (x, get_gradient_edge(y))
 
     def _backward(self, unit: int, m: int) -> None:
         flight = self._flight
         for read in self._reads[unit]:
-            self._arrived(read)
             self._machine.buffers[read].ready_gradient()
-        x, y = flight.kept.pop((unit, m))
-        assert y is not None, "check lets no backward through without its forward"
-        gradient = None
-        if unit != self._last_unit:
-            self._await("grad", unit + 1, m)
-            gradient = flight.gradients.pop((unit + 1, m))
-        torch.autograd.backward(y, gradient)
+        x, edge = flight.kept.pop((unit, m))
+        assert edge is not None, "check lets no backward through without its forward"
+        gradient = self._one if unit == self._last_unit else flight.gradients.pop((unit + 1, m))
+        torch.autograd.backward(edge, gradient)
         if unit > 0:
             assert x.grad is not None
             flight.gradients[unit, m] = x.grad
@@ -221,6 +232,8 @@ class Executor:
     def _send(self, wire: Wire, unit: int, m: int, peer: int) -> None:
         tensor = self._values(wire).pop((unit, m)).contiguous()
         group, target = self._channel(self._machine.mesh.at.pp, peer, wire, peer)
+        # What has left needs its memory no more.
+        self._flight.leaving = [leaving for leaving in self._flight.leaving if not leaving[0].is_done()]
         self._flight.leaving.append((send(tensor, group, target, self._tag(wire, unit, m)), tensor))
 
     def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
@@ -241,9 +254,6 @@ class Executor:
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
         return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
 
-    def _await(self, wire: Wire, unit: int, m: int) -> None:
-        self._flight.arriving.pop((wire, unit, m), DONE).wait()
-
     def _fetch(self, unit: int) -> None:
         buffers, mesh = self._machine.buffers[unit], self._machine.mesh
         assert mesh.fetch is not None
@@ -253,7 +263,9 @@ class Executor:
         self._flight.fetching[unit] = all_gather(buffers.full, mesh.fetch, tag=unit)
 
     def _arrived(self, unit: int) -> None:
-        self._flight.fetching.pop(unit, DONE).wait()
+        """Wait for the parameters that the unit reads."""
+        for read in self._reads[unit]:
+            self._flight.fetching.pop(read, DONE).wait()
 
     def _reduce(self, unit: int) -> None:
         buffers, mesh = self._machine.buffers[unit], self._machine.mesh
