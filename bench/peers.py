@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from bench.peers_common import (
     IGNORE,
     Peer,
@@ -34,7 +35,6 @@ from bench.peers_common import (
 )
 from bench.peers_data import ddp, fsdp2, one_process
 from bench.peers_model import pipelining, tensor_parallel
-
 from superstep.plan.config import ModelConfig
 from superstep.plan.shape import shape_of
 

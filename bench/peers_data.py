@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
 
 
 def one_process(rank: int, world: int, job: PeerJob) -> Side:

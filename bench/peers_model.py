@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
 from superstep.model.decoder import Decoder
 from superstep.model.norm import RMSNorm
 

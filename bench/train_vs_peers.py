@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from bench.peers import Workload, measure
 from bench.peers_common import _peak_bytes, _reset_peak, random_batches
-
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve

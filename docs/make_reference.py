@@ -149,7 +149,7 @@ def configuration() -> str:
         "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out "
         "keeps its default. Unknown keys and values of another type are errors that name the field.",
         "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
-        "`train.batch_sequences` is `--train.batch-sequences`. A flag counts more than the file. The value `None` on the "
+        "`train.batch_sequences` is `--train.batch-sequences`. A flag counts more than the file. `None` on the "
         "command line leaves a field out again.",
         "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
         "[run directory](run-directory.md).",

@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from bench.peers import PeerJob, initial_weights, random_batches, run
 
+from bench.peers import PeerJob, initial_weights, random_batches, run
 from superstep.model.axes import units
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.tolerance import TOLERANCE

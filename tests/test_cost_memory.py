@@ -138,7 +138,7 @@ def forward_of(run, unit, *, group=None, is_selective=False):
     module = build_module(
         spec, params, group, sequence_parallel=run.plan.sequence_parallel, is_compiled=run.config.numerics.compile
     )
-    loss = build_loss(module, group, is_straight=run.plan.zero < 2 or mesh.dp == 1, is_fused=True)
+    loss = build_loss(module, group, is_straight=run.plan.zero < 2 or mesh.dp == 1)
     compute = selective(module) if is_selective else module
     rows, tokens = run.plan.microbatch, run.config.data.sequence_tokens
     targets = torch.randint(run.shape.vocab, (rows, tokens))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench.peers import IGNORE, PeerJob, PeerResult, initial_weights, random_batches, run
 
+from bench.peers import IGNORE, PeerJob, PeerResult, initial_weights, random_batches, run
 from pool import Pool
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.shape import SHAPES

@@ -59,9 +59,14 @@ class Fault(SuperstepError):
             if known
         ]
         super().__init__(f"{', '.join(where)}: {message}" if where else message)
+        self.message = message
         self.rank = rank
         self.step = step
         self.instruction = instruction
+
+    def on(self, rank: int) -> Fault:
+        """The same fault, with the rank that it happened on."""
+        return Fault(self.message, rank=rank, step=self.step, instruction=self.instruction)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -92,7 +92,7 @@ def zero_stage(run: Resolved) -> int:
 
 def has_fused_loss(run: Resolved) -> bool:
     """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass."""
-    return run.plan.mesh.tp == 1 and not run.config.numerics.compile
+    return run.plan.mesh.tp == 1
 
 
 def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:

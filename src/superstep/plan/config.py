@@ -125,7 +125,7 @@ class NumericsConfig:
     compute: Dtype = "fp32"
     """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
     compile: bool = False
-    """Compile each unit with torch.compile (needs a C++ compiler on a CPU)."""
+    """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

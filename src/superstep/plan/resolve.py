@@ -67,7 +67,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     if config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
             f"data.sequence_tokens = {config.data.sequence_tokens} is longer than model.name = '{config.model.name}' "
-            f"was made for; set it to {shape.max_tokens} or less."
+            f"was made for; set data.sequence_tokens to {shape.max_tokens} or less."
         )
     plan = _fill(config, shape, world)
     _check_tensor_parallel(config, shape, plan)

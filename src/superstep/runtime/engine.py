@@ -93,19 +93,20 @@ class Engine:
             for local, param in b.params.items()
             if local == slot.local
         }
+        # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
+        is_compiled = config.numerics.compile
         modules = {
             unit: build_module(
                 specs[unit],
                 {local: shared[p.name] for local, p in specs[unit].params.items()},
                 mesh.tp,
                 sequence_parallel=plan.sequence_parallel,
-                is_compiled=config.numerics.compile,
+                is_compiled=is_compiled and plan.recomputed[unit],
             )
             for unit in self.step_program.units_of(mesh.at.pp)
         }
         last = len(specs) - 1
         tokens = config.data.sequence_tokens // (plan.mesh.tp if plan.sequence_parallel else 1)
-        is_compiled = config.numerics.compile
         return Machine(
             mesh=mesh,
             buffers=self.buffers,
@@ -115,7 +116,6 @@ class Engine:
                 modules.get(last, torch.nn.Identity()),
                 mesh.tp,
                 is_straight=plan.zero < 2 or plan.mesh.dp == 1,
-                is_fused=not is_compiled,
             ),
             boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
         )

@@ -1,28 +1,37 @@
-"""Launching ranks: in-process through torch elastic, or joining ranks that torchrun has launched already.
+"""Launching ranks: as processes of this one on this host, or joining those that torchrun has launched already.
 
-The contract is torchrun's environment, which torch itself reads. A rank that fails leaves a note of why; the launcher
-ends the others and raises the first cause, not the broken connections that follow from it.
+    launcher ──spawns──► rank 0, rank 1, ...    each reports once: what it returned, or why it could not
+        │ first trouble
+        ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
+        └── ends the ranks that are left: SIGTERM, and after END_S SIGKILL
+
+What a rank writes to stderr goes to a file, from its first line on: where one rank fails, torch and Gloo print pages
+about the connections that break, and the launcher says the cause in one line. A rank ends with its launcher, however
+that ended.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import contextlib
+import multiprocessing
+import os
+import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.runtime.device import Device, pick
@@ -31,6 +40,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
+
+GRACE_S = 1.0
+"""Once a rank has failed, how long the others have to report too: they notice within milliseconds, or never."""
+
+END_S = 3.0
+"""How long a rank may take to end when it is told to."""
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,22 @@ class World:
 Worker = Callable[Concatenate[World, P], T]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why a rank did not return.
+
+    Attributes:
+        at_s: when, in seconds of the host's clock.
+        order: 0 where the rank said why itself, 1 where it was killed, 2 where something unforeseen was raised, 3
+            where that came over a connection: as a rule, because the rank at the other end had failed before.
+        error: what the launcher shall raise.
+    """
+
+    at_s: float
+    order: int
+    error: SuperstepError
+
+
 def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run ``worker(World, ...)`` on every rank, each a process of its own; a single rank runs right here.
 
@@ -52,7 +85,7 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
         What rank 0 returned.
 
     Raises:
-        UserError, Fault: the first cause, as the rank that met it said.
+        UserError, Fault: the first cause, as the rank that met it said. No rank is left.
     """
     if world == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -62,83 +95,226 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
             return worker(World(0, 1, device), *args, **kwargs)
         finally:
             dist.destroy_process_group()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            start_method="spawn",
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
-        try:
-            results = elastic_launch(config, _rank)(Path(folder), worker, args, kwargs)
-        except ChildFailedError as error:
-            raise _first_cause(Path(folder), error) from None
-        value: T = results[0]
+    call = pickle.dumps((worker, args, kwargs))
+    with tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder, _ranks(world, Path(folder), call) as ranks:
+        value: T = _collect(ranks)
         return value
 
 
 def join(worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``worker(World, ...)`` as the one rank that torchrun's environment says this process is."""
+    """Run ``worker(World, ...)`` as the one rank that torchrun's environment says this process is.
+
+    Raises:
+        SystemExit: another rank has failed before this one, and reports it; one report is enough.
+    """
     device = pick(dist.get_node_local_rank(fallback_rank=0))
-    dist.init_process_group(device.backend, timeout=TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+    own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+    dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        return worker(World(group.rank(), group.size(), device), *args, **kwargs)
+        return worker(World(rank, size, device), *args, **kwargs)
+    except BaseException as error:
+        # Peers can notice only once this rank's connections close, which is after this.
+        if not _is_first(store, error):
+            raise SystemExit(error.exit_status if isinstance(error, SuperstepError) else 1) from None
+        raise
     finally:
         dist.destroy_process_group()
 
 
-def _rank(folder: Path, worker: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]
+    try:
+        return int(store.add("superstep/failed", 1)) == 1
+    except RuntimeError:  # the store's own process has ended, which says enough about a broken connection
+        return not _is_echo(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank's process, as the launcher sees it."""
+
+    number: int
+    process: SpawnProcess
+    pipe: Connection
+    stderr: Path
+
+    def death(self) -> Trouble:
+        """Why it ended without a report."""
+        self.process.join(END_S)
+        code = self.process.exitcode or 0
+        if code < 0:
+            why = f"the process was killed by {signal.Signals(-code).name}"
+        else:
+            why = f"the process ended with exit status {code} before it could say why"
+        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
+        return Trouble(at_s=time.time(), order=1, error=Fault(f"{why}{hint}", rank=self.number))
+
+
+@contextlib.contextmanager
+def _ranks(world: int, folder: Path, call: bytes) -> Iterator[list[_Rank]]:
+    """The processes of ``world`` ranks; none is left when the block ends."""
+    context = multiprocessing.get_context("spawn")
+    ranks: list[_Rank] = []
+    try:
+        with _signals_deferred():
+            for number in range(world):
+                ranks.append(_start(context, number, world, folder))  # noqa: PERF401 - known even if a later one fails
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # one that has died already is found out by its silence
+                rank.pipe.send_bytes(call)
+        yield ranks
+    finally:
+        with _signals_deferred():
+            _end(ranks)
+
+
+def _start(context: SpawnContext, number: int, world: int, folder: Path) -> _Rank:
+    ours, theirs = context.Pipe()
+    stderr = folder / f"stderr-{number}"
+    process = context.Process(target=_serve, args=(theirs, number, world, folder / "store"), name=f"rank {number}")
+    try:
+        with _stderr_in(stderr):
+            process.start()
+    except OSError as error:
+        raise Fault(f"the process cannot be started: {error.strerror}.", rank=number) from error
+    theirs.close()
+    return _Rank(number, process, ours, stderr)
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End what still runs: gently, then not."""
+    deadline_s = time.monotonic() + END_S
+    for rank in ranks:
+        rank.process.terminate()
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline_s - time.monotonic()))
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+
+
+def _collect(ranks: Sequence[_Rank]) -> Any:  # noqa: ANN401
+    """Wait for every report; what rank 0 returned, or else the first cause is raised."""
+    waiting = {rank.pipe: rank for rank in ranks}
+    troubles: list[Trouble] = []
+    deadline_s = float("inf")
+    value = None
+    while waiting and time.monotonic() < deadline_s:
+        timeout_s = None if deadline_s == float("inf") else deadline_s - time.monotonic()
+        for pipe in wait(list(waiting), timeout_s):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                report = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                report = rank.death()
+            if isinstance(report, Trouble):
+                troubles.append(report)
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+            elif rank.number == 0:
+                (value,) = report
+    if troubles:
+        raise min(troubles, key=lambda trouble: (trouble.order, trouble.at_s)).error
+    # A rank that has reported ends by itself: its groups are given back in an order that all keep.
+    for rank in ranks:
+        rank.process.join(END_S)
+    return value
+
+
+def _serve(pipe: Connection, rank: int, world: int, store: Path) -> None:
+    """What a rank's process does: one call, one report."""
+    # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_launcher, daemon=True).start()
     # Cores are shared out by running one rank on each; more threads would only fight over them.
     torch.set_num_threads(1)
-    rank = -1
+    with contextlib.suppress(OSError):  # a launcher that has gone wants no report
+        try:
+            worker, args, kwargs = pickle.loads(pipe.recv_bytes())
+            device = pick(rank)
+            dist.init_process_group(
+                device.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
+            )
+            if rank == 0:
+                signal.signal(signal.SIGTERM, _leave)
+            value = worker(World(rank, world, device), *args, **kwargs)
+            dist.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
+            # Reported before this process ends, and with it the connections that others will miss.
+            pipe.send_bytes(pickle.dumps(_trouble(rank, error)))
+        else:
+            pipe.send_bytes(pickle.dumps((value if rank == 0 else None,)))
 
-    def noted(world: World, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        nonlocal rank
-        rank = world.rank
-        return worker(world, *args, **kwargs)
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    # Rank 0 holds the terminal: an exception gives it back on the way out.
+    raise SystemExit(128 + number)
+
+
+def _follow_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
+    os._exit(1)
+
+
+def _trouble(rank: int, error: BaseException) -> Trouble:
+    known: SuperstepError
+    order = 3 if _is_echo(error) else 2
+    match error:
+        case UserError():
+            known, order = UserError(str(error)), 0
+        case Fault():
+            known = error if error.rank >= 0 else error.on(rank)
+            order = order if isinstance(error.__cause__, RuntimeError) else 0
+        case SystemExit():
+            known, order = Fault("the process was told to end.", rank=rank), 1
+        case OSError():
+            known = Fault(f"{type(error).__name__}: {error}.", rank=rank)
+        case _:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            known = Fault(f"{type(error).__name__}: {error}\n{text}", rank=rank)
+    return Trouble(at_s=time.time(), order=order, error=known)
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether it came over a connection between ranks."""
+    cause = error.__cause__ or error
+    return isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))
+
+
+@contextlib.contextmanager
+def _stderr_in(path: Path) -> Iterator[None]:
+    """What a process that starts within the block writes to stderr goes to ``path``."""
+    kept = os.dup(2)
     try:
-        return join(noted, *args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
-        note = {
-            "rank": rank,
-            "at_s": time.time(),
-            "user": isinstance(error, UserError),
-            "known": isinstance(error, SuperstepError),
-            "interrupted": isinstance(error, KeyboardInterrupt),
-            "message": str(error) if isinstance(error, SuperstepError) else f"{type(error).__name__}: {error}",
-            "trace": traceback.format_exc(),
-        }
-        (folder / f"{max(rank, 0)}-{uuid.uuid4().hex}.json").write_text(json.dumps(note), encoding="utf-8")
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
-def _first_cause(folder: Path, error: ChildFailedError) -> SuperstepError | KeyboardInterrupt:
-    notes = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    if any(note["interrupted"] for note in notes):
-        return KeyboardInterrupt()
-    killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode < 0]
-    # A rank that was killed or that knows why comes before ranks that lost their connection to it.
-    known = sorted((note for note in notes if note["known"]), key=lambda note: note["at_s"])
-    if known:
-        note = known[0]
-        return UserError(note["message"]) if note["user"] else Fault(note["message"])
-    if killed:
-        rank, code = killed[0]
-        return Fault(f"the process was killed by {signal.Signals(-code).name}.", rank=rank)
-    if notes:
-        note = min(notes, key=lambda note: note["at_s"])
-        return Fault(f"{note['message']}\n{note['trace']}", rank=note["rank"])
-    rank, failure = next(iter(error.failures.items()))
-    return Fault(f"the process ended with exit status {failure.exitcode} before it could say why.", rank=rank)
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Ctrl-C and the like wait for the end of the block: a rank that has no name yet could not be ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def barrier() -> None:

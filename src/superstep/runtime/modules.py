@@ -74,7 +74,7 @@ def selective(module: nn.Module) -> Compute:
     return compute
 
 
-def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, is_fused: bool) -> Loss:
+def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
 
     Its gradient is that of scale · sum. A decoder's head on one tp rank is fused with the loss, so that no whole
@@ -87,7 +87,7 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, is_fused
             return _scaled(vocabulary_cross_entropy_sum(logits, targets, tp), scale)
 
         return vocabulary_parallel
-    if not (is_fused and isinstance(head, Head)):
+    if not isinstance(head, Head):
 
         def plain(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
             return _scaled(cross_entropy_sum(logits, targets), scale)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,7 +15,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config, write_config
 from superstep.state.checkpoint import checkpoints
-from superstep.train.session import RunFolder
+from superstep.train.session import RunFolder, write_whole
 
 # What may not change within one run: the weights or the cursor would mean something else.
 _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens", "data.packed",
@@ -18,7 +23,7 @@ _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.seq
 
 
 def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
-    """Where the run will live, as ``state.existing`` says.
+    """Where the run will live, as ``state.existing`` says. Nothing is made or changed.
 
     Returns:
         The run, with the directory it was given; the directory; and the checkpoint to go on from, if any.
@@ -29,9 +34,14 @@ def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
     """
     state = run.config.state
     folder = RunFolder(root=Path(state.dir))
+    if not state.dir.strip():
+        raise StateError(f"state.dir = '{state.dir}' is no path; name a folder.")
     if folder.root.exists() and not folder.root.is_dir():
         raise StateError(f"state.dir = '{state.dir}' is a file; name a folder.")
-    is_free = not folder.root.exists() or not any(p.name != "data" for p in folder.root.iterdir())
+    try:
+        is_free = not folder.root.exists() or not any(p.name != "data" for p in folder.root.iterdir())
+    except OSError as error:
+        raise StateError(f"state.dir = '{state.dir}' cannot be read: {error.strerror}; name another folder.") from error
     if is_free:
         return run, folder, None
     if not folder.config.is_file():
@@ -71,16 +81,54 @@ def _check_same(before: RunConfig, now: RunConfig) -> None:
                 )
 
 
+@contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """Make the directory, and keep other processes from writing to it for the length of the block.
+
+    What was made and is still empty at the end is removed again: a run that never began leaves nothing.
+
+    Raises:
+        StateError: the directory cannot be made, or another process holds it.
+        Fault: the disk is full.
+    """
+    made = [path for path in (folder.root, *folder.root.parents) if not path.exists()]
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder.root, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Fault(f"state.dir = '{folder.root}' cannot be made: {error.strerror}; make room.") from error
+        raise StateError(
+            f"state.dir = '{folder.root}' cannot be made: {error.strerror}; name a folder that can be written."
+        ) from error
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+        for path in (folder.root / "data", *made):
+            with suppress(OSError):  # it is not empty: something of the run is there
+                path.rmdir()
+
+
+def _lock(handle: int, folder: RunFolder) -> None:
+    # The system drops the lock with the process, however it ends. A file system without locks has none to respect.
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StateError(
+            f"state.dir = '{folder.root}' is in use by another process; wait for it, or name another --state.dir."
+        ) from error
+    except OSError:
+        pass
+    if not os.access(folder.root, os.W_OK | os.X_OK):
+        raise StateError(f"state.dir = '{folder.root}' cannot be written; grant access or name another --state.dir.")
+
+
 def write(run: Resolved, folder: RunFolder) -> None:
-    """Make the directory and save the resolved configuration in it.
+    """Save the resolved configuration: from here on the directory holds a run.
 
     Raises:
         Fault: it cannot be written.
     """
-    try:
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        partial = folder.config.with_suffix(".partial")
-        partial.write_text(write_config(run.config), encoding="utf-8")
-        partial.rename(folder.config)
-    except OSError as error:
-        raise Fault(f"state.dir = '{folder.root}' cannot be written: {error.strerror}.") from error
+    write_whole(folder.config, write_config(run.config))

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.axes import units
+from superstep.observe.append import unwritable
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import to_hf_config
 from superstep.program.text import write_program
@@ -71,6 +72,23 @@ class RunFolder:
         return self.root / "checkpoints"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of the run directory; it is the new one or still the old one, never a part of either.
+
+    Raises:
+        Fault: the disk is full or broken.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise unwritable(path, error) from error
+
+
 @dataclass(frozen=True, slots=True)
 class RankPeers:
     """The launched ranks, as ``state`` wants them."""
@@ -122,7 +140,7 @@ class Session:
 
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
-        self.folder.program.write_text(write_program(self._engine.step_program), encoding="utf-8")
+        write_whole(self.folder.program, write_program(self._engine.step_program))
 
     def load(self, checkpoint: Path) -> Position:
         """Go on from a checkpoint."""
@@ -211,7 +229,7 @@ class Session:
         parts = gather(mine if at.dp == 0 and at.tp == 0 else None)
         if self._peers.rank == 0:
             trace = {"step": step, "ranks": [part for part in parts if part is not None]}
-            self.folder.trace.write_text(json.dumps(trace), encoding="utf-8")
+            write_whole(self.folder.trace, json.dumps(trace))
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s as a share of the ranks' peak, where that is known."""
