@@ -7,6 +7,7 @@ sum in the product, or in the rows that were looked up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,27 @@ class _Embedding(torch.autograd.Function):
         else:
             ctx.into.index_add_(0, tokens.flatten(), rows)
         return None, None, None
+
+
+def accumulate_after(module: nn.Module) -> None:
+    """For a module whose own code makes the gradients: take each as it comes and add it to the buffer.
+
+    Left to itself, autograd would first turn a bf16 gradient into an fp32 one, and then add that.
+    """
+    for param in module.parameters():
+        if param.dtype != torch.float32 and param.grad is not None:
+            param.register_post_accumulate_grad_hook(_adds_to(param.grad))
+            param.grad = None
+            param.grad_dtype = param.dtype
+
+
+def _adds_to(into: Tensor) -> Callable[[Tensor], None]:
+    def add(param: Tensor) -> None:
+        assert param.grad is not None
+        into.add_(param.grad)
+        param.grad = None
+
+    return add
 
 
 def accumulate_straight(module: nn.Module) -> None:

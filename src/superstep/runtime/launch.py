@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -227,7 +228,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: Path) -> None:
     """What a rank's process does: one call, one report."""
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_launcher, daemon=True).start()
+    threading.Thread(target=_follow_launcher, args=(store.parent,), daemon=True).start()
     # Cores are shared out by running one rank on each; more threads would only fight over them.
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # a launcher that has gone wants no report
@@ -253,10 +254,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _follow_launcher() -> None:
+def _follow_launcher(folder: Path) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
     os._exit(1)

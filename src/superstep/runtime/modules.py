@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
-from superstep.runtime.accumulate import accumulate_straight
+from superstep.runtime.accumulate import accumulate_after, accumulate_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
 
@@ -34,7 +34,9 @@ def build_module(
     for local in spec.params:
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, params[local])
-    if not is_compiled:
+    if is_compiled:
+        accumulate_after(module)
+    else:
         accumulate_straight(module)
     if tp is not None:
         split(module, spec, tp, sequence_parallel=sequence_parallel)

@@ -11,6 +11,8 @@ from torch import Tensor
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import sum_over_all
 
+_ROW = 4096  # elements
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:
@@ -58,14 +60,11 @@ class AdamW:
 
     def sums(self, loss: Tensor) -> tuple[float, float]:
         """The squared gradient norm and the loss, each summed over all ranks in one collective."""
-        squares = [
-            torch.linalg.vector_norm(unit.buffers.gradient_shard[low:high])
-            for unit in self._units
-            for low, high in unit.ranges
-        ]
-        device = self._count.device
-        square = torch.stack(squares).double().square().sum() if squares else torch.zeros((), device=device)
-        both = torch.stack((square.double(), loss.double()))
+        square = torch.zeros((), dtype=torch.float64, device=self._count.device)
+        for unit in self._units:
+            for low, high in unit.ranges:
+                square += _square(unit.buffers.gradient_shard[low:high])
+        both = torch.stack((square, loss.double()))
         total = sum_over_all(both).tolist()
         return total[0], total[1]
 
@@ -103,3 +102,12 @@ class AdamW:
         for unit in self._units:
             if unit.buffers.zero == 0:
                 unit.buffers.refresh()
+
+
+def _square(values: Tensor) -> Tensor:
+    """The squared norm: fp32 within rows, whose few sums are exact enough, and fp64 over them."""
+    whole = values.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)
+    rest = torch.linalg.vector_norm(values[whole:])
+    total: Tensor = rows.double().square().sum() + rest.double().square()
+    return total
