@@ -2,16 +2,17 @@
 # make train    the demo run, resumed where it stopped; ARGS="--plan.dp 2" passes flags on
 # make test     every test but the soaks and those that need a GPU
 # make check    lint, format, types, import order
-# make bench    the peers side by side; BENCH=name picks another module of bench/
+# make bench    Superstep beside its peers; BENCH=name picks another module of bench/
+# make docs     the pages' tables and drawings, from the code
 # make clean    remove the environment and what the tools cached; runs are kept
 
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= peers
+BENCH ?= train_vs_peers
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test check bench clean
+.PHONY: setup train test check bench docs clean
 
 setup: $(STAMP)
 
@@ -37,6 +38,9 @@ check: setup
 bench: setup
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
+docs: setup
+	$(BIN)/python docs/make_reference.py
+
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
-	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests bench docs -name __pycache__ -type d -prune -exec rm -rf {} +

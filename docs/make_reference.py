@@ -320,7 +320,7 @@ _BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(\n<!-- /made -->)", re.DO
 
 def filled(page: str) -> str:
     """A page with its made blocks as the code makes them now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}{MADE[block[2]]()}{block[3]}", page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{MADE[block[2]]()}\n{block[3]}", page)
 
 
 def main() -> None:

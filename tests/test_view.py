@@ -172,10 +172,9 @@ def test_a_runs_plan_cannot_be_changed_by_a_flag(run_folder, capsys):
     assert "--plan.pp: a run's step is shown as it ran" in refused([run_folder, "--plan.pp", "4"], capsys)
 
 
-def test_an_unknown_flag_ends_with_status_2(toml):
-    with pytest.raises(SystemExit) as error:
-        main(["view", str(toml), "--wide"])
-    assert error.value.code == 2
+def test_a_wrong_flag_is_refused(toml, capsys):
+    assert "unknown flag --wide" in refused([toml, "--wide"], capsys)
+    assert "argument --width: invalid int value" in refused([toml, "--width", "broad"], capsys)
 
 
 # Traces.

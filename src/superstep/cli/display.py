@@ -18,6 +18,7 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from superstep.cli.progress import Progress, frame, lines
+from superstep.errors import Fault
 from superstep.observe.events import Event, Sink, StepDone
 
 
@@ -44,6 +45,13 @@ def open_display(stream: TextIO, *, mfu_convention: str, log_every: int) -> Disp
     return PlainDisplay(stream, mfu_convention=mfu_convention, log_every=log_every)
 
 
+def restore(stream: TextIO) -> None:
+    """Give back a terminal that a killed process had taken: an empty line to write on, and the cursor."""
+    if stream.isatty() and not Console(file=stream).is_dumb_terminal:
+        stream.write("\r\x1b[K\x1b[?25h")
+        stream.flush()
+
+
 class PlainDisplay:
     """Appends lines: the first step, each ``log_every``-th and the last; every validation and checkpoint."""
 
@@ -61,7 +69,11 @@ class PlainDisplay:
         self.close()
 
     def write(self, event: Event) -> None:
-        """Print what the event says, if it is its turn."""
+        """Print what the event says, if it is its turn.
+
+        Raises:
+            Fault: nobody reads any more, or what takes the output is full.
+        """
         is_first = self._progress.step is None
         now = time.monotonic()
         self._progress.add(event, now)
@@ -69,8 +81,15 @@ class PlainDisplay:
             is_last = event.step == self._progress.steps
             if event.step % self._log_every and not is_first and not is_last:
                 return
-        for text in lines(event, self._progress, now):
-            print(text, file=self._stream, flush=True)
+        try:
+            for text in lines(event, self._progress, now):
+                print(text, file=self._stream, flush=True)
+        except OSError as error:
+            reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+            step = self._progress.step.step if self._progress.step else -1
+            raise Fault(
+                f"standard output cannot be written: {reason}. Send it to a file, and resume the run.", step=step
+            ) from error
 
     def close(self) -> None:
         """Nothing is held: the stream is the caller's."""

@@ -35,6 +35,15 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted.
     """
+    status = _run(argv)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the reader of our output has left; the interpreter would complain of it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -52,15 +61,18 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("superstep: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output left; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # as `| head` does when it has seen enough
+        return 1
+    except OSError as error:
+        print(f"superstep: fault: {error}.", file=sys.stderr)
         return 1
 
 
 def entry() -> None:
     """The console script."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+            signal.signal(number, _terminate)
     sys.exit(main(sys.argv[1:]))
 
 

@@ -1,14 +1,26 @@
-"""A verb's command line: an optional run.toml, then any field of RunConfig as a flag."""
+"""A verb's command line: an optional run.toml, then any field of its settings as a flag.
+
+    --plan.tp 2   --plan.tp=2   --data.corpus a.txt b.txt   --data.text-field body   --plan.dp None
+
+Flags are read here, so that a wrong one is refused in one line and in the words that a run.toml is refused in; tyro
+writes the help.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import tyro
 
+from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
-from superstep.plan.toml import read_config
+from superstep.plan.toml import alternatives, describe_type, read_config
+
+T = TypeVar("T")
 
 DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(dir="runs/demo"))
 """Two ranks, each with half of the gradients and of the optimizer."""
@@ -18,8 +30,8 @@ def parse(verb: str, argv: Sequence[str], *, description: str) -> tuple[RunConfi
     """The run that a command line asks for, and whether it named a file.
 
     Raises:
-        ConfigError: the file cannot be used.
-        SystemExit: with status 2, where a flag is wrong; with 0, where help was asked for.
+        ConfigError: the file cannot be used, or a flag is wrong.
+        SystemExit: help was asked for, and has been given.
     """
     has_file = bool(argv) and not argv[0].startswith("-")
     base = read_config(Path(argv[0])) if has_file else DEMO
@@ -27,12 +39,103 @@ def parse(verb: str, argv: Sequence[str], *, description: str) -> tuple[RunConfi
 
 
 def flags(verb: str, base: RunConfig, argv: Sequence[str], *, description: str) -> RunConfig:
-    """``base`` with the fields that flags name replaced."""
-    return tyro.cli(
-        RunConfig,
-        default=base,
-        args=list(argv),
-        prog=f"superstep {verb} [run.toml]",
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    """``base`` with the fields that flags name replaced; raises as ``parse`` does."""
+    return read_flags(base, argv, prog=f"superstep {verb} [run.toml]", description=description)
+
+
+def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str) -> T:
+    """A dataclass, whose fields may be dataclasses, with the fields that flags name replaced; raises as ``parse``
+    does.
+    """
+    if "-h" in argv or "--help" in argv:
+        tyro.cli(
+            type(base),
+            default=base,
+            args=["--help"],
+            prog=prog,
+            description=description,
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    hints = dict(_hints(type(base), ""))
+    for flag, words in _groups(argv):
+        name = flag.replace("-", "_")
+        if name not in hints:
+            raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
+        base = _with(base, name.split("."), _value(flag, words, hints[name]))
+    return base
+
+
+def _hints(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Each field's dotted name and its type."""
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            yield from _hints(typing.cast(type, hint), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hint
+
+
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag without its dashes, and the words up to the next flag."""
+    group: tuple[str, list[str]] | None = None
+    for word in argv:
+        if not word.startswith("--"):
+            if group is None:
+                raise _stray(word)
+            group[1].append(word)
+            continue
+        if group is not None:
+            yield group
+        flag, has_value, value = word[2:].partition("=")
+        group = flag, [value] if has_value else []
+    if group is not None:
+        yield group
+
+
+def _stray(word: str) -> ConfigError:
+    return ConfigError(f"'{word}' belongs to no flag; what is named without a flag comes first, before all flags.")
+
+
+def _nearest(name: str, known: list[str], prog: str) -> str:
+    same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    if len(same_end) == 1:
+        return did_you_mean(same_end[0], [f"--{same_end[0].replace('_', '-')}"])
+    hint = did_you_mean(f"--{name}".replace("_", "-"), [f"--{other}".replace("_", "-") for other in known])
+    return hint if hint.startswith("; did") else f"; {prog.partition(' [')[0]} --help lists them."
+
+
+def _value(flag: str, words: list[str], hint: object) -> object:
+    options = alternatives(hint)
+    if typing.get_origin(options[0]) is tuple:
+        return tuple(words)
+    if not words and bool in options:
+        return True
+    if not words:
+        raise ConfigError(f"--{flag} has no value; it must be {describe_type(hint)}.")
+    if len(words) > 1:
+        raise _stray(words[1])
+    for option in options:
+        found, value = _convert(words[0], option)
+        if found:
+            return value
+    raise ConfigError(f"--{flag} = '{words[0]}' is not valid; it must be {describe_type(hint)}.")
+
+
+def _convert(word: str, option: Any) -> tuple[bool, object]:  # noqa: ANN401
+    """Whether the word is a value of the type, and the value."""
+    if typing.get_origin(option) is Literal:
+        return word in typing.get_args(option), word
+    if option is type(None):
+        return word == "None", None
+    if option is bool:
+        return word.lower() in ("true", "false"), word.lower() == "true"
+    try:
+        return True, option(word)
+    except ValueError:
+        return False, None
+
+
+def _with(base: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401
+    name, *rest = path
+    return replace(base, **{name: _with(getattr(base, name), rest, value) if rest else value})

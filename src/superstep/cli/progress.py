@@ -119,6 +119,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
     match event:
         case RunStarted():
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
+        case Resumed(step=0):
+            return ["started again: the run had no checkpoint yet"]
         case Resumed():
             return [f"resumed after step {event.step} from {event.path}"]
         case StepDone():

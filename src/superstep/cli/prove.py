@@ -5,15 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-import tyro
 
-from superstep.cli.options import DEMO, flags
+from superstep.cli.options import DEMO, read_flags
 from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import Corpus, open_corpus, prepare
+from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -26,8 +25,8 @@ DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What to prove."""
+class Options(RunConfig):
+    """What to prove: a run, and how much of it."""
 
     all: bool = False
     """Sweep every layout that fits the world, tied and untied, packed and padded."""
@@ -50,27 +49,21 @@ class Case:
 def main(argv: Sequence[str]) -> int:
     """Prove; the exit status is 0 where everything held."""
     has_file = bool(argv) and not argv[0].startswith("-")
-    own = ("--all", "--world", "--steps")
-    rest = list(argv[1:] if has_file else argv)
-    mine: list[str] = []
-    for word in own:
-        while word in rest:
-            at = rest.index(word)
-            width = 1 if word == "--all" else 2
-            mine += rest[at : at + width]
-            del rest[at : at + width]
-    options = tyro.cli(Options, args=mine, prog="superstep prove", config=(tyro.conf.FlagCreatePairsOff,))
-    config = flags("prove", _base(Path(argv[0])) if has_file else DEMO, rest, description=DESCRIPTION)
-    if options.steps < 1:
-        raise ConfigError(f"--steps = {options.steps} must be at least 1.")
-    run = resolve(config)
-    with _corpus(config, run.shape.vocab) as corpus:
+    base = _base(Path(argv[0])) if has_file else DEMO
+    options = read_flags(
+        Options(**{section.name: getattr(base, section.name) for section in fields(base)}),
+        argv[1:] if has_file else argv,
+        prog="superstep prove [run.toml | RUN]",
+        description=DESCRIPTION,
+    )
+    for name, value in (("steps", options.steps), ("world", options.world)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} = {value} must be at least 1.")
+    run = resolve(options)
+    with _corpus(options, run.shape.vocab) as corpus:
         if not options.all:
             return run_one(run, corpus, steps=options.steps)
-        world = options.world or run.plan.mesh.world
-        if world < 1:
-            raise ConfigError(f"--world = {world} must be at least 1.")
-        return _sweep(config, world, corpus, steps=options.steps)
+        return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 
 def _base(path: Path) -> RunConfig:
@@ -79,9 +72,9 @@ def _base(path: Path) -> RunConfig:
 
 @contextmanager
 def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
-    """The folder of tokens: where the run keeps or would keep it, else one made for now."""
+    """The folder of tokens: where the run keeps them, else one made for now. A run's own tokens are not changed."""
     kept = Path(config.data.cache) if config.data.cache else Path(config.state.dir) / "data"
-    if (kept / "corpus.json").is_file():
+    if is_prepared(config.data, vocab, kept):
         prepare(config.data, vocab, kept)
         yield kept
         return

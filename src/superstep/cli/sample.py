@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
+from superstep.cli.options import read_flags
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.decoder import Decoder
@@ -21,14 +24,16 @@ from superstep.train.reference import global_names
 from superstep.train.sample import generate
 from superstep.train.session import RunFolder
 
+DESCRIPTION = "Write text with a trained run."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Which run, and how to draw."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     """The run directory."""
-    prompt: tyro.conf.Positional[str]
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")] = ""
     """What the text starts with."""
     tokens: int = 200
     """The most tokens to write."""
@@ -39,14 +44,18 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     """Print the prompt and what follows."""
-    options = tyro.cli(Options, args=list(argv), prog="superstep sample", description="Write text with a trained run.")
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    options = read_flags(Options(), argv[len(words) :], prog="superstep sample", description=DESCRIPTION)
+    if len(words) != 2:
+        raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
+    run, prompt = words
     if options.tokens < 1:
         raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
     if not options.temperature >= 0:
         raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
     written = text(
-        Path(options.run),
-        options.prompt,
+        Path(run),
+        prompt,
         tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli import prove, sample
-from superstep.cli.display import open_display
-from superstep.cli.options import flags, parse
+from superstep.cli.display import open_display, restore
+from superstep.cli.options import DEMO, flags, parse
 from superstep.cost.devices import peak_flops
 from superstep.cost.predict import Machine, Prediction, predict
 from superstep.cost.work import MFU_CONVENTION, parameters
-from superstep.data.tokens import Manifest, open_corpus, prepare
+from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
 from superstep.errors import SuperstepError
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
@@ -25,7 +25,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import read_config
 from superstep.runtime.launch import World, gather, join, launch
 from superstep.runtime.measure import measure
-from superstep.state.checkpoint import Position
+from superstep.state.checkpoint import Position, read_position
 from superstep.train import rundir
 from superstep.train.loop import train
 from superstep.train.session import RunFolder, Session
@@ -45,22 +45,32 @@ class Job:
 
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        join(_joined, tuple(argv))
+        return 0
+    config, is_demo = _config(argv)
+    with _prepared(resolve(config)) as job:
+        if job is None:
+            return 0
+        try:
+            launch(job.run.plan.mesh.world, _rank, job)
+        except BaseException:
+            restore(sys.stdout)
+            raise
+    if is_demo:
+        return _after_demo(job)
+    _say(f"\nResults: {job.folder.root}")
+    return 0
+
+
+def _config(argv: Sequence[str]) -> tuple[RunConfig, bool]:
+    """What to train, and whether it is the demo."""
     config, has_file = parse("train", argv, description=DESCRIPTION)
     saved = Path(config.state.dir) / "run.toml"
     if config.state.existing == "resume" and not has_file and saved.is_file():
         # A run that goes on keeps its own settings; flags still change them.
         config = flags("train", read_config(saved), argv, description=DESCRIPTION)
-    launched = os.environ.get("WORLD_SIZE")
-    if launched is not None and "RANK" in os.environ:
-        join(_joined, config, int(launched))
-        return 0
-    run = resolve(config)
-    job = _prepare(run)
-    launch(run.plan.mesh.world, _rank, job)
-    if has_file:
-        _say(f"\nResults: {job.folder.root}")
-        return 0
-    return _after_demo(job)
+    return config, not has_file and config.model == DEMO.model and config.data.corpus == DEMO.data.corpus
 
 
 def _after_demo(job: Job) -> int:
@@ -79,60 +89,71 @@ def _after_demo(job: Job) -> int:
     return status
 
 
-def _prepare(run: Resolved) -> Job:
+@contextmanager
+def _prepared(run: Resolved) -> Iterator[Job | None]:
+    """The run's directory, held for the length of the block, and the tokens in their place; None where there is
+    nothing left to do.
+    """
     run, folder, checkpoint = rundir.choose(run)
+    with rundir.hold(folder):
+        step = 0 if checkpoint is None else read_position(checkpoint).step
+        if step >= run.config.train.steps:
+            _say(f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.")
+            yield None
+        else:
+            yield Job(run=run, folder=folder, corpus=_tokens(run, folder, checkpoint), checkpoint=checkpoint)
+
+
+def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
+    """The folder of token files, made where need be. A run goes on with those that it was started with."""
     data = run.config.data
-    cache = Path(data.cache) if data.cache else folder.root / "data"
-    if not (cache / "corpus.json").is_file():
-        _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {cache} ...")
-    prepare(data, run.shape.vocab, cache)
-    rundir.write(run, folder)
-    return Job(run=run, folder=folder, corpus=cache, checkpoint=checkpoint)
+    kept = Path(data.cache) if data.cache else folder.root / "data"
+    if checkpoint is None or not is_whole(kept):
+        if not (kept / "corpus.json").is_file():
+            _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {kept} ...")
+        prepare(data, run.shape.vocab, kept)
+    if checkpoint is not None:
+        rundir.check_tokens(checkpoint, kept)
+    return kept
 
 
-def _joined(world: World, config: RunConfig, launched: int) -> None:
+def _joined(world: World, argv: Sequence[str]) -> None:
     """A rank that torchrun launched: rank 0 prepares, the others learn what came of it."""
-    job: Job | None = None
-    problem: SuperstepError | None = None
-    try:
-        run = resolve(config, launched)
-        job = _prepare(run) if world.rank == 0 else None
-    except SuperstepError as error:
-        problem = error
-    answers = gather((job, problem))
-    for _, found_problem in answers:
-        if found_problem is not None:
-            raise found_problem
-    found = answers[0][0]
-    assert found is not None
-    _rank(world, found)
+    with ExitStack() as stack:
+        job: Job | None = None
+        problem: BaseException | None = None
+        if world.rank == 0:
+            try:
+                job = stack.enter_context(_prepared(resolve(_config(argv)[0], world.size)))
+            except (SuperstepError, SystemExit) as error:
+                problem = error
+        job, problem = gather((job, problem))[0]
+        if problem is not None:
+            raise problem
+        if job is not None:
+            _rank(world, job)
 
 
 def _rank(world: World, job: Job) -> None:
     """One rank, from assembly to the last step."""
+    machine = measure(job.run, world.device)
+    peak = _peak_flops(job.run, world, machine)
+    session = Session(world, job.run, job.folder, job.corpus, peak)
+    position = Position() if job.checkpoint is None else session.load(job.checkpoint)
     with ExitStack() as stack:
-        manifest = open_corpus(job.corpus).manifest
         sink: Sink = Fanout(())
-        machine = measure(job.run, world.device)
-        peak = _peak_flops(job.run, world, machine)
-        session = Session(world, job.run, job.folder, job.corpus, peak)
-        stack.callback(session.close)
         if world.rank == 0:
+            # Whatever can be refused has been: only now does the directory become, or change, a run.
+            is_resumed = job.checkpoint is not None or job.folder.metrics.exists()
+            rundir.write(job.run, job.folder)
             session.describe()
             sink = _sinks(job, stack, peak)
-            sink.write(_started(job, world, manifest, predict(job.run, machine)))
-        position = Position()
-        if job.checkpoint is not None:
-            position = session.load(job.checkpoint)
-            sink.write(Resumed(step=position.step, path=str(job.checkpoint)))
-        if position.step >= job.run.config.train.steps:
-            if world.rank == 0:
-                _say(
-                    f"The run in {job.folder.root} is complete at step {position.step}; "
-                    "raise --train.steps to go on with it."
-                )
-            return
+            sink.write(_started(job, world, open_corpus(job.corpus).manifest, predict(job.run, machine)))
+            if is_resumed:
+                sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
         train(session, position, sink)
+    # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
+    session.close()
 
 
 def _peak_flops(run: Resolved, world: World, machine: Machine) -> float | None:

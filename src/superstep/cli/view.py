@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from superstep.cli.figures import bytes_text
 from superstep.cli.options import DEMO, flags
 from superstep.cost.predict import Machine, Prediction, predict
-from superstep.errors import StateError, UserError
+from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
 from superstep.plan.resolve import Resolved, resolve
@@ -59,8 +60,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, as every verb does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError."""
+        raise ConfigError(f"{message}; superstep view --help says more.")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="superstep view",
         usage="superstep view [run.toml | RUN] [--text | --program] [--width N] [--plan.pp 2 ...]",
         description=DESCRIPTION,

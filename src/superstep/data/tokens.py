@@ -135,9 +135,8 @@ def prepare(config: DataConfig, vocab: int, folder: Path) -> Corpus:
             f"data.tokenizer = '{config.tokenizer}' has {tokenizer.vocab} ids, more than model.vocab = "
             f"{vocab}; set model.vocab to {tokenizer.vocab} or more."
         )
-    fingerprint = _fingerprint(config, vocab)
-    if not _is_prepared(folder, fingerprint):
-        _build(config, tokenizer, vocab, folder, fingerprint)
+    if not is_prepared(config, vocab, folder):
+        _build(config, tokenizer, vocab, folder, _fingerprint(config, vocab))
     corpus = open_corpus(folder)
     _refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
     return corpus
@@ -170,11 +169,18 @@ def _open_split(folder: Path, split: SplitName, manifest: Manifest) -> Split:
     return Split(tokens, bounds)
 
 
-def _is_prepared(folder: Path, fingerprint: str) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether the folder holds a corpus, of whatever text."""
     try:
-        return open_corpus(folder).manifest.fingerprint == fingerprint
+        open_corpus(folder)
     except DataError:
         return False
+    return True
+
+
+def is_prepared(config: DataConfig, vocab: int, folder: Path) -> bool:
+    """Whether the folder holds the tokens that ``prepare`` would make of the same text; raises as it does."""
+    return is_whole(folder) and open_corpus(folder).manifest.fingerprint == _fingerprint(config, vocab)
 
 
 def _fingerprint(config: DataConfig, vocab: int) -> str:

@@ -45,7 +45,7 @@ class Resumed:
     name: ClassVar[str] = "resumed"
     step: int
     path: str
-    """The checkpoint."""
+    """The checkpoint; empty where there was none, and the run begins again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

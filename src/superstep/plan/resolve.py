@@ -158,8 +158,8 @@ def _check_ranges(config: RunConfig) -> None:
         "observe.peak_flops": 1.0 if config.observe.peak_flops is None else config.observe.peak_flops,
     }
     for name, value in above_zero.items():
-        if not value > 0:
-            raise ConfigError(f"{name} = {value} must be above 0.")
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{name} = {value} must be above 0{' and finite' if value > 0 else ''}.")
     shares = {
         "train.beta1": config.train.beta1,
         "train.beta2": config.train.beta2,

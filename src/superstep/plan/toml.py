@@ -51,10 +51,7 @@ def _build(cls: type[T], raw: Mapping[str, Any], prefix: str) -> T:
 
 
 def _convert(name: str, value: object, hint: object) -> object:
-    # `Literal[...] | None` is a typing.Union, `int | None` a types.UnionType.
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    options = typing.get_args(hint) if is_union else (hint,)
-    for option in options:
+    for option in alternatives(hint):
         origin = typing.get_origin(option)
         if origin is Literal:
             if value in typing.get_args(option):
@@ -68,13 +65,21 @@ def _convert(name: str, value: object, hint: object) -> object:
             return float(value)
         elif option is not type(None) and type(value) is option:
             return value
-    raise ConfigError(f"{name} = {value!r} is not valid; it must be {_describe(options)}.")
+    raise ConfigError(f"{name} = {value!r} is not valid; it must be {describe_type(hint)}.")
 
 
-def _describe(options: tuple[Any, ...]) -> str:
+def alternatives(hint: object) -> tuple[Any, ...]:
+    """The types of which a field's value has one."""
+    # `Literal[...] | None` is a typing.Union, `int | None` a types.UnionType.
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def describe_type(hint: object) -> str:
+    """What a field's value must be, for a person; that it may be left out goes without saying."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     parts = []
-    for option in options:
+    for option in alternatives(hint):
         if typing.get_origin(option) is Literal:
             parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
         elif typing.get_origin(option) is tuple:

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,25 +127,38 @@ def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:
         StateError: the checkpoint is not whole, or not of this model.
     """
     manifest = read_manifest(folder)
+    wanted = list(pieces)
+    # Every rank learns what any of them found: they go on together or not at all.
+    foreign = [problem for part in peers.gather(_foreign(manifest, wanted)) for problem in part]
+    if foreign:
+        raise StateError(f"{folder} is of another model: {foreign[0]}; name the model that wrote it.")
     wrong = [problem for part in peers.gather(_verify(folder, manifest, peers)) for problem in part]
     if wrong:
         raise StateError(f"{folder} is damaged: {wrong[0]}; delete it and resume from an older checkpoint.")
     stored: dict[str, dict[str, Any]] = manifest["tensors"]
     maps: dict[str, NDArray[np.float32]] = {}
-    for piece in pieces:
+    for piece in wanted:
         name = entry(piece.kind, piece.name)
-        found = stored.get(name)
-        if found is None or tuple(found["shape"]) != piece.shape:
-            has = "does not have it" if found is None else f"has it as {found['shape']}"
-            raise StateError(
-                f"{folder} is of another model: the run needs {name} {list(piece.shape)} and the checkpoint {has}."
-            )
+        found = stored[name]
         path = folder / found["file"]
         maps.setdefault(name, _open(path, found["offset"], piece.shape, "r"))
         values = np.empty(piece.values.numel(), dtype=np.float32)
         for part, at in spans(maps[name][piece.index], piece.low, piece.low + len(values)):
             values[at : at + part.size] = part.reshape(-1)
         piece.values.copy_(piece.values.new_tensor(values))
+    return _position(manifest)
+
+
+def read_position(folder: Path) -> Position:
+    """Where training stood when a checkpoint was written.
+
+    Raises:
+        StateError: it is no checkpoint.
+    """
+    return _position(read_manifest(folder))
+
+
+def _position(manifest: Mapping[str, Any]) -> Position:
     return Position(**manifest["position"])
 
 
@@ -157,9 +171,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StateError(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error}).") from error
+        raise StateError(
+            f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error}); delete it and resume from another."
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
+    try:
+        _position(manifest)
+        _ = [(t["file"], t["offset"], *t["shape"], t["blake2b"]) for t in manifest["tensors"].values()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StateError(
+            f"{folder} is damaged: {MANIFEST} is not what was written; delete it and resume from an older checkpoint."
+        ) from error
     return manifest
 
 
@@ -180,8 +203,9 @@ def prune(root: Path, keep: int) -> None:
         # Without its manifest a folder is no checkpoint: a crash in mid-deletion leaves nothing that would load.
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
-    for partial in root.glob("step-*.partial"):
-        shutil.rmtree(partial)
+    for left in root.glob("step-*"):
+        if not (left / MANIFEST).is_file() or left.suffix == ".partial":
+            shutil.rmtree(left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +252,10 @@ def _create(partial: Path, layouts: Mapping[str, _File]) -> None:
     for name, layout in layouts.items():
         with (partial / name).open("wb") as file:
             # Taking the room now turns a full disk into an error here, not into a bus error in a mapped page.
-            os.posix_fallocate(file.fileno(), 0, layout.total)
+            if sys.platform == "linux":
+                os.posix_fallocate(file.fileno(), 0, layout.total)
+            else:
+                file.truncate(layout.total)
             file.write(layout.header)
 
 
@@ -290,6 +317,8 @@ def _publish(
     for name in layouts:
         with (partial / name).open("rb") as data:
             os.fsync(data.fileno())
+    if not (folder / MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # a crash in mid-deletion may have left a part of one
     partial.rename(folder)
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
@@ -298,13 +327,24 @@ def _publish(
         os.close(handle)
 
 
+def _foreign(manifest: Mapping[str, Any], pieces: Sequence[Piece]) -> list[str]:
+    """What this rank needs and the checkpoint does not have."""
+    stored = manifest["tensors"]
+    return [
+        f"the run needs {name} {list(piece.shape)}, and the checkpoint "
+        + (f"has it as {stored[name]['shape']}" if name in stored else "does not have it")
+        for piece in pieces
+        if (name := entry(piece.kind, piece.name)) not in stored or tuple(stored[name]["shape"]) != piece.shape
+    ]
+
+
 def _verify(folder: Path, manifest: Mapping[str, Any], peers: Peers) -> list[str]:
     """What is wrong with this rank's share of the tensors."""
     wrong = []
     for name, found in list(manifest["tensors"].items())[peers.rank :: peers.size]:
         try:
             digest = _hash(folder / found["file"], found["offset"], tuple(found["shape"]))
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             wrong.append(f"{found['file']} cannot be read ({error})")
         else:
             if digest != found["blake2b"]:

@@ -42,7 +42,7 @@ def steps(session: Session, position: Position) -> Iterator[Done]:
         for batch, data_s in batches:
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
-            result = session.step(batch, lr)
+            result = session.step(batch, lr, step=position.step + 1)
             position = Position(
                 step=position.step + 1,
                 samples=position.samples + train_config.batch_sequences,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -79,6 +80,29 @@ def _check_same(before: RunConfig, now: RunConfig) -> None:
                     f"{section}.{field} = {will!r}, and the run in state.dir = '{now.state.dir}' was started with "
                     f"{was!r}; it cannot change within a run. Set it back, or name another --state.dir."
                 )
+
+
+def check_tokens(checkpoint: Path, corpus: Path) -> None:
+    """See that the prepared corpus is the one that a checkpoint was trained on.
+
+    Raises:
+        StateError: it is another, and the run's weights and cursor would mean nothing to it.
+    """
+    for name in ("tokenizer.json", "corpus.json"):
+        if _stable(checkpoint / name) != _stable(corpus / name):
+            raise StateError(
+                f"the tokens in {corpus} are not those that {checkpoint} was trained on ({name} differs). Set "
+                "data.cache to the folder that holds those, or start a new run by --state.existing new."
+            )
+
+
+def _stable(path: Path) -> object:
+    """A JSON file without what changes when the same text is prepared again elsewhere."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path} cannot be read ({error}); resume from an older checkpoint.") from error
+    return {key: value for key, value in found.items() if key != "fingerprint"}
 
 
 @contextmanager

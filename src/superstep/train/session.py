@@ -21,7 +21,7 @@ from superstep.model.axes import units
 from superstep.observe.append import unwritable
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import to_hf_config
-from superstep.program.text import write_program
+from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.executor import Ran
 from superstep.runtime.launch import World, barrier, gather
@@ -160,14 +160,32 @@ class Session:
         """The rate of the update that follows ``step`` finished steps."""
         return rate(self.run.config.train, step)
 
-    def step(self, batch: Batch, lr: float) -> StepResult:
-        """One training step."""
+    def step(self, batch: Batch, lr: float, *, step: int) -> StepResult:
+        """One training step, the ``step``-th.
+
+        Raises:
+            Fault: what torch raised, with the instruction that it was raised in.
+        """
         self._record = []
-        return self._engine.train_step(
-            microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
-            valid_tokens=batch.valid_tokens,
-            lr=lr,
-            record=self._record,
+        try:
+            return self._engine.train_step(
+                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
+                valid_tokens=batch.valid_tokens,
+                lr=lr,
+                record=self._record,
+            )
+        except RuntimeError as error:
+            raise self._fault(error, step) from error
+
+    def _fault(self, error: RuntimeError, step: int) -> Fault:
+        instructions = self._engine.step_program.ranks[self._mesh.at.pp]
+        # What is on record has been issued; the next one was not.
+        at = len(self._record)
+        return Fault(
+            str(error).partition("\n")[0],
+            rank=self._peers.rank,
+            step=step,
+            instruction=describe(instructions[at]) if at < len(instructions) else "",
         )
 
     def require_finite(self, result: StepResult, step: int) -> None:
@@ -215,11 +233,15 @@ class Session:
             beside={
                 "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
+                "corpus.json": (self._corpus.folder / "corpus.json").read_text(encoding="utf-8"),
             },
         )
         self._write_trace(position.step)
         if self._peers.rank == 0:
-            prune(self.folder.checkpoints, self.run.config.state.keep)
+            try:
+                prune(self.folder.checkpoints, self.run.config.state.keep)
+            except OSError as error:
+                raise unwritable(self.folder.checkpoints, error, step=position.step) from error
         barrier()
         return place, size
 

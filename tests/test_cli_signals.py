@@ -1,0 +1,168 @@
+"""A run on two ranks, ended from outside: one line, the right exit status, nobody left, the terminal given back."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import runs
+
+from superstep.cli.main import main
+from superstep.state.checkpoint import checkpoints, read_position
+
+pytestmark = pytest.mark.multiproc
+
+COMMAND = [sys.executable, "-m", "superstep", "train", "run.toml", "--plan.dp", "2"]
+LONG = ["--train.steps", "100000", "--state.save-every", "5"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to work in."""
+    runs.make_files(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def environment(place):
+    """That of a command, with a temporary folder of its own, which is empty again at the end."""
+    yield os.environ | {"TMPDIR": str(place / "temporary"), "TERM": "xterm-256color"}
+    assert not list((place / "temporary").iterdir())
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, command, environment):
+        self.pid, self.stream = pty.fork()
+        if self.pid == 0:
+            os.execve(command[0], command, environment)
+        self.screen = b""
+        self.family = []
+
+    def wait_for(self, is_so, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, self.screen[-2000:].decode()
+            if select.select([self.stream], [], [], 0.05)[0]:
+                self.read()
+
+    def read(self):
+        try:
+            data = os.read(self.stream, 1 << 16)
+        except OSError:  # Linux's word for the end of a terminal
+            data = b""
+        self.screen += data
+        return data
+
+    def ranks(self):
+        self.family = psutil.Process(self.pid).children(recursive=True)
+        return [process for process in self.family if "spawn_main" in " ".join(process.cmdline())]
+
+    def end(self):
+        """The exit status, and the last line on the screen; nothing that it started is left."""
+        start = time.monotonic()
+        while self.read():
+            pass
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.stream)
+        assert time.monotonic() - start < 15
+        _, alive = psutil.wait_procs(self.family, timeout=5)
+        assert not alive
+        assert b"Traceback" not in self.screen
+        assert self.screen.rfind(b"\x1b[?25h") > self.screen.rfind(b"\x1b[?25l"), "the cursor is hidden"
+        return status, self.screen.decode().rpartition("\x1b[?25h")[2]
+
+
+ENDINGS = {
+    "rank 0 is killed": (
+        lambda terminal, ranks: ranks[0].kill(),
+        1,
+        "superstep: fault: rank 0: the process was killed by SIGKILL.\r\n",
+    ),
+    "Ctrl-C": (lambda terminal, ranks: os.write(terminal.stream, b"\x03"), 130, "superstep: interrupted.\r\n"),
+    "SIGTERM": (lambda terminal, ranks: os.kill(terminal.pid, signal.SIGTERM), 143, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
+    end, wanted, said = ENDINGS[name]
+    terminal = Terminal([*COMMAND, *LONG], environment)
+    terminal.wait_for(lambda: (place / "run/checkpoints/step-000005/manifest.json").exists())
+    ranks = terminal.ranks()
+    assert len(ranks) == 2
+    end(terminal, ranks)
+    assert terminal.end() == (wanted, said)
+    # What was whole is whole: one rank goes on from there.
+    step = read_position(checkpoints(place / "run" / "checkpoints")[-1]).step
+    assert main(["train", "run.toml", "--state.existing", "resume", "--train.steps", str(step + 1)]) == 0
+    assert [line["step"] for line in runs.events(place / "run", "step")] == list(range(1, step + 2))
+
+
+def test_a_rank_that_dies_at_its_start_leaves_no_run(place, environment):
+    command = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    family = []
+    while not [process for process in family if "spawn_main" in " ".join(process.cmdline())]:
+        family = psutil.Process(command.pid).children(recursive=True)
+        assert command.poll() is None
+        time.sleep(0.01)
+    [process for process in family if "spawn_main" in " ".join(process.cmdline())][0].kill()
+    start = time.monotonic()
+    _, said = command.communicate(timeout=30)
+    assert time.monotonic() - start < 15
+    assert (command.returncode, said) == (1, "superstep: fault: rank 0: the process was killed by SIGKILL.\n")
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert [path.name for path in (place / "run").iterdir()] == ["data"], "the next start is not refused"
+
+
+def test_the_output_may_be_closed(environment):
+    """As `superstep train | head -1` does."""
+    command = subprocess.Popen(
+        [*COMMAND, *LONG, "--plan.dp", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert command.stdout.readline().startswith("Preparing the text")
+    command.stdout.close()
+    said = command.stderr.read()
+    assert command.wait(timeout=30) == 1
+    assert said.count("\n") == 1
+    assert "standard output cannot be written: its reader has left" in said
+
+
+# torchrun.
+
+
+def _torchrun(*flags):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "superstep", "train", "run.toml", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return done, [line for line in done.stderr.splitlines() if line.startswith("superstep:")]
+
+
+def test_torchruns_ranks_join(tmp_path, monkeypatch):
+    # torchrun leaves folders of its own in the temporary folder.
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done, said = _torchrun("--plan.dp", "None")
+    assert done.returncode == 0, done.stderr
+    assert not said
+    assert "2 ranks" in done.stdout
+    assert [line["step"] for line in runs.events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
+    before = runs.files(tmp_path / "run")
+    done, said = _torchrun("--plan.dp", "2")
+    assert done.returncode == 1, "torchrun's own status"
+    assert [line.split(". ")[0] for line in said] == ["superstep: state.dir = 'run' already holds a run"]
+    assert "exitcode  : 2" in done.stderr
+    assert runs.files(tmp_path / "run") == before

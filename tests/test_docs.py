@@ -1,0 +1,307 @@
+"""The pages say what is so: commands are accepted, drawings and tables are current, links and paths lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from superstep.cli import prove, sample, view
+from superstep.cli.main import VERBS, main
+from superstep.cli.options import DEMO
+from superstep.cost.predict import Machine, predict
+from superstep.data.tokens import FILES as TOKEN_FILES
+from superstep.plan.resolve import resolve
+from superstep.plan.toml import read_config, write_config
+from superstep.program.instructions import Instruction
+from superstep.program.text import read_instruction, read_program, write_program
+from superstep.state.checkpoint import FILES, MANIFEST
+from superstep.train import rundir
+from superstep.train.session import RunFolder
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+MADE_BY_RUNS = {"bench/results"}
+"""Paths that pages name and that are not in the repository."""
+
+
+def maker():
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks its annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made():
+    return maker()
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language) -> Iterator[tuple[str, str]]:
+    """Each fenced block of a language, and the page's text above it."""
+    text = text_of(page)
+    for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield found[1], text[: found.start()]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of a shell block.
+
+    Attributes:
+        words: as the shell splits them, comments dropped.
+        toml: the last TOML block above it on its page, for a file that the reader is to write.
+    """
+
+    page: Path
+    words: tuple[str, ...]
+    toml: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {' '.join(self.words)}"
+
+    @property
+    def argv(self):
+        """What superstep is given, its verb first; nothing where the line runs something else."""
+        return list(self.words[self.words.index("superstep") + 1 :]) if "superstep" in self.words else []
+
+    @property
+    def world(self):
+        """The ranks that torchrun launches; None where superstep does."""
+        if self.words[0] != "torchrun":
+            return None
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--nnodes", type=int, default=1)
+        parser.add_argument("--nproc-per-node", type=int, required=True)
+        options, _ = parser.parse_known_args(self.words[1 : self.words.index("superstep")])
+        return options.nnodes * options.nproc_per_node
+
+
+def commands() -> Iterator[Command]:
+    for page in PAGES:
+        for block, above in blocks(page, "sh"):
+            tomls = re.findall(r"^```toml\n(.*?)^```$", above, re.DOTALL | re.MULTILINE)
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield Command(page, tuple(words), tomls[-1] if tomls else None)
+
+
+COMMANDS = list(commands())
+OURS = [command for command in COMMANDS if command.argv]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder where the pages' commands can run: the repository's files, and runs that have been trained."""
+    for name in ("recipes", "src", "tests", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    run = resolve(DEMO)
+    timeline = predict(run, MACHINE).timeline
+    (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
+    for name in ("demo", "first"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.toml").write_text(write_config(run.config), encoding="utf-8")
+        (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
+        (folder / "trace.json").write_text(f'{{"step": 60, "ranks": [{trace}]}}', encoding="utf-8")
+    monkeypatch.setattr(view, "measure", lambda run, device: MACHINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Accepted(BaseException):
+    """Raised where a verb has read its arguments and would begin to work."""
+
+    def __init__(self, run=None):
+        super().__init__()
+        self.run = run
+
+
+@pytest.fixture
+def call(place, monkeypatch):
+    """Runs a command line as far as its arguments go: (exit status, the resolved run where it would train)."""
+
+    def begin(run=None, *args, **kwargs):
+        raise Accepted(run)
+
+    monkeypatch.setattr(rundir, "choose", begin)
+    monkeypatch.setattr(prove, "prepare", begin)
+    monkeypatch.setattr(sample, "text", begin)
+
+    def called(argv):
+        try:
+            return main(argv), None
+        except Accepted as accepted:
+            return 0, accepted.run
+        except SystemExit as ended:
+            return ended.code, None
+
+    return called
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_a_command_of_a_page_is_accepted(command, call, capsys):
+    verb, *argv = command.argv
+    toml = Path(argv[0]) if argv and argv[0].endswith(".toml") else None
+    if toml and not toml.exists():
+        assert command.toml is not None, f"{toml} is neither in the repository nor on the page"
+        toml.write_text(command.toml, encoding="utf-8")
+    status, run = call(command.argv)
+    assert status == 0, capsys.readouterr().err
+    if verb != "train":
+        return
+    if run.config.state.existing == "resume" and toml is None:
+        assert (Path(run.config.state.dir) / "run.toml").is_file(), "no page trains the run that is resumed"
+    if command.world is not None:
+        asked = read_config(toml).plan
+        plan = replace(run.config.plan, dp=asked.dp, microbatch=asked.microbatch)
+        assert resolve(replace(run.config, plan=plan), command.world).plan.mesh.world == command.world
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --train.step 60",
+        "train recipes/none.toml",
+        "train --plan.dp 3",
+        "prove --every",
+        "view --plan.zero 4",
+        "sample runs/demo",
+        "shear",
+    ],
+)
+def test_a_command_that_is_wrong_is_not_accepted(line, call, capsys):
+    status, _ = call(shlex.split(line))
+    assert status == 2
+
+
+def test_every_verb_is_shown():
+    assert {command.argv[0] for command in OURS if command.page.name == "README.md"} == set(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_verbs_and_targets_named_in_passing_exist(page):
+    text = text_of(page)
+    assert set(re.findall(r"`superstep (\w+)", text)) - {"VERB"} <= set(VERBS)
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z]+)", text)) <= targets
+    assert {c.words[1] for c in COMMANDS if c.page == page and c.words[0] == "make"} <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_toml_on_a_page_resolves(page, tmp_path):
+    for number, (block, _) in enumerate(blocks(page, "toml")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block, encoding="utf-8")
+        resolve(read_config(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_on_a_page_runs(page):
+    names: dict[str, object] = {}
+    for block, above in blocks(page, "python"):
+        first = above.count("\n") + 2
+        exec(compile("\n" * (first - 1) + block, str(page), "exec"), names)
+
+
+def slug(heading):
+    """The anchor that a heading gets on the common forges."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(page):
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)#?([^)\s]*)\)", text_of(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{target} is not there"
+        assert path.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in anchors(path), f"{target} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_that_are_named_exist(page):
+    text = text_of(page)
+    whole = re.findall(r"(?<![\w/.-])((?:src|recipes|docs|tests|bench|\.ci)/[\w./-]*\w)", text)
+    missing = [path for path in whole if path not in MADE_BY_RUNS and not (ROOT / path).exists()]
+    modules = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
+    missing += [path for path in modules if not any((base / path).is_file() for base in bases())]
+    assert missing == []
+
+
+def bases():
+    return ROOT, ROOT / "src" / "superstep"
+
+
+def test_every_page_can_be_found_from_the_front():
+    linked = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)\s#]+)", text_of(ROOT / "README.md"))}
+    assert [name_of(page) for page in PAGES[1:] if page.resolve() not in linked] == []
+
+
+def test_every_recipe_is_shown_at_the_front():
+    text = text_of(ROOT / "README.md")
+    assert [path.name for path in (ROOT / "recipes").glob("*.toml") if f"(recipes/{path.name})" not in text] == []
+
+
+def test_the_reference_of_the_configuration_is_current(made):
+    assert text_of(made.CONFIGURATION) == made.configuration(), "run python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_drawings_and_tables_are_current(page, made):
+    assert text_of(page) == made.filled(text_of(page)), "run python docs/make_reference.py"
+
+
+def test_a_page_that_is_out_of_date_is_seen(made):
+    page = text_of(ROOT / "docs" / "explanation" / "program.md")
+    assert page.count("<!-- made: ") == 2
+    assert made.filled(page.replace("send act u2 m1 to 1", "send act u2 m1 to 2")) == page
+    assert made.configuration().count("| `zero` |") == 1
+
+
+def test_program_text_has_every_instruction():
+    page = text_of(ROOT / "docs" / "reference" / "program-text.md")
+    lines = re.findall(r"^\| `([a-z][^`]*)` \| (\w+) \|", page, re.MULTILINE)
+    shown = {type(read_instruction(line)) for line, lane in lines}
+    assert shown == set(Instruction.__args__)
+    head = re.search(r"```text\n(program .*?)```", page, re.DOTALL)
+    assert read_program(head[1]).units == ("embed", "block.0", "head")
+
+
+def test_every_file_of_a_run_is_described():
+    page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
+    folder = RunFolder(root=Path("runs/demo"))
+    parts = [getattr(folder, name) for name, of in vars(RunFolder).items() if isinstance(of, property)]
+    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, *TOKEN_FILES]
+    assert len(names) > 10
+    assert [name for name in names if name not in page] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "explanation").glob("*.md")), ids=name_of)
+def test_an_explanation_ends_with_an_exercise_and_its_answer(page):
+    text = text_of(page)
+    assert text.rstrip().endswith("</details>")
+    assert text.count("## Exercise") == text.count("<summary>Answer</summary>") == 1

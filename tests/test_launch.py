@@ -1,0 +1,184 @@
+"""Launched ranks: rank 0's value, or the first cause in one line, and nobody left."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
+from superstep.runtime import launch as launching
+from superstep.runtime.launch import gather, launch
+
+
+def _meet(world):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+
+
+def _well(world, factor):
+    print("rank", world.rank, file=sys.stderr)
+    _meet(world)
+    return [rank * factor for rank in gather(world.rank)], torch.get_num_threads(), os.getpid()
+
+
+def _wrong(world):
+    if world.rank == 1:
+        time.sleep(0.2)
+        raise RuntimeError("a planted fault")
+    _meet(world)
+
+
+def _user(world):
+    _meet(world)
+    if world.rank == 1:
+        raise DataError("data.corpus: planted.")
+    _meet(world)
+
+
+def _killed(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _meet(world)
+
+
+def _silent(world):
+    if world.rank == 1:
+        os.write(2, b"Traceback (most recent call last):\n  a cause in some library\n\n")
+        os._exit(3)
+    time.sleep(600)
+
+
+def _stuck(world, folder):
+    (Path(folder) / str(world.rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.fixture
+def nothing_left(tmp_path, monkeypatch):
+    """Fails the test if a process of ours or a file in the temporary folder or in shared memory outlives it."""
+    shared = Path("/dev/shm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    children = _ranks()
+    yield
+    assert not _ranks() - children
+    assert not list(tmp_path.iterdir())
+    ours = {path for path in set(shared.iterdir()) - before if "superstep" in path.name} if shared.is_dir() else set()
+    assert not ours
+
+
+def _ranks():
+    """The ranks that this process has started."""
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if "spawn_main" in " ".join(process.cmdline())}
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("nothing_left")
+class TestLaunch:
+    def test_rank_0s_value_comes_back_and_no_noise(self, capfd):
+        values, threads, pid = launch(2, _well, 10)
+        assert (values, threads) == ([0, 10], 1)
+        assert pid != os.getpid()
+        assert capfd.readouterr() == ("", "")
+
+    def test_one_rank_runs_right_here(self):
+        assert launch(1, _well, 3)[2] == os.getpid()
+
+    def test_the_first_cause_is_told_and_not_what_followed(self, capfd):
+        with pytest.raises(Fault, match=r"^rank 1: RuntimeError: a planted fault\n(?s:.*)in _wrong"):
+            launch(2, _wrong)
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_users_mistake_stays_one(self):
+        with pytest.raises(UserError, match=r"^data\.corpus: planted\.$"):
+            launch(2, _user)
+
+    def test_a_killed_rank_is_named_with_its_signal(self, capfd):
+        start = time.monotonic()
+        with pytest.raises(Fault, match=r"^rank 1: the process was killed by SIGKILL\.$"):
+            launch(2, _killed)
+        assert time.monotonic() - start < 40
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_rank_that_ends_silently_is_named_with_its_last_line(self):
+        match = r"^rank 1: the process ended with exit status 3 before.* was: a cause in some library$"
+        with pytest.raises(Fault, match=match):
+            launch(2, _silent)
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_launch
+from superstep.runtime.launch import launch
+if __name__ == "__main__":
+    launch(2, test_launch._stuck, {folder!r})
+"""
+
+
+@pytest.mark.multiproc
+def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "script.py").write_text(LAUNCHER.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    launcher = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environment)
+    marks = [tmp_path / "0", tmp_path / "1"]
+    _until(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
+    launcher.kill()
+    launcher.wait()
+    ranks = [int(mark.read_text()) for mark in marks]
+    _until(lambda: not any(map(psutil.pid_exists, ranks)), 10)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def _until(is_so, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+# Which of several reports is the cause.
+
+
+def _lost():
+    return RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+
+def _during(cause, error):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "told"),
+    [
+        (_lost(), ConfigError("the cause"), "the cause"),
+        (_lost(), Fault("the cause", step=3), "rank 1, step 3: the cause"),
+        (_lost(), RuntimeError("the cause"), "rank 1: RuntimeError: the cause"),
+        (_during(_lost(), Fault("follows", rank=0, step=3)), Fault("the cause", rank=1), "rank 1: the cause"),
+        (
+            _during(_lost(), Fault("follows", rank=0, step=3)),
+            _during(RuntimeError("out of memory"), Fault("out of memory", rank=1, step=3, instruction="forward u0 m0")),
+            "rank 1, step 3, instruction forward u0 m0: out of memory",
+        ),
+        (Fault("the cause", rank=0), RuntimeError("follows"), "rank 0: the cause"),
+        (OSError(28, "No space left on device"), ValueError("follows"), "rank 0: OSError: [Errno 28] No space left"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_cause_comes_before_what_follows_from_it(earlier, later, told):
+    reports = [launching._trouble(0, earlier), launching._trouble(1, later)]
+    reports[1] = launching.Trouble(at_s=reports[0].at_s + 1, order=reports[1].order, error=reports[1].error)
+    first = min(reports, key=lambda trouble: (trouble.order, trouble.at_s))
+    assert isinstance(first.error, SuperstepError)
+    assert str(first.error).startswith(told)
