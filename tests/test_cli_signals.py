@@ -10,8 +10,8 @@ import time
 
 import psutil
 import pytest
-import runs
 
+import runs
 from superstep.cli.main import main
 from superstep.state.checkpoint import checkpoints, read_position
 
@@ -34,7 +34,8 @@ def place(tmp_path, monkeypatch):
 def environment(place):
     """That of a command, with a temporary folder of its own, which is empty again at the end."""
     yield os.environ | {"TMPDIR": str(place / "temporary"), "TERM": "xterm-256color"}
-    assert not list((place / "temporary").iterdir())
+    # torch keeps a cache there, of its own accord.
+    assert not [path for path in (place / "temporary").iterdir() if not path.name.startswith("torchinductor")]
 
 
 class Terminal:
@@ -114,7 +115,7 @@ def test_a_rank_that_dies_at_its_start_leaves_no_run(place, environment):
         family = psutil.Process(command.pid).children(recursive=True)
         assert command.poll() is None
         time.sleep(0.01)
-    [process for process in family if "spawn_main" in " ".join(process.cmdline())][0].kill()
+    next(process for process in family if "spawn_main" in " ".join(process.cmdline())).kill()
     start = time.monotonic()
     _, said = command.communicate(timeout=30)
     assert time.monotonic() - start < 15

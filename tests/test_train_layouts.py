@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runs
 
+import runs
 from superstep.data.tokens import prepare
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-import runs
 
+import runs
 from superstep.cli.main import main
 from superstep.data.stream import Stream
 from superstep.errors import Fault
