@@ -44,6 +44,8 @@ class Terminal:
     def __init__(self, command, environment):
         self.pid, self.stream = pty.fork()
         if self.pid == 0:
+            # A shell's background job, as this suite may be, has its children ignore Ctrl-C.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(command[0], command, environment)
         self.screen = b""
         self.family = []
@@ -70,8 +72,9 @@ class Terminal:
     def end(self):
         """The exit status, and the last line on the screen; nothing that it started is left."""
         start = time.monotonic()
-        while self.read():
-            pass
+        while not select.select([self.stream], [], [], 0.05)[0] or self.read():
+            if time.monotonic() - start > 60:
+                os.kill(self.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.stream)
         assert time.monotonic() - start < 15

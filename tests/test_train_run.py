@@ -193,6 +193,23 @@ def test_a_run_goes_on_without_its_text(trained, place):
     assert read_position(checkpoints(trained / "checkpoints")[-1]).samples == 61 * 4
 
 
+def test_what_a_crash_left_of_a_checkpoint_is_in_nobodys_way(trained):
+    # A checkpoint is deleted manifest first: a crash can leave the rest, and the run can come by that step again.
+    (trained / "checkpoints/step-000060/manifest.json").unlink()
+    assert _train(*LEARNING, "--state.existing", "resume") == 0
+    assert [line["step"] for line in runs.events(trained, "step")] == list(range(1, 61))
+    assert read_position(trained / "checkpoints/step-000060").step == 60
+
+
+def test_a_proof_leaves_a_runs_tokens_alone(trained, place):
+    before = runs.files(trained)
+    (place / "other.txt").write_text("another text altogether, of other words. " * 500, encoding="utf-8")
+    proof = ["prove", "run.toml", "--train.batch-sequences", "1", "--steps", "1"]
+    assert main([*proof, "--data.corpus", "other.txt"]) == 0
+    assert main(proof) == 0
+    assert runs.files(trained) == before
+
+
 # What cannot be done is refused, and nothing is touched.
 
 
