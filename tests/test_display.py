@@ -198,6 +198,10 @@ def test_figures():
 # ── a terminal ──
 
 SHOW = """
+import signal
+
+# A shell's background job, as this suite may be, has its children ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys, time
 from test_display import *
 with open_display(sys.stdout, mfu_convention=CONVENTION, log_every=10) as display:
