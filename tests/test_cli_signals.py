@@ -18,6 +18,7 @@ from superstep.state.checkpoint import checkpoints, read_position
 pytestmark = pytest.mark.multiproc
 
 COMMAND = [sys.executable, "-m", "superstep", "train", "run.toml", "--plan.dp", "2"]
+KILLED = "superstep: fault: rank 0: the process was killed by SIGKILL, as the system does where memory runs out."
 LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 
 
@@ -33,7 +34,10 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def environment(place):
     """That of a command, with a temporary folder of its own, which is empty again at the end."""
-    yield os.environ | {"TMPDIR": str(place / "temporary"), "TERM": "xterm-256color"}
+    theirs = os.environ | {"TMPDIR": str(place / "temporary"), "TERM": "xterm-256color"}
+    # Most users have none, and what is left in a buffer then breaks later.
+    theirs.pop("PYTHONUNBUFFERED", None)
+    yield theirs
     # torch keeps a cache there, of its own accord.
     assert not [path for path in (place / "temporary").iterdir() if not path.name.startswith("torchinductor")]
 
@@ -89,7 +93,7 @@ ENDINGS = {
     "rank 0 is killed": (
         lambda terminal, ranks: ranks[0].kill(),
         1,
-        "superstep: fault: rank 0: the process was killed by SIGKILL.\r\n",
+        f"{KILLED}\r\n",
     ),
     "Ctrl-C": (lambda terminal, ranks: os.write(terminal.stream, b"\x03"), 130, "superstep: interrupted.\r\n"),
     "SIGTERM": (lambda terminal, ranks: os.kill(terminal.pid, signal.SIGTERM), 143, ""),
@@ -122,7 +126,7 @@ def test_a_rank_that_dies_at_its_start_leaves_no_run(place, environment):
     start = time.monotonic()
     _, said = command.communicate(timeout=30)
     assert time.monotonic() - start < 15
-    assert (command.returncode, said) == (1, "superstep: fault: rank 0: the process was killed by SIGKILL.\n")
+    assert (command.returncode, said) == (1, f"{KILLED}\n")
     assert not psutil.wait_procs(family, timeout=5)[1]
     assert [path.name for path in (place / "run").iterdir()] == ["data"], "the next start is not refused"
 
@@ -138,6 +142,17 @@ def test_the_output_may_be_closed(environment):
     assert command.wait(timeout=30) == 1
     assert said.count("\n") == 1
     assert "standard output cannot be written: its reader has left" in said
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]], ids=str)
+def test_nobody_need_read_the_help(argv, environment):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "superstep", *argv]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode in (0, 1)
 
 
 # torchrun.

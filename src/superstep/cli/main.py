@@ -35,12 +35,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted.
     """
-    status = _run(argv)
     try:
-        sys.stdout.flush()
-    except OSError:  # the reader of our output has left; the interpreter would complain of it at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
+        return _reported(argv)
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # the reader of our output has left; the interpreter would complain of it at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -48,10 +49,14 @@ def _run(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     if argv[0] not in VERBS:
-        print(f"superstep: unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}", file=sys.stderr)
-        return 2
+        raise UserError(f"unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}")
+    return VERBS[argv[0]][0](argv[1:])
+
+
+def _reported(argv: Sequence[str]) -> int:
+    """The exit status; where the verb cannot do its work, one line says why."""
     try:
-        return VERBS[argv[0]][0](argv[1:])
+        return _run(argv)
     except UserError as error:
         print(f"superstep: {error}", file=sys.stderr)
         return error.exit_status
@@ -70,6 +75,9 @@ def _run(argv: Sequence[str]) -> int:
 
 def entry() -> None:
     """The console script."""
+    # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves.
+    if "RANK" not in os.environ:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
             signal.signal(number, _terminate)

@@ -16,14 +16,14 @@ from superstep.cost.devices import peak_flops
 from superstep.cost.predict import Machine, Prediction, predict
 from superstep.cost.work import MFU_CONVENTION, parameters
 from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
-from superstep.errors import SuperstepError
+from superstep.errors import Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import read_config
-from superstep.runtime.launch import World, gather, join, launch
+from superstep.runtime.launch import World, join, launch
 from superstep.runtime.measure import measure
 from superstep.state.checkpoint import Position, read_position
 from superstep.train import rundir
@@ -46,7 +46,7 @@ class Job:
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(_joined, tuple(argv))
+        join(lambda ranks: _prepared(resolve(_config(argv)[0], ranks)), _rank)
         return 0
     config, is_demo = _config(argv)
     with _prepared(resolve(config)) as job:
@@ -117,25 +117,21 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
     return kept
 
 
-def _joined(world: World, argv: Sequence[str]) -> None:
-    """A rank that torchrun launched: rank 0 prepares, the others learn what came of it."""
-    with ExitStack() as stack:
-        job: Job | None = None
-        problem: BaseException | None = None
-        if world.rank == 0:
-            try:
-                job = stack.enter_context(_prepared(resolve(_config(argv)[0], world.size)))
-            except (SuperstepError, SystemExit) as error:
-                problem = error
-        job, problem = gather((job, problem))[0]
-        if problem is not None:
-            raise problem
-        if job is not None:
-            _rank(world, job)
+def _rank(world: World, job: Job | None) -> None:
+    """One rank, from assembly to the last step, if there is any.
+
+    Raises:
+        Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
+    """
+    if job is None:
+        return
+    try:
+        _train(world, job)
+    except RuntimeError as error:
+        raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
 
 
-def _rank(world: World, job: Job) -> None:
-    """One rank, from assembly to the last step."""
+def _train(world: World, job: Job) -> None:
     machine = measure(job.run, world.device)
     peak = _peak_flops(job.run, world, machine)
     session = Session(world, job.run, job.folder, job.corpus, peak)

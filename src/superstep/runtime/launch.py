@@ -23,13 +23,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,9 @@ GRACE_S = 1.0
 
 END_S = 3.0
 """How long a rank may take to end when it is told to."""
+
+POLL_S = 0.2
+"""How often a rank asks whether rank 0 has prepared."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -102,25 +106,54 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
         return value
 
 
-def join(worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``worker(World, ...)`` as the one rank that torchrun's environment says this process is.
+def join(prepare: Callable[[int], AbstractContextManager[T]], worker: Callable[[World, T], None]) -> None:
+    """Run ``worker`` as the one rank that torchrun's environment says this process is.
+
+    Args:
+        prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
+            long as it takes.
+        worker: what a rank does.
 
     Raises:
         SystemExit: another rank has failed before this one, and reports it; one report is enough.
     """
     device = pick(dist.get_node_local_rank(fallback_rank=0))
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-    own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
-    dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        return worker(World(rank, size, device), *args, **kwargs)
+        with ExitStack() as stack:
+            value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
+            own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+            dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+            worker(World(rank, size, device), value)
+    except SystemExit:  # asked for, or told to: nothing to report
+        raise
     except BaseException as error:
         # Peers can notice only once this rank's connections close, which is after this.
         if not _is_first(store, error):
             raise SystemExit(error.exit_status if isinstance(error, SuperstepError) else 1) from None
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _from_rank_0(store: dist.Store, rank: int, make: Callable[[], T]) -> T:  # type: ignore[name-defined]
+    """What rank 0 makes, on every rank; so too the error, if it cannot."""
+    if rank == 0:
+        answer: tuple[T | None, BaseException | None]
+        try:
+            answer = make(), None
+        except (SuperstepError, SystemExit) as error:
+            answer = None, error
+        store.set("superstep/prepared", pickle.dumps(answer))
+    else:
+        while not store.check(["superstep/prepared"]):
+            time.sleep(POLL_S)
+        answer = pickle.loads(store.get("superstep/prepared"))
+    value, problem = answer
+    if problem is not None:
+        raise problem
+    return cast(T, value)
 
 
 def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]
@@ -145,6 +178,7 @@ class _Rank:
         code = self.process.exitcode or 0
         if code < 0:
             why = f"the process was killed by {signal.Signals(-code).name}"
+            why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
         else:
             why = f"the process ended with exit status {code} before it could say why"
         said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n")
