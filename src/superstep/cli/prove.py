@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-
 from superstep.cli.options import DEMO, read_flags
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
@@ -164,13 +162,10 @@ def _batches(run: Resolved, corpus: Corpus, steps: int) -> tuple[Batch, ...]:
 
 
 def _reference(run: Resolved, batches: tuple[Batch, ...], folder: Path) -> None:
-    threads = torch.get_num_threads()
     try:
         write_reference(run.shape, run.config.train, batches, folder)
     except OSError as error:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _row(worst: Difference) -> str:

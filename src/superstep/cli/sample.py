@@ -14,13 +14,14 @@ import tyro
 from superstep.cli.options import read_flags
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
+from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
+from superstep.model.unit import global_tensors
 from superstep.plan.config import RunConfig
 from superstep.plan.shape import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.checkpoint import checkpoints
-from superstep.train.reference import global_names
 from superstep.train.sample import generate
 from superstep.train.session import RunFolder
 
@@ -96,6 +97,5 @@ def _load(run: Path) -> tuple[RunConfig, Decoder, Tokenizer]:
         raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
     shape = from_hf_config(found[-1] / "config.json")
     model = Decoder(shape)
-    names = global_names(shape)
-    load_weights(found[-1], {names[local]: param for local, param in model.named_parameters()})
+    load_weights(found[-1], global_tensors(model, units(shape)))
     return read_config(folder.config), model, load_tokenizer(found[-1] / "tokenizer.json")

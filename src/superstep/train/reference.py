@@ -14,7 +14,7 @@ from torch import Tensor
 from superstep.data.stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.unit import initial
+from superstep.model.unit import global_tensors, initial
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import TrainConfig
 from superstep.plan.shape import ModelShape
@@ -40,8 +40,7 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         batches: one for each step, with all rows of the global batch.
     """
     model = Decoder(shape)
-    names = global_names(shape)
-    tensors = {names[local]: param for local, param in model.named_parameters()}
+    tensors = global_tensors(model, units(shape))
     specs = {p.name: p for unit in units(shape) for p in unit.params.values()}
     with torch.no_grad():
         for name, param in tensors.items():
@@ -73,8 +72,3 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
             gradients=gradients,
             weights={name: p.detach().clone() for name, p in tensors.items()},
         )
-
-
-def global_names(shape: ModelShape) -> dict[str, str]:
-    """The decoder's parameter names to global names."""
-    return {f"{unit.name}.{local}": param.name for unit in units(shape) for local, param in unit.params.items()}
