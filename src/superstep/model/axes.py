@@ -62,7 +62,9 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
             local: _spec(f"model.layers.{layer}.{local}", axes, small if local in RESIDUAL else STD)
             for local, axes in block_axes.items()
         }
-        return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope), params=params)
+        return UnitSpec(
+            name=f"block.{layer}", build=partial(Block, shape, rope), params=params, takes=("attend", "positions")
+        )
 
     embed = {local: _spec(f"model.{local}", axes, STD) for local, axes in EMBED_AXES.items()}
     head_names = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.mesh import MeshShape
+from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape, shape_of
 
 
@@ -33,6 +34,7 @@ class Plan:
     recompute: Recompute
     sequence_parallel: bool
     prefetch: int
+    rules: Rules
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -89,6 +91,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         recompute=plan.recompute,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
+        rules=DEFAULT,
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),

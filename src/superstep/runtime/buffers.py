@@ -1,6 +1,6 @@
-"""A unit's memory: flat buffers for parameters, gradients and the optimizer, cut over dp as the ZeRO stage says.
+"""The memory of one flat buffer's parameters: themselves, gradients and optimizer, cut as the ZeRO stage says.
 
-    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N = dp)
+    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N shards)
     full     compute      whole    whole    whole    while fetched
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
     master   fp32         whole    1/N      1/N      1/N
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from superstep.model.unit import initial
 from superstep.runtime.device import Device
-from superstep.runtime.layout import Slot, UnitLayout
+from superstep.runtime.layout import BufferLayout, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Bytes:
 
 
 class UnitBuffers:
-    """The buffers of one unit on one rank.
+    """The memory of one flat buffer on one rank.
 
     Args:
         layout: how the parameters lie.
-        zero: the ZeRO stage; 0 where dp = 1.
-        dp: data-parallel ranks.
+        zero: the ZeRO stage; a lone shard makes it 0.
+        shards: ranks that share out one copy.
         place: this rank's place among them.
         compute: the dtype of the parameters that modules see.
         device: where the buffers lie.
@@ -50,18 +50,18 @@ class UnitBuffers:
 
     def __init__(
         self,
-        layout: UnitLayout,
+        layout: BufferLayout,
         *,
         zero: int,
-        dp: int,
+        shards: int,
         place: int,
         compute: torch.dtype,
         device: Device,
         seed: int,
     ) -> None:
         self.layout = layout
-        self.zero = zero if dp > 1 else 0
-        self._share = layout.padded // dp if self.zero else layout.padded
+        self.zero = zero if shards > 1 else 0
+        self._share = layout.padded // shards if self.zero else layout.padded
         self.start = place * self._share if self.zero else 0
         self.stop = self.start + self._share
         full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
@@ -112,12 +112,14 @@ class UnitBuffers:
             self._part(self.full).copy_(self.master)
 
     def restore_full(self) -> None:
-        """Give the parameters their memory back, before they are fetched."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        """Give the parameters their memory back, before they are fetched (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def drop_full(self) -> None:
-        """Let go of the gathered parameters."""
-        self.full.untyped_storage().resize_(0)
+        """Let go of the gathered parameters (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(0)
 
     def ready_gradient(self) -> None:
         """Have a gradient buffer to add to; a new one is zero."""

@@ -7,7 +7,7 @@ arrives in rank order, which also makes the sum the same on every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +45,23 @@ class _Works:
 
 
 DONE: Pending = _Works(())
+
+
+@dataclass(frozen=True)
+class _Together:
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def is_done(self) -> bool:
+        return all(part.is_done() for part in self.parts)
+
+
+def together(parts: Sequence[Pending]) -> Pending:
+    """Several operations as one."""
+    return parts[0] if len(parts) == 1 else _Together(parts)
 
 
 # torch 2.13 renamed these two; both names mean the same.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
+from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import accumulate_after, accumulate_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
@@ -24,6 +25,7 @@ def build_module(
     spec: UnitSpec,
     params: Mapping[str, nn.Parameter],
     tp: Group | None,
+    rules: Rules,
     *,
     sequence_parallel: bool,
     is_compiled: bool,
@@ -39,7 +41,7 @@ def build_module(
     else:
         accumulate_straight(module)
     if tp is not None:
-        split(module, spec, tp, sequence_parallel=sequence_parallel)
+        split(module, spec, tp, rules, sequence_parallel=sequence_parallel)
     if is_compiled:
         module.compile(dynamic=False)
     return module
@@ -63,7 +65,7 @@ def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(module: nn.Module) -> Compute:
+def selective(module: Compute) -> Compute:
     """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
     computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
     """

@@ -24,8 +24,8 @@ from torch.autograd.function import FunctionCtx
 
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
+from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence, scatter_sequence
-from superstep.runtime.layout import RULES
 from superstep.runtime.mesh import Group
 
 Forward = Callable[[Tensor], Tensor]
@@ -86,13 +86,13 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-def split(module: nn.Module, spec: UnitSpec, group: Group, *, sequence_parallel: bool) -> None:
+def split(module: nn.Module, spec: UnitSpec, group: Group, rules: Rules, *, sequence_parallel: bool) -> None:
     """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
     enter, leave = (_Gather.apply, _Scatter.apply) if sequence_parallel else (_Enter.apply, _Leave.apply)
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
         layer = module.get_submodule(path)
-        is_cut = [axis is not None and RULES.get(axis) == "tp" for axis in param.axes]
+        is_cut = [rules.cut(axis) == "tp" for axis in param.axes]
         if isinstance(layer, nn.Embedding) and is_cut[0]:
             _replace(layer, _vocabulary_lookup(layer, group, leave))
         elif isinstance(layer, nn.Linear) and leaf == "weight" and is_cut[1]:
