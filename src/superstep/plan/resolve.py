@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.grain import Grain, find_grain
 from superstep.plan.mesh import MeshShape
 from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape, shape_of
@@ -19,6 +20,7 @@ class Plan:
         stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
+        grain: exact mode's pieces; None in fast mode.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
     """
@@ -35,6 +37,7 @@ class Plan:
     sequence_parallel: bool
     prefetch: int
     rules: Rules
+    grain: Grain | None
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -92,6 +95,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
         rules=DEFAULT,
+        grain=find_grain(config, shape, plan),
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from superstep.model.decoder import Attend, flash
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.exact import Exact, build_exact_loss
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, build_loss, build_module, selective
+from superstep.runtime.modules import Compute, Loss, build_loss, build_module, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
 
@@ -68,6 +69,7 @@ class Engine:
                     compute=compute,
                     device=mesh.device,
                     seed=config.train.seed,
+                    is_exact=plan.grain is not None,
                 )
                 for layout in layouts[unit]
             )
@@ -82,9 +84,9 @@ class Engine:
                 weight_decay=config.train.weight_decay,
                 clip_norm=config.train.clip_norm,
             ),
+            is_exact=plan.grain is not None,
         )
-        self._attend: Attend = flash
-        self._positions: torch.Tensor | None = None
+        self._attend, self._positions = build_attend(run, mesh)
         self._executor = Executor(self._machine(specs, compute), self._update)
         self._lr = 0.0
         self._tokens = 0
@@ -104,6 +106,7 @@ class Engine:
             for local, param in b.params.items()
             if local == slot.local
         }
+        exact = self._exact()
         # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
         is_compiled = config.numerics.compile
         modules = {
@@ -114,10 +117,10 @@ class Engine:
                 plan.rules,
                 sequence_parallel=plan.sequence_parallel,
                 is_compiled=is_compiled and plan.recomputed[unit],
+                exact=exact,
             )
             for unit in self.step_program.units_of(mesh.at.pp)
         }
-        last = len(specs) - 1
         compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
         tokens = config.data.sequence_tokens // plan.mesh.cp // (plan.mesh.tp if plan.sequence_parallel else 1)
         return Machine(
@@ -125,13 +128,29 @@ class Engine:
             buffers=self.buffers,
             compute=compute_of,
             selective={unit: selective(module) for unit, module in compute_of.items()},
-            loss=build_loss(
-                modules.get(last, torch.nn.Identity()),
-                mesh.tp,
-                is_straight=plan.zero < 2 or mesh.sharers["dense"].shards == 1,
-            ),
+            loss=self._loss(modules, specs, exact),
+            loss_dtype=torch.float32 if exact is None else torch.float64,
             boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
         )
+
+    def _exact(self) -> Exact | None:
+        grain = self.run.plan.grain
+        if grain is None:
+            return None
+        return Exact(
+            grain=grain,
+            rules=self.run.plan.rules,
+            chunks=grain.chunks // self.mesh.shape.cp,
+            group=self.mesh.tp,
+            sinks={param: b.sinks[local] for _, b in self._each() for local, param in b.params.items()},
+        )
+
+    def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
+        last = len(specs) - 1
+        if exact is not None and last in modules:
+            return build_exact_loss(modules[last], specs[last], exact)
+        is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
+        return build_loss(modules.get(last, torch.nn.Identity()), self.mesh.tp, is_straight=is_straight)
 
     def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
         """The module with the keyword arguments that it takes."""
@@ -204,7 +223,7 @@ class Engine:
                     "weight": b.master,
                     "exp_avg": b.exp_avg,
                     "exp_avg_sq": b.exp_avg_sq,
-                    "gradient": b.gradient_shard,
+                    "gradient": b.reduced,
                 }[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start

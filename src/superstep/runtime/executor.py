@@ -58,6 +58,7 @@ class Machine:
         compute: unit number to its module, for the units this rank computes.
         selective: the same, keeping less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
+        loss_dtype: of its result.
         boundary: shape and dtype of what passes between units.
     """
 
@@ -66,6 +67,7 @@ class Machine:
     compute: Mapping[int, Compute]
     selective: Mapping[int, Compute]
     loss: Loss
+    loss_dtype: torch.dtype
     boundary: tuple[torch.Size, torch.dtype]
 
 
@@ -113,7 +115,7 @@ class Executor:
         self._flight = _Flight()
         self._microbatches: Sequence[Microbatch] = ()
         self._scale = 1.0
-        self.loss = torch.zeros((), dtype=torch.float32, device=machine.mesh.device.torch)
+        self.loss = torch.zeros((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
         self._one = torch.ones_like(self.loss)
 
     def run(

@@ -14,8 +14,9 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import accumulate_after, accumulate_straight
+from superstep.runtime.exact import Exact, make_exact
 from superstep.runtime.mesh import Group
-from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
+from superstep.runtime.tensor_parallel import borders, exact_borders, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
@@ -29,19 +30,23 @@ def build_module(
     *,
     sequence_parallel: bool,
     is_compiled: bool,
+    exact: Exact | None = None,
 ) -> nn.Module:
-    """The unit's module with the given parameters in place, wrapped for tensor parallelism."""
+    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism."""
     with torch.device("meta"):
         module = spec.build()
     for local in spec.params:
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, params[local])
-    if is_compiled:
+    if exact is not None:
+        make_exact(module, spec, exact)
+    elif is_compiled:
         accumulate_after(module)
     else:
         accumulate_straight(module)
     if tp is not None:
-        split(module, spec, tp, rules, sequence_parallel=sequence_parallel)
+        seams = (borders if exact is None else exact_borders)(sequence_parallel=sequence_parallel)
+        split(module, spec, tp, rules, seams)
     if is_compiled:
         module.compile(dynamic=False)
     return module
