@@ -25,6 +25,9 @@ PIECE = 256
 ROWS = 16
 """The fewest rows of one product; what has fewer is padded."""
 
+SMALL = 16**3
+"""Multiply-adds up to which torch multiplies bf16 by a kernel of its own, in another order; padded too."""
+
 
 def product(left_MK: Tensor, right_KN: Tensor, *, cells: int = 1) -> Tensor:
     """``left · right`` in fp32: a tree over ``cells`` equal parts of K."""
@@ -34,9 +37,11 @@ def product(left_MK: Tensor, right_KN: Tensor, *, cells: int = 1) -> Tensor:
 
 
 def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    rows = left_MK.shape[0]
-    if rows < ROWS:
-        left_MK = torch.nn.functional.pad(left_MK, (0, 0, 0, ROWS - rows))
+    rows, inner = left_MK.shape
+    smallest = inner % PIECE or min(inner, PIECE)
+    least = max(ROWS, SMALL // (smallest * right_KN.shape[1]) + 1)
+    if rows < least:
+        left_MK = torch.nn.functional.pad(left_MK, (0, 0, 0, least - rows))
     total: Tensor | None = None
     for at in range(0, left_MK.shape[1], PIECE):
         left, right = left_MK[:, at : at + PIECE], right_KN[at : at + PIECE]
