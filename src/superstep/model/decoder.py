@@ -27,7 +27,7 @@ from superstep.plan.shape import ModelShape
 class Attend(Protocol):
     """Causal attention. Each key and value head serves N / K neighbouring query heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, /) -> Tensor:
         """The mixed values: [B, S, N, H]."""
 
 

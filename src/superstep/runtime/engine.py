@@ -127,7 +127,7 @@ class Engine:
             mesh=mesh,
             buffers=self.buffers,
             compute=compute_of,
-            selective={unit: selective(module) for unit, module in compute_of.items()},
+            selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
             loss=self._loss(modules, specs, exact),
             loss_dtype=torch.float32 if exact is None else torch.float64,
             boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),

@@ -7,8 +7,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+import superstep.runtime.ring_attention  # noqa: F401 - the operator that selective recomputation keeps
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
@@ -62,6 +68,7 @@ _SAVED = frozenset(
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
+        torch.ops.superstep.ring_attention.default,
     }
 )
 
@@ -70,13 +77,15 @@ def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(module: Compute) -> Compute:
+def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
     computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
+
+    Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
     """
 
     def compute(x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
         out: Tensor = checkpoint(module, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
         return out
 
