@@ -101,6 +101,15 @@ class RankPeers:
         return gather(value)
 
 
+def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shape of every global tensor, in the order of the model. Every rank calls this together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+        shapes |= part
+    names = dict.fromkeys(p.name for unit in engine.specs for p in unit.params.values())
+    return {name: shapes[name] for name in names}
+
+
 class Session:
     """Everything the loop drives.
 
@@ -219,17 +228,12 @@ class Session:
     def save(self, position: Position) -> tuple[Path, int]:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
         place = checkpoint_at(self.folder.checkpoints, position.step)
-        specs = {p.name: p for unit in units(self.run.shape) for p in unit.params.values()}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for part in gather({p.name: p.shape for p in self._engine.pieces(("weight",))}):
-            shapes |= part
-        ordered = {name: shapes[name] for name in specs}
         size = save(
             place,
             list(self._engine.pieces(STATE)),
             position,
             self._peers,
-            tensors=dict.fromkeys(STATE, ordered),
+            tensors=dict.fromkeys(STATE, tensor_shapes(self._engine)),
             beside={
                 "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
