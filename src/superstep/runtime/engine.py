@@ -12,6 +12,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.accumulate import Sums
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
@@ -95,11 +96,13 @@ class Engine:
         }
         # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
         is_compiled = config.numerics.compile
+        sums = Sums()
         modules = {
             unit: build_module(
                 specs[unit],
                 {local: shared[p.name] for local, p in specs[unit].params.items()},
                 mesh.tp,
+                sums=sums,
                 sequence_parallel=plan.sequence_parallel,
                 is_compiled=is_compiled and plan.recomputed[unit],
             )
@@ -111,6 +114,8 @@ class Engine:
             mesh=mesh,
             buffers=self.buffers,
             compute=modules,
+            parameters={unit: tuple(module.parameters()) for unit, module in modules.items()},
+            sums=sums,
             selective={unit: selective(module) for unit, module in modules.items()},
             loss=build_loss(
                 modules.get(last, torch.nn.Identity()),
@@ -171,7 +176,7 @@ class Engine:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
         self._executor.run(self.evaluation_program, microbatches, scale=1.0)
         valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
-        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.mesh.shape.pp - 1
+        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
         loss = self._counted_loss()
         both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
         total = sum_over_all(both).tolist()

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -31,6 +33,7 @@ from superstep.program.instructions import (
     Tie,
     Wire,
 )
+from superstep.runtime.accumulate import Sum, Sums, input_gradient
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import DONE, Pending, all_gather, all_reduce, receive, reduce_scatter, send
 from superstep.runtime.mesh import Mesh
@@ -47,6 +50,8 @@ class Machine:
         mesh: place and groups.
         buffers: of every unit this rank holds.
         compute: unit number to its module, for the units this rank computes.
+        parameters: of each of these modules.
+        sums: where their layers leave what is added to gradient buffers.
         selective: the same, keeping less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
         boundary: shape and dtype of what passes between units.
@@ -55,6 +60,8 @@ class Machine:
     mesh: Mesh
     buffers: Mapping[int, UnitBuffers]
     compute: Mapping[int, Compute]
+    parameters: Mapping[int, Sequence[nn.Parameter]]
+    sums: Sums
     selective: Mapping[int, Compute]
     loss: Loss
     boundary: tuple[torch.Size, torch.dtype]
@@ -84,6 +91,7 @@ class _Flight:
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
+    put_off: dict[Key, list[Sum]] = field(default_factory=dict)
     arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
     fetching: dict[int, Pending] = field(default_factory=dict)
     reducing: dict[int, Pending] = field(default_factory=dict)
@@ -148,7 +156,7 @@ class Executor:
                 flight.arriving.pop(("act", unit, m), DONE).wait()
             case Recompute(unit, _):
                 self._arrived(unit)
-            case Backward(unit, m):
+            case Backward(unit, m) | BackwardInput(unit, m):
                 self._arrived(unit)
                 flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
             case Settle(unit):
@@ -168,6 +176,10 @@ class Executor:
                 self._recompute(unit, m)
             case Backward(unit, m):
                 self._backward(unit, m)
+            case BackwardInput(unit, m):
+                self._backward_input(unit, m)
+            case BackwardWeight(unit, m):
+                self._backward_weight(unit, m)
             case Send(wire, unit, m, peer):
                 self._send(wire, unit, m, peer)
             case Recv(wire, unit, m, peer):
@@ -214,17 +226,37 @@ class Executor:
         self._flight.kept[unit, m] = (x, get_gradient_edge(y))
 
     def _backward(self, unit: int, m: int) -> None:
-        flight = self._flight
-        for read in self._reads[unit]:
-            self._machine.buffers[read].ready_gradient()
-        x, edge = flight.kept.pop((unit, m))
-        assert edge is not None, "check lets no backward through without its forward"
-        gradient = self._one if unit == self._last_unit else flight.gradients.pop((unit + 1, m))
+        self._ready_gradients(unit)
+        x, edge, gradient = self._going_back(unit, m)
         torch.autograd.backward(edge, gradient)
         if unit > 0:
             assert x.grad is not None
-            flight.gradients[unit, m] = x.grad
+            self._flight.gradients[unit, m] = x.grad
             x.grad = None
+
+    def _backward_input(self, unit: int, m: int) -> None:
+        x, edge, gradient = self._going_back(unit, m)
+        found, later = input_gradient(x, edge, gradient, self._machine.parameters[unit], self._machine.sums)
+        if found is not None:
+            self._flight.gradients[unit, m] = found
+        self._flight.put_off[unit, m] = later
+
+    def _backward_weight(self, unit: int, m: int) -> None:
+        self._ready_gradients(unit)
+        with torch.no_grad():
+            for add in self._flight.put_off.pop((unit, m)):
+                add()
+
+    def _ready_gradients(self, unit: int) -> None:
+        for read in self._reads[unit]:
+            self._machine.buffers[read].ready_gradient()
+
+    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge, Tensor]:
+        """The unit's input, where its graph ends, and the gradient there."""
+        x, edge = self._flight.kept.pop((unit, m))
+        assert edge is not None, "check lets no backward through without its forward"
+        gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
+        return x, edge, gradient
 
     def _values(self, wire: Wire) -> dict[Key, Tensor]:
         return self._flight.inputs if wire == "act" else self._flight.gradients

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
-from superstep.runtime.accumulate import accumulate_after, accumulate_straight
+from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
 
@@ -25,10 +25,14 @@ def build_module(
     params: Mapping[str, nn.Parameter],
     tp: Group | None,
     *,
+    sums: Sums,
     sequence_parallel: bool,
     is_compiled: bool,
 ) -> nn.Module:
-    """The unit's module with the given parameters in place, wrapped for tensor parallelism."""
+    """The unit's module with the given parameters in place, wrapped for tensor parallelism.
+
+    What its layers add to gradient buffers goes through ``sums``.
+    """
     with torch.device("meta"):
         module = spec.build()
     for local in spec.params:
@@ -37,7 +41,7 @@ def build_module(
     if is_compiled:
         accumulate_after(module)
     else:
-        accumulate_straight(module)
+        accumulate_straight(module, sums)
     if tp is not None:
         split(module, spec, tp, sequence_parallel=sequence_parallel)
     if is_compiled:
