@@ -75,6 +75,8 @@ def test_every_layout_that_fits(pool, references, world, layers, sequences):
         {"dp": 2, "zero": 3, "recompute": "full"},
         {"tp": 2, "microbatch": 2},
         {"pp": 2, "microbatch": 2, "recompute": "selective"},
+        {"pp": 2, "microbatch": 1, "schedule": "zb-h1"},
+        {"pp": 2, "microbatch": 1, "schedule": "zb-v", "chunks": 2, "recompute": "full"},
     ],
     ids=str,
 )

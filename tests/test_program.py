@@ -33,6 +33,7 @@ from superstep.program.instructions import (
     lane,
 )
 from superstep.program.text import describe, read_instruction, read_program, write_program
+from superstep.runtime.mesh import routes
 
 any_plan = examples(25)
 
@@ -86,6 +87,8 @@ def test_sends_match_receives_and_are_as_many_as_the_boundaries(plan):
     boundaries = sum(a != b for a, b in pairwise(plan.placement))
     assert len(of(program, Send)) == 2 * plan.microbatches * boundaries
     assert len(of(compile_evaluation(plan), Send)) == plan.microbatches * boundaries
+    # NCCL has a group for each channel, made before the first step.
+    assert set(sent) == set(routes(plan.placement))
 
 
 @any_plan
