@@ -114,19 +114,24 @@ def _task_of(program: Program, i: Instruction) -> tuple[Wire | None, int, int]:
 
 def _receives(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
     wire, stage, m = _task_of(program, task[0])
-    before = {"act": stage - 1, "grad": stage + 1}.get(wire or "", -1)
-    if wire is None or not 0 <= before < len(program.stages) or program.placement[before] == rank:
+    source = stage - 1 if wire == "act" else stage + 1
+    if wire is None or not _is_elsewhere(program, source, rank):
         return []
     # What passes between two stages has the number of the later one's first unit.
-    return [Recv(wire, program.stages[max(stage, before)][0], m, program.placement[before])]
+    return [Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
 
 
 def _sends(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
     wire, stage, m = _task_of(program, task[0])
-    after = {"act": stage + 1, "grad": stage - 1}.get(wire or "", -1)
-    if wire is None or not 0 <= after < len(program.stages) or program.placement[after] == rank:
+    target = stage + 1 if wire == "act" else stage - 1
+    if wire is None or not _is_elsewhere(program, target, rank):
         return []
-    return [Send(wire, program.stages[max(stage, after)][0], m, program.placement[after])]
+    return [Send(wire, program.stages[max(stage, target)][0], m, program.placement[target])]
+
+
+def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
+    """Whether there is such a stage, on another rank."""
+    return 0 <= stage < len(program.stages) and program.placement[stage] != rank
 
 
 def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
