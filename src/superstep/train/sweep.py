@@ -47,10 +47,10 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
 
 def _schedules(pp: int) -> Iterator[PlanConfig]:
     yield PlanConfig(schedule="1f1b")
-    yield PlanConfig(schedule="zb-h1")
     yield PlanConfig(schedule="breadth-first", chunks=2)
     yield PlanConfig(schedule="zb-v", chunks=2)
     if pp > 1:
+        yield PlanConfig(schedule="zb-h1")
         yield PlanConfig(schedule="gpipe")
         yield PlanConfig(schedule="interleaved", chunks=2)
         yield PlanConfig(schedule="breadth-first", chunks=2, microbatch_group=pp)
