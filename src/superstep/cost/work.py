@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
+from superstep.plan.work import block_matrices, forward_flops_per_token
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -100,7 +101,7 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(_block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    block = UnitParameters(block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
 
@@ -112,19 +113,10 @@ def parameters(shape: ModelShape) -> int:
 
 def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
     """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
-    attention = 4 * tokens * sequence_tokens * shape.heads * shape.head_dim
-    block = UnitWork((2 * tokens * _block_matrices(shape) + attention) // tp)
-    head = UnitWork(2 * tokens * shape.width * shape.vocab // tp)
-    return UnitWork(0), *[block] * shape.layers, head
+    return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
 
 
 def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
     """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
     units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
     return sum(unit.forward_flops + unit.backward_flops for unit in units)
-
-
-def _block_matrices(shape: ModelShape) -> int:
-    D, F = shape.width, shape.ffn
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return D * (queries + 2 * keys) + queries * D + 3 * D * F

@@ -13,8 +13,7 @@ def compile_step(plan: Plan) -> Program:
     """The training step of a plan."""
     tasks = order(
         plan.schedule,
-        pp=plan.mesh.pp,
-        chunks=plan.chunks,
+        placement=plan.placement,
         microbatches=plan.microbatches,
         group=plan.microbatch_group,
     )
@@ -28,7 +27,7 @@ def compile_step(plan: Plan) -> Program:
 
 def compile_evaluation(plan: Plan) -> Program:
     """Forward passes over one global batch, for its loss alone."""
-    tasks = forward_order(pp=plan.mesh.pp, chunks=plan.chunks, microbatches=plan.microbatches)
+    tasks = forward_order(placement=plan.placement, microbatches=plan.microbatches)
     program = check(lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
     return check(add_fetch(program, dp=plan.mesh.shards("dense"), prefetch=plan.prefetch))

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
     Fetch,
     Forward,
     Free,
@@ -52,7 +53,7 @@ def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
             return [("act", unit, m), *(("fetch", u, None) for u in program.params[unit])]
         case Recompute(unit, _):
             return [("fetch", u, None) for u in program.params[unit]]
-        case Backward(unit, m):
+        case Backward(unit, m) | BackwardInput(unit, m):
             return [("grad", unit + 1, m), *(("fetch", u, None) for u in program.params[unit])]
         case Settle(unit):
             return [("reduce", unit, None)]
