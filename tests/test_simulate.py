@@ -28,6 +28,7 @@ from superstep.program.instructions import (
     Send,
     Settle,
     Step,
+    Tie,
 )
 from superstep.program.memory import forwards_in_flight
 from superstep.program.passes import add_recompute, add_step, add_transfers, lower
@@ -290,7 +291,8 @@ def test_each_instruction_waits_for_its_inputs_its_parameters_or_its_reduction()
         BackwardWeight(1, 5): [],
         Settle(1): [("reduce", 1, None)],
         Fetch(1): [],
-        Step(): [],
+        Step(): [("reduce", u, None) for u in range(3)],
+        Tie(0): [("reduce", u, None) for u in range(3)],
     }
     for instruction, arrivals in waits.items():
         assert waits_for(program, instruction) == arrivals

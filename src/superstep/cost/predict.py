@@ -166,6 +166,7 @@ def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> Un
         fetch_s=machine.gather_s(e * buffer_numel(run, owned), mesh.shards("dense")),
         reduce_s=machine.gather_s(gradient, mesh.shards("dense")) * (1 if zero_stage(run) else 2),
         settle_s=3 * FP32 * share / machine.memory_bytes_per_s if zero_stage(run) else 0.0,
+        replicas_s=machine.all_reduce_s(FP32 * share, mesh.replicas),
         tie_s=machine.all_reduce_s(FP32 * share, len(program.holders(unit))),
         transfer_s=machine.send_s(d.t * d.D * e),
     )

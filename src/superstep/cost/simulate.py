@@ -25,6 +25,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -62,6 +63,7 @@ class UnitSeconds:
     fetch_s: float = 0.0
     reduce_s: float = 0.0
     settle_s: float = 0.0
+    replicas_s: float = 0.0
     tie_s: float = 0.0
     transfer_s: float = 0.0
 
@@ -84,6 +86,8 @@ class UnitSeconds:
                 return self.reduce_s
             case Settle():
                 return self.settle_s
+            case ReduceReplicas():
+                return self.replicas_s
             case Tie():
                 return self.tie_s
             case Send() | Recv():
@@ -143,7 +147,7 @@ class _Run:
         place = places[0]
         i = self.program.ranks[place[0]][place[1]]
         match i:
-            case Fetch() | Reduce():
+            case Fetch() | Reduce() | ReduceReplicas():
                 self._beside(place, i)
             case Send() | Recv():
                 self._transfer(place, i)
@@ -161,7 +165,7 @@ class _Run:
             self.clock_s[rank] = end_s
             self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
 
-    def _beside(self, place: Place, i: Fetch | Reduce) -> None:
+    def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas) -> None:
         rank = place[0]
         start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
         end_s = start_s + self.durations(i, rank)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.grain import Grain, find_grain
-from superstep.plan.mesh import MeshShape
+from superstep.plan.mesh import Family, MeshShape
 from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape, shape_of
 from superstep.plan.spread import check_context, check_replicas
@@ -24,6 +24,7 @@ class Plan:
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
         grain: exact mode's pieces; None in fast mode.
+        families: those that the model's parameters are of.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
     """
@@ -43,6 +44,7 @@ class Plan:
     prefetch: int
     rules: Rules
     grain: Grain | None
+    families: tuple[Family, ...]
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -105,6 +107,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         prefetch=plan.prefetch,
         rules=DEFAULT,
         grain=find_grain(config, shape, plan),
+        families=("dense",),
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),

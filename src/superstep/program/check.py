@@ -26,6 +26,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -70,6 +71,7 @@ class _Rank:
         self.has_transfers = "transfers" in program.passes
         self.is_fetched = Fetch in kinds
         self.is_reduced = Reduce in kinds
+        self.is_replicated = ReduceReplicas in kinds
         self.is_training = bool(kinds & {Backward, BackwardInput})
         self.values: set[Value] = set()
         self.forwarded: set[tuple[int, int]] = set()
@@ -80,6 +82,7 @@ class _Rank:
         self.dirty: set[int] = set()
         self.reducing: set[int] = set()
         self.tied: set[int] = set()
+        self.replicated: set[int] = set()
         self.final: set[int] = set()
         self.is_stepped = False
 
@@ -102,10 +105,8 @@ class _Rank:
                 return self._receive(wire, unit, m)
             case Fetch(unit) | Free(unit):
                 return self._residency(unit, is_fetch=isinstance(i, Fetch))
-            case Reduce(unit) | Settle(unit):
-                return self._reduction(unit, is_start=isinstance(i, Reduce))
-            case Tie(unit):
-                return self._tie(unit)
+            case Reduce() | Settle() | ReduceReplicas() | Tie():
+                return self._sum(i)
             case ReducePartial() | Step():
                 self.final |= self.held
                 self.is_stepped = isinstance(i, Step)
@@ -130,6 +131,9 @@ class _Rank:
         yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
         if "reductions" in passes and self.is_reduced:
             yield from (f"the gradient of u{u} is never reduced" for u in sorted(self.dirty))
+        if "reductions" in passes and self.is_replicated:
+            missing = sorted(self.held - self.replicated)
+            yield from (f"the gradient of u{u} is never summed over replicas" for u in missing)
         if "reductions" in passes and self.is_training:
             shared = {u for u in self.held if len(self.program.holders(u)) > 1}
             yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
@@ -236,6 +240,15 @@ class _Rank:
         self.resident ^= {unit}
         return ""
 
+    def _sum(self, i: Reduce | Settle | ReduceReplicas | Tie) -> str:
+        match i:
+            case Reduce(unit) | Settle(unit):
+                return self._reduction(unit, is_start=isinstance(i, Reduce))
+            case ReduceReplicas(unit):
+                return self._replicas(unit)
+            case Tie(unit):
+                return self._tie(unit)
+
     def _reduction(self, unit: int, *, is_start: bool) -> str:
         if is_start:
             if unit not in self.dirty:
@@ -248,6 +261,15 @@ class _Rank:
         self.reducing.discard(unit)
         if self.program.zero < 2:
             self.final.add(unit)
+        return ""
+
+    def _replicas(self, unit: int) -> str:
+        if unit not in self.held:
+            return "the unit lives on another rank"
+        if unit in self.reducing or unit in self.dirty or unit in self.replicated:
+            return "the unit's gradient must be settled first, and is summed over replicas once"
+        self.replicated.add(unit)
+        self.final.add(unit)
         return ""
 
     def _tie(self, unit: int) -> str:

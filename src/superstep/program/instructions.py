@@ -13,6 +13,7 @@ and run beside the compute until something needs their result:
               Step, Free
     fetch     Fetch                                          computes with the unit's parameters
     reduce    Reduce                                         settles the unit's gradient
+              ReduceReplicas                                 ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
 """
 
@@ -106,7 +107,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start summing the unit's gradient buffer over the data-parallel ranks."""
+    """Start summing the unit's gradient buffer over the ranks that share it out, or that all hold it."""
 
     unit: int
 
@@ -114,6 +115,13 @@ class Reduce:
 @dataclass(frozen=True, slots=True)
 class Settle:
     """Wait for the unit's reduction; with ZeRO 2 and 3 add it to the shard and drop the full buffer."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReplicas:
+    """Start summing the unit's settled shard over the replicas (hybrid sharding)."""
 
     unit: int
 
@@ -147,6 +155,7 @@ Instruction: TypeAlias = (
     | Recv
     | Reduce
     | Settle
+    | ReduceReplicas
     | Tie
     | ReducePartial
     | Step
@@ -212,7 +221,7 @@ def lane(instruction: Instruction) -> Lane:
     match instruction:
         case Fetch():
             return "fetch"
-        case Reduce():
+        case Reduce() | ReduceReplicas():
             return "reduce"
         case Send(wire=wire) | Recv(wire=wire):
             return wire

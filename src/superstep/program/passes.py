@@ -29,6 +29,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -134,7 +135,7 @@ def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
     return 0 <= stage < len(program.stages) and program.placement[stage] != rank
 
 
-def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
+def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> Program:
     """Gradients are summed over dp as soon as they are final.
 
     With ZeRO 0 and 1 a unit's gradient is final after its last Backward or BackwardWeight of the step. With 2
@@ -142,9 +143,11 @@ def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
     microbatch, and settled into its shard one unit later, beside whose compute the reduction ran. Where a rank
     has several stages, a stage's gradients may wait for the run of its microbatches to end: breadth-first order
     makes the runs long and the reductions few (Lamy-Poirier 2023, sec. 4.2).
+
+    With replicas, what is settled for good is summed over them too.
     """
 
-    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def settled(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         finals = _finals(program, instructions)
         waiting: list[int] = []
         for at, i in enumerate(instructions):
@@ -160,6 +163,14 @@ def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
             yield from (Reduce(u) for u in final)
             waiting += final
         yield from (Settle(w) for w in waiting)
+
+    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        within = list(settled(number, instructions))
+        last = {i.unit: at for at, i in enumerate(within) if isinstance(i, Settle)} if replicas > 1 else {}
+        for at, i in enumerate(within):
+            yield i
+            if isinstance(i, Settle) and last.get(i.unit) == at:
+                yield ReduceReplicas(i.unit)
         yield from (Tie(u) for u in program.held_by(number) if len(program.holders(u)) > 1)
         if tp > 1:
             yield ReducePartial()

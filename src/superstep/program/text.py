@@ -28,6 +28,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -55,6 +56,8 @@ def describe(instruction: Instruction) -> str:
             return f"recv {wire} u{unit} m{m} from {peer}"
         case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit):
             return f"{type(instruction).__name__.lower()} u{unit}"
+        case ReduceReplicas(unit):
+            return f"reduce-replicas u{unit}"
         case ReducePartial():
             return "reduce-partial"
         case Step():
@@ -100,6 +103,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (r"free u(\d+)", lambda f: Free(int(f[1]))),
     (r"reduce u(\d+)", lambda f: Reduce(int(f[1]))),
     (r"settle u(\d+)", lambda f: Settle(int(f[1]))),
+    (r"reduce-replicas u(\d+)", lambda f: ReduceReplicas(int(f[1]))),
     (r"tie u(\d+)", lambda f: Tie(int(f[1]))),
     (r"reduce-partial", lambda f: ReducePartial()),
     (r"step", lambda f: Step()),

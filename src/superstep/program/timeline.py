@@ -22,8 +22,10 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
+    Step,
     Tie,
     lane,
 )
@@ -38,7 +40,7 @@ def brings(instruction: Instruction) -> Arrival | None:
     match instruction:
         case Fetch(unit):
             return "fetch", unit, None
-        case Reduce(unit):
+        case Reduce(unit) | ReduceReplicas(unit):
             return "reduce", unit, None
         case Recv(wire, unit, m, _):
             return wire, unit, m
@@ -57,6 +59,8 @@ def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
             return [("grad", unit + 1, m), *(("fetch", u, None) for u in program.params[unit])]
         case Settle(unit):
             return [("reduce", unit, None)]
+        case Tie() | ReducePartial() | Step():
+            return [("reduce", u, None) for u in range(len(program.units))]
         case _:
             return []
 

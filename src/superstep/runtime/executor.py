@@ -27,6 +27,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -172,6 +173,9 @@ class Executor:
                 flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
             case Settle(unit):
                 flight.reducing.pop(unit).wait()
+            case Tie() | ReducePartial() | Step():
+                together(list(flight.reducing.values())).wait()
+                flight.reducing.clear()
             case Free(unit):
                 flight.fetching.pop(unit, DONE).wait()
             case _:
@@ -202,6 +206,8 @@ class Executor:
                     buffers.drop_full()
             case Reduce(unit):
                 self._reduce(unit)
+            case ReduceReplicas(unit):
+                self._reduce_replicas(unit)
             case Settle(unit):
                 for buffers in self._machine.buffers[unit]:
                     buffers.settle()
@@ -324,6 +330,14 @@ class Executor:
                 started.append(reduce_scatter(buffers.gradient, group, tag=unit))
             elif group is not None:
                 started.append(all_reduce(buffers.gradient, group))
+        self._flight.reducing[unit] = together(started)
+
+    def _reduce_replicas(self, unit: int) -> None:
+        started: list[Pending] = []
+        for buffers in self._machine.buffers[unit]:
+            group = self._machine.mesh.sharers[buffers.layout.family].replicas
+            if group is not None:
+                started.append(all_reduce(buffers.gradient_shard, group))
         self._flight.reducing[unit] = together(started)
 
     def _reduce_partial(self) -> None:
