@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from superstep.cli.figures import layout_text
+from superstep.cli.describe import layout_text
 from superstep.data.stream import Batch
 from superstep.errors import StateError
 from superstep.plan.config import PlanConfig
