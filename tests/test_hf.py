@@ -13,7 +13,8 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights, open_weights, save_weights
 from superstep.model.unit import global_tensors
-from superstep.plan.shape import SHAPES, RopeScaling, from_hf_config, to_hf_config
+from superstep.plan.hf_config import from_hf_config, to_hf_config
+from superstep.plan.shape import SHAPES, RopeScaling
 
 transformers = pytest.importorskip("transformers")
 

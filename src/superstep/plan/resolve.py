@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.mesh import MeshShape
-from superstep.plan.shape import ModelShape, shape_of
+from superstep.plan.model import shape_of
+from superstep.plan.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

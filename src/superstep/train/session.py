@@ -19,8 +19,8 @@ from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.axes import units
 from superstep.observe.append import unwritable
+from superstep.plan.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
-from superstep.plan.shape import to_hf_config
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.executor import Ran
