@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from superstep.model.exchange import Exchange
+from superstep.model.feedforward import FeedForward
+from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.plan.shape import ModelShape
 
@@ -116,20 +119,6 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.ffn, bias=False)
-        self.up_proj = nn.Linear(shape.width, shape.ffn, bias=False)
-        self.down_proj = nn.Linear(shape.ffn, shape.width, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return out_BSD
-
-
 class Embedding(nn.Module):
     """Tokens to the residual stream."""
 
@@ -143,14 +132,16 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each added to the residual stream."""
+    """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, rope: Rope) -> None:
+    def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0, exchange: Exchange | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape, rope)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp: nn.Module = (
+            FeedForward(shape.width, shape.ffn) if shape.moe is None else MixtureOfExperts(shape, layer, exchange)
+        )
 
     def forward(self, h_BSD: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
@@ -172,13 +163,18 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All units in a row: the model on one device, and the reference for every layout of it."""
+    """All units in a row: the model on one device, and the reference for every layout of it.
 
-    def __init__(self, shape: ModelShape) -> None:
+    Args:
+        shape: the model's.
+        exchange: of every mixture of experts; none means one that knows of one batch in evaluation.
+    """
+
+    def __init__(self, shape: ModelShape, exchange: Exchange | None = None) -> None:
         super().__init__()
         rope = Rope(shape)
         self.embed = Embedding(shape)
-        self.block = nn.ModuleList(Block(shape, rope) for _ in range(shape.layers))
+        self.block = nn.ModuleList(Block(shape, rope, layer, exchange) for layer in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
             self.head.lm_head.weight = self.embed.embed_tokens.weight

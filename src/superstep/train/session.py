@@ -18,6 +18,7 @@ from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.axes import units
+from superstep.model.unit import global_specs
 from superstep.observe.append import unwritable
 from superstep.plan.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
@@ -219,7 +220,7 @@ class Session:
     def save(self, position: Position) -> tuple[Path, int]:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
         place = checkpoint_at(self.folder.checkpoints, position.step)
-        specs = {p.name: p for unit in units(self.run.shape) for p in unit.params.values()}
+        specs = global_specs(units(self.run.shape))
         shapes: dict[str, tuple[int, ...]] = {}
         for part in gather({p.name: p.shape for p in self._engine.pieces(("weight",))}):
             shapes |= part
