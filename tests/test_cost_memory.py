@@ -62,10 +62,10 @@ def runs(draw):
 def buffers(run, at, unit):
     """A unit's buffers as the rank at ``at`` has them."""
     plan = run.plan
-    layouts = lay_out(units(run.shape), plan.mesh, at, sequence_parallel=plan.sequence_parallel)
+    layouts = lay_out(units(run.shape), plan.mesh, at, plan.rules, sequence_parallel=plan.sequence_parallel)
     compute = DTYPES[run.config.numerics.compute]
     return UnitBuffers(
-        layouts[unit], zero=plan.zero, dp=plan.mesh.dp, place=at.dp, compute=compute, device=Device("cpu"), seed=0
+        *layouts[unit], zero=plan.zero, shards=plan.mesh.dp, place=at.dp, compute=compute, device=Device("cpu"), seed=0
     )
 
 
@@ -136,7 +136,12 @@ def forward_of(run, unit, *, group=None, is_selective=False):
     shared = {slot.spec.name: b.params[slot.local] for b in made.values() for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
     module = build_module(
-        spec, params, group, sequence_parallel=run.plan.sequence_parallel, is_compiled=run.config.numerics.compile
+        spec,
+        params,
+        group,
+        run.plan.rules,
+        sequence_parallel=run.plan.sequence_parallel,
+        is_compiled=run.config.numerics.compile,
     )
     loss = build_loss(module, group, is_straight=run.plan.zero < 2 or mesh.dp == 1)
     compute = selective(module) if is_selective else module

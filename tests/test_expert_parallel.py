@@ -78,13 +78,12 @@ def now(rows):
 
 
 def one_device(case):
-    block = block_of(case)
-    block.exchange = Local(now(range(B)))
+    block, exchange = block_of(case), Local(now(range(B)))
     x, grad = inputs(case)
     x.requires_grad_()
-    y = block(x)
+    y = block(x, exchange=exchange)
     y.backward(grad)
-    return y.detach(), x.grad, {n: p.grad for n, p in block.named_parameters()}, block.exchange.told()[2]
+    return y.detach(), x.grad, {n: p.grad for n, p in block.named_parameters()}, exchange.told()[2]
 
 
 def groups_of(world, size):
@@ -110,7 +109,7 @@ def laid_out(rank, world, case):
         cut = getattr(layer, leaf).detach()[place * held : (place + 1) * held].clone()
         setattr(layer, leaf, torch.nn.Parameter(cut))
     parts = sequence and SequenceParts(group=sequence, positions=positions(case))
-    block.exchange = ExpertParallel(ep, parts, now(rows))
+    exchange = ExpertParallel(ep, parts, now(rows))
     mine = positions(case)[rank % case.parts]
     x, grad = (t[rows] for t in inputs(case))
     if case.is_whole:
@@ -118,10 +117,10 @@ def laid_out(rank, world, case):
     else:
         x, grad = (t[:, mine].contiguous() for t in (x, grad))
     x.requires_grad_()
-    y = block(x)
+    y = block(x, exchange=exchange)
     y.backward(grad)
     grads = {n: p.grad for n, p in block.named_parameters()}
-    told = block.exchange.told()[2]
+    told = exchange.told()[2]
     numbers = (told.chosen.tolist(), told.dropped.tolist(), float(told.balance), float(told.z))
     return rows, mine.tolist(), y.detach().float(), x.grad.float(), {n: g.float() for n, g in grads.items()}, numbers
 

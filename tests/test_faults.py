@@ -93,7 +93,7 @@ def _lost_microbatch():
     def backward(self, unit, m):
         inner(self, unit, m)
         if unit == 1 and m == 0:
-            self._machine.buffers[1].gradient.zero_()
+            self._machine.buffers[1][0].gradient.zero_()
 
     return mock.patch.object(executor.Executor, "_backward", backward)
 

@@ -44,7 +44,7 @@ def _held(rank, world, zero, compute):
     Engine(run, units(run.shape), mesh)  # what a first engine loads for good is not counted below
     before = _resident()
     engine = Engine(run, units(run.shape), mesh)
-    for buffers in engine.buffers.values():
+    for buffers in (b for unit in engine.buffers.values() for b in unit):
         # Zeroed memory is not resident until it is written to.
         for tensor in (buffers.gradient_shard, buffers.exp_avg, buffers.exp_avg_sq):
             tensor.fill_(1.0)

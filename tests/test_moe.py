@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -49,11 +50,11 @@ def shape_for(router="dropless", **fields):
 
 
 def block_of(shape, dtype=torch.float64, **now):
-    block = MixtureOfExperts(shape, 3, Local(Now(**now))).to(dtype)
+    block = MixtureOfExperts(shape, 3).to(dtype)
     with torch.no_grad():
         for param in block.parameters():
             param.normal_(0.0, param.shape[-1] ** -0.5)
-    return block
+    return block, Local(Now(**now))
 
 
 def training(rows, batch=None):
@@ -86,7 +87,7 @@ def test_the_weights_gradient_goes_straight_where_it_is_told():
     for dtype in (torch.float32, torch.bfloat16):
         weight, into = linear.weight.detach().to(dtype).requires_grad_(), torch.ones(3, 5, 4)
         rows = x.to(dtype).requires_grad_()
-        out = grouped_linear(rows, weight, rows_E, weight_grad_into=into)
+        out = grouped_linear(rows, weight, rows_E, partial(add_outer_products, into))
         out.backward(torch.ones_like(out))
         expected = torch.autograd.grad(grouped_linear(rows, weight, rows_E).sum(), weight)[0]
         assert weight.grad is None
@@ -132,13 +133,13 @@ def one_token_at_a_time(block, x_BSD, routing):
 @pytest.mark.parametrize("shared", [0, 2])
 def test_the_block_is_the_weighted_sum_of_its_experts_and_so_are_its_gradients(router, shared):
     shape = shape_for(router, shared_experts=shared)
-    block = block_of(shape, **training([0, 1]))
+    block, exchange = block_of(shape, **training([0, 1]))
     x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
     wanted = [x, *block.parameters()]
     grad = torch.randn(2, 12, 32, dtype=torch.float64)
     # The losses are left to their own test.
     block.moe = replace(shape.moe, balance_weight=0.0, z_weight=0.0)
-    ours, naive = block(x), one_token_at_a_time(block, x, block._route(x))
+    ours, naive = block(x, exchange=exchange), one_token_at_a_time(block, x, block.route(x, exchange))
     torch.testing.assert_close(ours, naive)
     torch.testing.assert_close(
         torch.autograd.grad(ours, wanted, grad), torch.autograd.grad(naive, wanted, grad), rtol=1e-9, atol=1e-12
@@ -152,14 +153,14 @@ def test_a_batch_cut_in_any_way_gives_the_same(router):
     x = torch.randn(4, 12, 32, dtype=torch.float64)
 
     def run(cuts):
-        block = block_of(shape)
+        block, exchange = block_of(shape)
         out, told = torch.empty_like(x), None
         for rows in cuts:
-            block.exchange.now = Now(**training(rows, batch=4))
-            y = block(x[rows])
+            exchange.now = Now(**training(rows, batch=4))
+            y = block(x[rows], exchange=exchange)
             (y * torch.arange(1.0, 33)).sum().backward()
             out[rows] = y.detach()
-        told = block.exchange.told()[3]
+        told = exchange.told()[3]
         return out, [p.grad for p in block.parameters()], told
 
     torch.manual_seed(0)
@@ -179,16 +180,16 @@ def test_a_batch_cut_in_any_way_gives_the_same(router):
 @ROUTER
 def test_the_losses_enter_the_backward_pass_as_if_they_had_been_added(router):
     shape = shape_for(router)
-    block = block_of(shape, **training([4, 6], batch=8))
+    block, exchange = block_of(shape, **training([4, 6], batch=8))
     x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
     wanted, grad = [x, *block.gate.parameters()], torch.randn(2, 12, 32, dtype=torch.float64)
 
     def grads(balance, z):
         block.moe = replace(shape.moe, balance_weight=balance, z_weight=z)
-        return torch.autograd.grad(block(x), wanted, grad)
+        return torch.autograd.grad(block(x, exchange=exchange), wanted, grad)
 
     with_losses, without = grads(0.3, 0.7), grads(0.0, 0.0)
-    routing = block._route(x)
+    routing = block.route(x, exchange)
     explicit = (0.3 * routing.balance.sum() + 0.7 * routing.z.sum()) / 8
     for ours, plain, added in zip(with_losses, without, torch.autograd.grad(explicit, wanted), strict=True):
         torch.testing.assert_close(ours - plain, added)
@@ -197,37 +198,37 @@ def test_the_losses_enter_the_backward_pass_as_if_they_had_been_added(router):
 
 def test_an_output_has_no_loss_in_it_with_a_gradient_or_without():
     shape = shape_for(balance_weight=5.0, z_weight=5.0)
-    block, x = block_of(shape, **training([0])), torch.randn(1, 12, 32, dtype=torch.float64)
-    expected = one_token_at_a_time(block, x, block._route(x))
-    torch.testing.assert_close(block(x), expected)
+    (block, exchange), x = block_of(shape, **training([0])), torch.randn(1, 12, 32, dtype=torch.float64)
+    expected = one_token_at_a_time(block, x, block.route(x, exchange))
+    torch.testing.assert_close(block(x, exchange=exchange), expected)
     with torch.no_grad():
-        torch.testing.assert_close(block(x), expected)
+        torch.testing.assert_close(block(x, exchange=exchange), expected)
 
 
 @ROUTER
 def test_a_block_computed_again_decides_the_same_and_is_told_of_once(router):
     """As under recomputation, whose first forward keeps no graph."""
-    block = block_of(shape_for(router), **training([0, 1]))
+    block, exchange = block_of(shape_for(router), **training([0, 1]))
     x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
-        first = block(x)
-    again = checkpoint(block, x, use_reentrant=False)
+        first = block(x, exchange=exchange)
+    again = checkpoint(block, x, exchange=exchange, use_reentrant=False)
     again.sum().backward()
     assert torch.equal(first, again)
-    told = block.exchange.told()[3]
+    told = exchange.told()[3]
     taken = 2 * 12 * block.moe.experts_per_token
     assert int(told.chosen.sum()) == taken if router != "top2" else int(told.chosen.sum()) <= taken
-    assert block.exchange.told() == {}
+    assert exchange.told() == {}
 
 
 def test_what_is_told_adds_up_and_counts_what_was_dropped():
     shape = shape_for("switch", capacity_factor=0.5)
-    block, x = block_of(shape), torch.randn(2, 16, 32, dtype=torch.float64)
+    (block, exchange), x = block_of(shape), torch.randn(2, 16, 32, dtype=torch.float64)
     for rows in ([0], [1]):
-        block.exchange.now = Now(**training(rows, batch=2))
-        block(x[rows])
-    told = block.exchange.told()[3]
-    routing = block._route(x)
+        exchange.now = Now(**training(rows, batch=2))
+        block(x[rows], exchange=exchange)
+    told = exchange.told()[3]
+    routing = block.route(x, exchange)
     assert told.chosen.tolist() == [int((routing.choice == e).sum()) for e in range(4)]
     kept = [int((routing.expert == e).sum()) for e in range(4)]
     assert (told.chosen - told.dropped).tolist() == kept
@@ -250,9 +251,9 @@ def test_noise_belongs_to_a_step_a_layer_and_a_sequence():
 
 def test_bf16_routes_in_fp32():
     shape = shape_for(experts=8)
-    block = block_of(shape, torch.bfloat16, **training([0]))
+    block, exchange = block_of(shape, torch.bfloat16, **training([0]))
     x = torch.randn(1, 64, 32).bfloat16().requires_grad_()
-    y = block(x)
+    y = block(x, exchange=exchange)
     y.sum().backward()
     assert y.dtype == x.grad.dtype == torch.bfloat16
     logits = block.gate(x)
@@ -264,12 +265,13 @@ def test_bf16_routes_in_fp32():
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_gradient_of_a_whole_model_is_finite(router, tied):
     shape = shape_for(router, tied=tied, layers=2, shared_experts=1)
-    decoder = Decoder(shape, Local(Now(**training([0, 1]))))
+    decoder = Decoder(shape)
     tokens = torch.randint(64, (2, 16))
     with torch.no_grad():
         for spec, param in parameters(decoder, units(shape)).values():
             param.copy_(initial(spec, param.shape, 0))
-    cross_entropy_sum(decoder(tokens), tokens).backward()
+    exchange = Local(Now(**training([0, 1])))
+    cross_entropy_sum(decoder(tokens, exchange=exchange), tokens).backward()
     for name, (_, param) in parameters(decoder, units(shape)).items():
         assert param.grad is not None, name
         assert param.grad.isfinite().all(), name
@@ -334,19 +336,20 @@ def test_the_reference_trains_on_the_loss_that_is_written_down(router):
 
     losses = []
     exchange = Local(Now(sequences=tuple(range(small.SEQUENCES)), seed=train.seed, step=0))
-    decoder = Decoder(shape, exchange)
+    decoder = Decoder(shape)
     with torch.no_grad():
         for spec, param in parameters(decoder, units(shape)).values():
             param.copy_(initial(spec, param.shape, train.seed))
     for block in decoder.block:
-        block.mlp._loss = lambda routing: torch.zeros(())  # not here, but added below
+        block.mlp.moe = replace(shape.moe, balance_weight=0.0, z_weight=0.0)  # not here, but added below
 
-        def routes(x, route=block.mlp._route):
-            losses.append(route(x))
+        def routes(x, exchange, route=block.mlp.route):
+            losses.append(route(x, exchange))
             return losses[-1]
 
-        block.mlp._route = routes
-    loss = cross_entropy_sum(decoder(batch.tokens_BS), batch.targets_BS) / batch.valid_tokens
+        block.mlp.route = routes
+    logits = decoder(batch.tokens_BS, exchange=exchange)
+    loss = cross_entropy_sum(logits, batch.targets_BS) / batch.valid_tokens
     router_loss = sum(0.3 * r.balance.mean() + 0.05 * r.z.mean() for r in losses)
     (loss + router_loss).backward()
     assert len(losses) == 2

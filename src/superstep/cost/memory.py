@@ -82,12 +82,12 @@ def rank_bytes(run: Resolved, program: Program) -> tuple[RankBytes, ...]:
 
 def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
     """Elements of a unit's whole flat buffer on one tp rank."""
-    return padded(unit.on_rank(run.plan.mesh.tp), run.plan.mesh.dp)
+    return padded(unit.on_rank(run.plan.mesh.tp), run.plan.mesh.shards("dense"))
 
 
 def zero_stage(run: Resolved) -> int:
     """The ZeRO stage in effect: a lone data-parallel rank has nobody to share with."""
-    return run.plan.zero if run.plan.mesh.dp > 1 else 0
+    return run.plan.zero if run.plan.mesh.shards("dense") > 1 else 0
 
 
 def has_fused_loss(run: Resolved) -> bool:
@@ -98,7 +98,7 @@ def has_fused_loss(run: Resolved) -> bool:
 def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
     zero, compute = zero_stage(run), run.config.numerics.compute
     whole = sum(buffer_numel(run, unit) for unit in held)
-    share = whole // run.plan.mesh.dp if zero else whole
+    share = whole // run.plan.mesh.shards("dense") if zero else whole
     # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there is.
     master = FP32 * share if compute != "fp32" else 0
     kept = 0 if zero == 3 else ELEMENT_BYTES[compute] * whole

@@ -122,7 +122,7 @@ def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
 def _share(run: Resolved, unit: UnitParameters) -> int:
     """Elements of the unit that one rank updates."""
     numel = buffer_numel(run, unit)
-    return numel // run.plan.mesh.dp if zero_stage(run) else numel
+    return numel // run.plan.mesh.shards("dense") if zero_stage(run) else numel
 
 
 def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
@@ -162,8 +162,8 @@ def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> Un
         forward_s=seconds(forward),
         backward_s=seconds(backward),
         recompute_s=seconds(forward),
-        fetch_s=machine.gather_s(e * buffer_numel(run, owned), mesh.dp),
-        reduce_s=machine.gather_s(gradient, mesh.dp) * (1 if zero_stage(run) else 2),
+        fetch_s=machine.gather_s(e * buffer_numel(run, owned), mesh.shards("dense")),
+        reduce_s=machine.gather_s(gradient, mesh.shards("dense")) * (1 if zero_stage(run) else 2),
         settle_s=3 * FP32 * share / machine.memory_bytes_per_s if zero_stage(run) else 0.0,
         tie_s=machine.all_reduce_s(FP32 * share, len(program.holders(unit))),
         transfer_s=machine.send_s(d.t * d.D * e),

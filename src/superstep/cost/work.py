@@ -62,7 +62,7 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDims:
-    """The dims above for one microbatch on one tensor-parallel rank; ``t`` are tokens of the residual stream there.
+    """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
     With sequence parallelism t = T / tp, else t = T.
     """
@@ -82,7 +82,7 @@ def local_dims(run: Resolved) -> LocalDims:
     """The dims of a run's microbatch as a tensor-parallel rank sees them."""
     shape, plan = run.shape, run.plan
     tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
-    tokens = plan.microbatch * sequence_tokens
+    tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
     return LocalDims(
         T=tokens,
         t=tokens // tp if plan.sequence_parallel else tokens,

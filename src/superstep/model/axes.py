@@ -81,10 +81,11 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
     """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's."""
     rope = Rope(shape)
     axes_of_block = block_axes(shape)
+    takes = ("attend", "positions", "exchange") if shape.moe else ("attend", "positions")
 
     def block(layer: int) -> UnitSpec:
         params = {local: _block_spec(shape, layer, local, axes) for local, axes in axes_of_block.items()}
-        return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope, layer), params=params)
+        return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope, layer), params=params, takes=takes)
 
     embed = {local: _spec(f"model.{local}", axes, STD) for local, axes in EMBED_AXES.items()}
     head_names = {

@@ -1,7 +1,8 @@
 """A Llama- or Qwen3-style decoder, as one would write it for one device.
 
 Nothing here knows of parallelism. Two habits let ``runtime`` cut the modules from outside: the number of
-heads is read off the projection's output, never off the shape, and attention is an argument.
+heads is read off the projection's output, never off the shape; attention, and the exchange of a mixture of
+experts, are arguments.
 
     B  sequences              D  width of the residual stream
     S  positions              F  inner width of the feed-forward
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.model.exchange import Exchange
+from superstep.model.exchange import Exchange, Local
 from superstep.model.feedforward import FeedForward
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
@@ -30,7 +31,7 @@ from superstep.plan.shape import ModelShape
 class Attend(Protocol):
     """Causal attention. Each key and value head serves N / K neighbouring query heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, /) -> Tensor:
         """The mixed values: [B, S, N, H]."""
 
 
@@ -134,18 +135,24 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0, exchange: Exchange | None = None) -> None:
+    def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape, rope)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
-        self.mlp: nn.Module = (
-            FeedForward(shape.width, shape.ffn) if shape.moe is None else MixtureOfExperts(shape, layer, exchange)
-        )
+        self.mlp = MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn)
 
-    def forward(self, h_BSD: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        h_BSD: Tensor,
+        *,
+        attend: Attend = flash,
+        positions: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
-        h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD))
+        given = {"exchange": exchange or Local()} if isinstance(self.mlp, MixtureOfExperts) else {}
+        h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD), **given)
         return h_BSD
 
 
@@ -163,26 +170,28 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All units in a row: the model on one device, and the reference for every layout of it.
+    """All units in a row: the model on one device, and the reference for every layout of it."""
 
-    Args:
-        shape: the model's.
-        exchange: of every mixture of experts; none means one that knows of one batch in evaluation.
-    """
-
-    def __init__(self, shape: ModelShape, exchange: Exchange | None = None) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         rope = Rope(shape)
         self.embed = Embedding(shape)
-        self.block = nn.ModuleList(Block(shape, rope, layer, exchange) for layer in range(shape.layers))
+        self.block = nn.ModuleList(Block(shape, rope, layer) for layer in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
             self.head.lm_head.weight = self.embed.embed_tokens.weight
 
-    def forward(self, tokens_BS: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        attend: Attend = flash,
+        positions: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         """The logits: [B, S, V]."""
         h_BSD = self.embed(tokens_BS)
         for block in self.block:
-            h_BSD = block(h_BSD, attend=attend, positions=positions)
+            h_BSD = block(h_BSD, attend=attend, positions=positions, exchange=exchange)
         logits_BSV: Tensor = self.head(h_BSD)
         return logits_BSV

@@ -10,11 +10,15 @@ nobody. So one product for all experts reads every weight and every row once, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+AddGradient = Callable[[Tensor, Tensor, Tensor], object]
+"""Takes the gradient of a grouped product's output [R, O], its input [R, I] and ``rows_E``."""
 
 
 class GroupedLinear(nn.Module):
@@ -38,6 +42,7 @@ class Experts(nn.Module):
         self.gate_proj = GroupedLinear(experts, width, ffn)
         self.up_proj = GroupedLinear(experts, width, ffn)
         self.down_proj = GroupedLinear(experts, ffn, width)
+        self.act_fn = nn.SiLU()
 
     @property
     def held(self) -> int:
@@ -45,28 +50,26 @@ class Experts(nn.Module):
         return self.gate_proj.weight.shape[0]
 
     def forward(self, x_RD: Tensor, rows_E: Tensor) -> Tensor:
-        inner_RF = F.silu(self.gate_proj(x_RD, rows_E)) * self.up_proj(x_RD, rows_E)
+        inner_RF = self.act_fn(self.gate_proj(x_RD, rows_E)) * self.up_proj(x_RD, rows_E)
         out_RD: Tensor = self.down_proj(inner_RF, rows_E)
         return out_RD
 
 
-def grouped_linear(
-    x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, *, weight_grad_into: Tensor | None = None
-) -> Tensor:
+def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, add: AddGradient | None = None) -> Tensor:
     """Each expert's rows times its weight, transposed: [R, O].
 
     Args:
-        weight_grad_into: [E, O, I]. The weight's gradient is added to it in the backward, and autograd gets none.
+        add: adds the weight's gradient where it belongs, in the backward; autograd gets none then.
     """
-    out: Tensor = _GroupedLinear.apply(x_RI, weight_EOI, rows_E, weight_grad_into)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(x_RI, weight_EOI, rows_E, add)  # type: ignore[no-untyped-call]
     return out
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, into: Tensor | None) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, add: AddGradient | None) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x_RI, weight_EOI, rows_E)
-        ctx.into = into
+        ctx.add = add
         return products(x_RI, weight_EOI.transpose(1, 2), rows_E)
 
     @staticmethod
@@ -74,14 +77,13 @@ class _GroupedLinear(torch.autograd.Function):
         x_RI, weight_EOI, rows_E = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
         dx_RI = products(grad_RO, weight_EOI, rows_E) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx_RI, None, None, None
-        if ctx.into is None:
+        dweight_EOI = None
+        if ctx.add is not None:
+            ctx.add(grad_RO, x_RI, rows_E)
+        elif ctx.needs_input_grad[1]:
             dweight_EOI = torch.zeros_like(weight_EOI)
             add_outer_products(dweight_EOI, grad_RO, x_RI, rows_E)
-            return dx_RI, dweight_EOI, None, None
-        add_outer_products(ctx.into, grad_RO, x_RI, rows_E)
-        return dx_RI, None, None, None
+        return dx_RI, dweight_EOI, None, None
 
 
 def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:

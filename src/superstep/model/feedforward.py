@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -14,7 +13,8 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(width, ffn, bias=False)
         self.up_proj = nn.Linear(width, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, width, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        out_BSD: Tensor = self.down_proj(self.act_fn(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
         return out_BSD

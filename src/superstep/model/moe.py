@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.model.exchange import Exchange, Local, Told
+from superstep.model.exchange import Exchange, Told
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.router import NOBODY, Routing, choices, logits_width, noise_width, route
@@ -43,9 +43,30 @@ class Gate(nn.Module):
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         """[B, s, logits_width]."""
-        weight = self.weight if self.spread is None else torch.cat((self.weight, self.spread))
-        wide = torch.promote_types(x_BsD.dtype, torch.float32)
-        return F.linear(x_BsD.to(wide), weight.to(wide))
+        logits_BsE = wide_linear(x_BsD, self.weight)
+        return logits_BsE if self.spread is None else torch.cat((logits_BsE, wide_linear(x_BsD, self.spread)), -1)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ in fp32 or wider. What is kept for the backward pass stays in the dtype of ``x``."""
+    return cast(Tensor, _WideLinear.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        return F.linear(_wide(x), _wide(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        # The weight's leaves as it is: autograd rounds it, or keeps it where weight.grad_dtype is fp32.
+        return (grad @ _wide(weight)).to(x.dtype), grad.flatten(0, -2).t() @ _wide(x).flatten(0, -2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class MixtureOfExperts(nn.Module):
@@ -54,37 +75,37 @@ class MixtureOfExperts(nn.Module):
     Args:
         shape: the model's.
         layer: the block's number.
-        exchange: where sequences, experts and noise are; may be replaced from outside.
     """
 
-    def __init__(self, shape: ModelShape, layer: int, exchange: Exchange | None = None) -> None:
+    def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         assert shape.moe is not None
         self.moe, self.layer = shape.moe, layer
-        self.exchange = exchange or Local()
         self.gate = Gate(shape)
         self.experts = Experts(shape.moe.experts, shape.width, shape.ffn)
         shared = shape.moe.shared_experts
         # Experts side by side that all see the same tokens are one wide one.
         self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
 
-    def forward(self, x_BsD: Tensor) -> Tensor:
-        routing = self._route(x_BsD)
-        expert_Tk = self.exchange.share(routing.expert).flatten(0, 1)
-        weight_Tk = self.exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
-        y_TkD = self.exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
+    def forward(self, x_BsD: Tensor, *, exchange: Exchange) -> Tensor:
+        routing = self.route(x_BsD, exchange)
+        expert_Tk = exchange.share(routing.expert).flatten(0, 1)
+        weight_Tk = exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
+        y_TkD = exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
         y_BsD = (weight_Tk.unsqueeze(1) @ y_TkD).view_as(x_BsD)
         if self.shared_experts is not None:
             y_BsD = y_BsD + self.shared_experts(x_BsD)
-        return with_loss(y_BsD, self._loss(routing))
+        loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
+        return with_loss(y_BsD, loss_B.sum() / exchange.now.batch_sequences)
 
-    def _route(self, x_BsD: Tensor) -> Routing:
-        logits_BSE = self.exchange.whole(self.gate(x_BsD))
-        noise_BSE = self.exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
+    def route(self, x_BsD: Tensor, exchange: Exchange) -> Routing:
+        """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""
+        logits_BSE = exchange.whole(self.gate(x_BsD))
+        noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
         routing = route(self.moe, logits_BSE, None if noise_BSE is None else noise_BSE.to(logits_BSE))
         is_dropped = (routing.expert == NOBODY) & (routing.choice != NOBODY)
         dropped_BSk = routing.choice.where(is_dropped, NOBODY)
-        self.exchange.tell(
+        exchange.tell(
             self.layer,
             Told(
                 chosen=choices(routing.choice, self.moe.experts).sum(0),
@@ -94,10 +115,6 @@ class MixtureOfExperts(nn.Module):
             ),
         )
         return routing
-
-    def _loss(self, routing: Routing) -> Tensor:
-        loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
-        return loss_B.sum() / self.exchange.now.batch_sequences
 
 
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class UnitSpec:
     """Makes the module, on the device of the ``with torch.device(...)`` around it."""
     params: Mapping[str, ParamSpec]
     """For each parameter of the module, by its name there, what it is globally."""
+    takes: tuple[str, ...] = ()
+    """Keyword arguments of the module's forward that the engine gives: ``attend``, ``positions``."""
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Literal
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first"]
 Recompute = Literal["none", "selective", "full"]
+Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless"]
 Decay = Literal["cosine", "wsd"]
@@ -113,13 +114,18 @@ class PlanConfig:
     dp: int | None = None
     """Data-parallel ranks; none takes what the launched ranks leave."""
     cp: int = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks: they share each sequence."""
+    context: Context = "ring"
+    """How attention sees the whole sequence: keys go round a ring (Liu 2023), or heads and tokens are exchanged
+    (Ulysses, Jacobs 2023)."""
     tp: int = 1
     """Tensor-parallel ranks."""
     ep: int = 1
     """Expert-parallel ranks."""
     zero: int = 0
     """0 replicates over dp; 1 shards the optimizer, 2 gradients too, 3 parameters too (Rajbhandari 2020)."""
+    replicas: int = 1
+    """Hybrid sharding: copies of the parameters, each sharded over its own dp · cp / replicas ranks."""
     schedule: Schedule | None = None
     """The order of microbatches through the stages; none means 1f1b, or interleaved where chunks > 1."""
     chunks: int = 1
@@ -143,6 +149,11 @@ class NumericsConfig:
 
     compute: Dtype = "fp32"
     """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
+    exact: bool = False
+    """The same bits on every layout, for up to twice the time: sums in a fixed order or on a fixed grid."""
+    exact_chunks: int | None = None
+    """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 16, that
+    leave 16 tokens each. Runs that are compared need the same."""
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
 

@@ -1,15 +1,21 @@
-"""The mesh: how ranks are numbered.
+"""The mesh: how ranks are numbered, and which of them hold the same parameters.
 
-Axes from slowest to fastest are pp, dp, cp, tp; ep folds over dp·cp·tp.
+Axes from slowest to fastest are pp, dp, cp, tp. Two degrees lie across them and make no ranks of their own: ``ep``
+folds over dp·cp·tp, and ``replicas`` cuts the ranks that hold the same parameters into groups that each shard them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+
+Family = Literal["dense", "experts"]
+"""Parameters that lie on the same ranks: those of experts are cut over ep, all others over tp."""
+FAMILIES: tuple[Family, ...] = ("dense", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +37,32 @@ class MeshShape:
         pp=2 dp=1 tp=2      rank 0 1 | 2 3
                             tp   0 1 | 0 1
                             pp   0 0 | 1 1
+
+    The ranks that hold the same dense parameters are the dp·cp *sharers* of one tp place; with ``ep`` = 2, every
+    second rank of a stage holds the same experts. With ``replicas`` = 2 the first half of the sharers shards the
+    parameters, and so does the second half:
+
+        dp=4 replicas=2     rank    0 1 2 3
+                            shard   0 1 0 1
+                            replica 0 0 1 1
     """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    replicas: int = 1
 
     @property
     def world(self) -> int:
         """Ranks in all."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks that hold the same dense parameters and see other tokens: dp·cp."""
+        return self.dp * self.cp
 
     def degree(self, axis: Axis) -> int:
         """Ranks along one axis."""
@@ -61,11 +82,48 @@ class MeshShape:
             number = number * self.degree(axis) + getattr(at, axis)
         return number
 
+    def expert_place(self, at: Coordinate) -> int:
+        """Which share of the experts a rank holds: 0 to ep - 1."""
+        return self._within_stage(at) % self.ep
+
+    def sharers(self, family: Family) -> int:
+        """Ranks that hold the same parameters of a family."""
+        return self.data if family == "dense" else self.data * self.tp // self.ep
+
+    def sharer(self, family: Family, at: Coordinate) -> int:
+        """A rank's number among them."""
+        return at.dp * self.cp + at.cp if family == "dense" else self._within_stage(at) // self.ep
+
+    def shards(self, family: Family) -> int:
+        """Ranks that share out one copy of a family's parameters."""
+        return self.sharers(family) // self.replicas
+
     def groups(self, axis: Axis) -> list[list[int]]:
         """Every group of ranks that differ along one axis only, each in the order of that axis."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        return self._grouped(lambda at: tuple(getattr(at, other) for other in AXES if other != axis))
+
+    def expert_groups(self) -> list[list[int]]:
+        """Every group of ranks that hold all experts together, each in the order of the experts."""
+        return self._grouped(lambda at: (at.pp, self.sharer("experts", at)))
+
+    def shard_groups(self, family: Family) -> list[list[int]]:
+        """Every group of ranks that shares out one copy of the same parameters, in the order of the shards."""
+        shards = self.shards(family)
+        return self._grouped(lambda at: (*self._parameters(family, at), self.sharer(family, at) // shards))
+
+    def replica_groups(self, family: Family) -> list[list[int]]:
+        """Every group of ranks that holds the same shard."""
+        shards = self.shards(family)
+        return self._grouped(lambda at: (*self._parameters(family, at), self.sharer(family, at) % shards))
+
+    def _parameters(self, family: Family, at: Coordinate) -> tuple[int, int]:
+        return at.pp, at.tp if family == "dense" else self.expert_place(at)
+
+    def _within_stage(self, at: Coordinate) -> int:
+        return (at.dp * self.cp + at.cp) * self.tp + at.tp
+
+    def _grouped(self, key: Callable[[Coordinate], Hashable]) -> list[list[int]]:
+        found: dict[Hashable, list[int]] = {}
         for rank in range(self.world):
-            at = self.at(rank)
-            key = tuple(getattr(at, other) for other in AXES if other != axis)
-            found.setdefault(key, []).append(rank)
+            found.setdefault(key(self.at(rank)), []).append(rank)
         return list(found.values())

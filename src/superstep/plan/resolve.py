@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.grain import Grain, find_grain
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model import shape_of
+from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape
+from superstep.plan.spread import check_context, check_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +22,14 @@ class Plan:
         stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
+        grain: exact mode's pieces; None in fast mode.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
     """
 
     mesh: MeshShape
     zero: int
+    context: Context
     schedule: Schedule
     chunks: int
     stages: tuple[tuple[int, ...], ...]
@@ -34,6 +39,8 @@ class Plan:
     recompute: Recompute
     sequence_parallel: bool
     prefetch: int
+    rules: Rules
+    grain: Grain | None
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -72,6 +79,8 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         )
     plan = _fill(config, shape, world)
     _check_tensor_parallel(config, shape, plan)
+    check_context(config, shape, plan)
+    check_replicas(plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -79,8 +88,9 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     names = ("embed", *(f"block.{i}" for i in range(shape.layers)), "head")
     last = len(names) - 1
     full = Plan(
-        mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp),
+        mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
+        context=plan.context,
         schedule=plan.schedule,
         chunks=plan.chunks,
         stages=split_stages(len(names), plan.pp * plan.chunks),
@@ -90,6 +100,8 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         recompute=plan.recompute,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
+        rules=DEFAULT,
+        grain=find_grain(config, shape, plan),
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),
@@ -141,6 +153,7 @@ def _check_ranges(config: RunConfig) -> None:
         "plan.tp": (config.plan.tp, 1),
         "plan.cp": (config.plan.cp, 1),
         "plan.ep": (config.plan.ep, 1),
+        "plan.replicas": (config.plan.replicas, 1),
         "plan.dp": (1 if config.plan.dp is None else config.plan.dp, 1),
         "plan.microbatch": (1 if config.plan.microbatch is None else config.plan.microbatch, 1),
         "plan.microbatch_group": (
@@ -177,10 +190,8 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
     plan = config.plan
-    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-        if getattr(plan, axis) > 1:
-            degree = getattr(plan, axis)
-            raise ConfigError(f"plan.{axis} = {degree}: {what} arrives later; set plan.{axis} to 1.")
+    if plan.ep > 1:
+        raise ConfigError(f"plan.ep = {plan.ep}: expert parallelism arrives later; set plan.ep to 1.")
     plan = replace(plan, dp=_data_parallel(plan, world))
     stages = plan.pp * plan.chunks
     if shape.layers < stages:
@@ -206,13 +217,13 @@ def _data_parallel(plan: PlanConfig, world: int | None) -> int:
     if plan.dp is None:
         if world is not None and world % others:
             raise ConfigError(
-                f"plan.pp · plan.tp = {others} does not divide the {world} launched ranks; "
+                f"plan.pp · plan.cp · plan.tp = {others} does not divide the {world} launched ranks; "
                 f"choose a product among {divisors(world)}."
             )
         return 1 if world is None else world // others
     if world is not None and others * plan.dp != world:
         raise ConfigError(
-            f"plan.pp · plan.dp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
+            f"plan.pp · plan.dp · plan.cp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
             "leave plan.dp out, or launch as many ranks as the plan has."
         )
     return plan.dp

@@ -1,6 +1,6 @@
-"""A unit's memory: flat buffers for parameters, gradients and the optimizer, cut over dp as the ZeRO stage says.
+"""The memory of one flat buffer's parameters: themselves, gradients and optimizer, cut as the ZeRO stage says.
 
-    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N = dp)
+    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N shards)
     full     compute      whole    whole    whole    while fetched
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
     master   fp32         whole    1/N      1/N      1/N
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.unit import initial
+from superstep.numerics.fixed_point import PARAMETER
 from superstep.runtime.device import Device
-from superstep.runtime.layout import Slot, UnitLayout
+from superstep.runtime.layout import BufferLayout, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +37,34 @@ class Bytes:
 
 
 class UnitBuffers:
-    """The buffers of one unit on one rank.
+    """The memory of one flat buffer on one rank.
 
     Args:
         layout: how the parameters lie.
-        zero: the ZeRO stage; 0 where dp = 1.
-        dp: data-parallel ranks.
+        zero: the ZeRO stage; a lone shard makes it 0.
+        shards: ranks that share out one copy.
         place: this rank's place among them.
         compute: the dtype of the parameters that modules see.
         device: where the buffers lie.
         seed: of the first values.
+        is_exact: gradients are integers on a fixed grid, as exact mode sums them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
-        layout: UnitLayout,
+        layout: BufferLayout,
         *,
         zero: int,
-        dp: int,
+        shards: int,
         place: int,
         compute: torch.dtype,
         device: Device,
         seed: int,
+        is_exact: bool = False,
     ) -> None:
         self.layout = layout
-        self.zero = zero if dp > 1 else 0
-        self._share = layout.padded // dp if self.zero else layout.padded
+        self.zero = zero if shards > 1 else 0
+        self._share = layout.padded // shards if self.zero else layout.padded
         self.start = place * self._share if self.zero else 0
         self.stop = self.start + self._share
         full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
@@ -72,9 +75,15 @@ class UnitBuffers:
         self.master = self._first_master(seed)
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
-        self.gradient = torch.zeros(layout.padded, dtype=torch.float32, device=device.torch)
-        self.gradient_shard = torch.zeros_like(self.master) if self.zero >= 2 else self._part(self.gradient)
+        self._is_exact = is_exact
+        summed = torch.int64 if is_exact else torch.float32
+        self.gradient = torch.zeros(layout.padded, dtype=summed, device=device.torch)
+        self.gradient_shard = (
+            torch.zeros_like(self.master, dtype=summed) if self.zero >= 2 else self._part(self.gradient)
+        )
+        self.reduced = torch.zeros_like(self.master) if is_exact else self.gradient_shard
         self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
+        self.sinks = {slot.local: self._sink(slot) for slot in layout.slots}
         self._is_gradient_there = True
         if self.zero >= 2:
             self.drop_gradient()
@@ -103,8 +112,18 @@ class UnitBuffers:
         # autograd should complain of.
         param = nn.Parameter(self.full.data[slot.start : slot.stop].view(slot.local_shape))
         param.grad_dtype = torch.float32
-        param.grad = self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+        if not self._is_exact:
+            param.grad = self._sink(slot)
         return param
+
+    def _sink(self, slot: Slot) -> Tensor:
+        """The part of the gradient buffer that a parameter's gradient is added to."""
+        return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+
+    def finish_gradient(self) -> None:
+        """Have ``reduced``, the own part of the summed gradient, in fp32: what the optimizer reads."""
+        if self._is_exact:
+            self.reduced.copy_(PARAMETER.take(self.gradient_shard))
 
     def refresh(self) -> None:
         """Write the master weights into the own part of the parameters that modules see."""
@@ -112,17 +131,19 @@ class UnitBuffers:
             self._part(self.full).copy_(self.master)
 
     def restore_full(self) -> None:
-        """Give the parameters their memory back, before they are fetched."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        """Give the parameters their memory back, before they are fetched (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def drop_full(self) -> None:
-        """Let go of the gathered parameters."""
-        self.full.untyped_storage().resize_(0)
+        """Let go of the gathered parameters (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(0)
 
     def ready_gradient(self) -> None:
         """Have a gradient buffer to add to; a new one is zero."""
         if not self._is_gradient_there:
-            self.gradient.untyped_storage().resize_(self.gradient.numel() * 4)
+            self.gradient.untyped_storage().resize_(self.gradient.numel() * self.gradient.element_size())
             self.gradient.zero_()
             self._is_gradient_there = True
 

@@ -7,7 +7,7 @@ arrives in rank order, which also makes the sum the same on every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +45,23 @@ class _Works:
 
 
 DONE: Pending = _Works(())
+
+
+@dataclass(frozen=True)
+class _Together:
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def is_done(self) -> bool:
+        return all(part.is_done() for part in self.parts)
+
+
+def together(parts: Sequence[Pending]) -> Pending:
+    """Several operations as one."""
+    return parts[0] if len(parts) == 1 else _Together(parts)
 
 
 # torch 2.13 renamed these two; both names mean the same.
@@ -136,10 +153,7 @@ def sum_over_all(values: Tensor) -> Tensor:
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """[B, s, ...] of every rank, side by side along the sequence: [B, s · size, ...]."""
-    size = group.size()
-    out = x.new_empty(size, *x.shape)
-    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
-    return out[0] if size == 1 else torch.cat(tuple(out), dim=1)
+    return torch.cat(stack_ranks(x, group).unbind(), dim=1)
 
 
 def scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -152,3 +166,10 @@ def scatter_sequence(x: Tensor, group: Group) -> Tensor:
         return out
     dist.all_reduce(parts, group=group)
     return parts[me].clone()
+
+
+def stack_ranks(x: Tensor, group: Group) -> Tensor:
+    """Every rank's tensor, in rank order: [size, ...]."""
+    out = x.new_empty(group.size(), *x.shape)
+    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+    return out

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.exact import Exact, build_exact_loss
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import build_loss, build_module, selective
+from superstep.runtime.modules import Compute, Loss, build_loss, build_module, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
 
@@ -55,21 +58,25 @@ class Engine:
         self.evaluation_program = compile_evaluation(run.plan)
         plan, config = run.plan, run.config
         compute = DTYPES[config.numerics.compute]
-        layouts = lay_out(tuple(specs), plan.mesh, mesh.at, sequence_parallel=plan.sequence_parallel)
+        layouts = lay_out(tuple(specs), plan.mesh, mesh.at, plan.rules, sequence_parallel=plan.sequence_parallel)
         self.buffers = {
-            unit: UnitBuffers(
-                layouts[unit],
-                zero=plan.zero,
-                dp=plan.mesh.dp,
-                place=mesh.at.dp,
-                compute=compute,
-                device=mesh.device,
-                seed=config.train.seed,
+            unit: tuple(
+                UnitBuffers(
+                    layout,
+                    zero=plan.zero,
+                    shards=mesh.sharers[layout.family].shards,
+                    place=mesh.sharers[layout.family].shard,
+                    compute=compute,
+                    device=mesh.device,
+                    seed=config.train.seed,
+                    is_exact=plan.grain is not None,
+                )
+                for layout in layouts[unit]
             )
             for unit in self.step_program.held_by(mesh.at.pp)
         }
         self.optimizer = AdamW(
-            [Owned(b, tuple(self._owned_ranges(unit))) for unit, b in self.buffers.items()],
+            [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each()],
             Hyper(
                 beta1=config.train.beta1,
                 beta2=config.train.beta2,
@@ -77,22 +84,29 @@ class Engine:
                 weight_decay=config.train.weight_decay,
                 clip_norm=config.train.clip_norm,
             ),
+            is_exact=plan.grain is not None,
         )
+        self._attend, self._positions = build_attend(run, mesh)
         self._executor = Executor(self._machine(specs, compute), self._update)
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
         self._inspect: Callable[[], None] | None = None
 
+    def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
+        """Every flat buffer, with its unit."""
+        return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
+
     def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype) -> Machine:
         plan, mesh, config = self.run.plan, self.mesh, self.run.config
         shared = {
             slot.spec.name: param
-            for b in self.buffers.values()
+            for _, b in self._each()
             for slot in b.layout.slots
             for local, param in b.params.items()
             if local == slot.local
         }
+        exact = self._exact()
         # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
         is_compiled = config.numerics.compile
         modules = {
@@ -100,33 +114,56 @@ class Engine:
                 specs[unit],
                 {local: shared[p.name] for local, p in specs[unit].params.items()},
                 mesh.tp,
+                plan.rules,
                 sequence_parallel=plan.sequence_parallel,
                 is_compiled=is_compiled and plan.recomputed[unit],
+                exact=exact,
             )
             for unit in self.step_program.units_of(mesh.at.pp)
         }
-        last = len(specs) - 1
-        tokens = config.data.sequence_tokens // (plan.mesh.tp if plan.sequence_parallel else 1)
+        compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
+        tokens = config.data.sequence_tokens // plan.mesh.cp // (plan.mesh.tp if plan.sequence_parallel else 1)
         return Machine(
             mesh=mesh,
             buffers=self.buffers,
-            compute=modules,
-            selective={unit: selective(module) for unit, module in modules.items()},
-            loss=build_loss(
-                modules.get(last, torch.nn.Identity()),
-                mesh.tp,
-                is_straight=plan.zero < 2 or plan.mesh.dp == 1,
-            ),
+            compute=compute_of,
+            selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
+            loss=self._loss(modules, specs, exact),
+            loss_dtype=torch.float32 if exact is None else torch.float64,
             boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
         )
 
-    def _owned_ranges(self, unit: int) -> Iterator[tuple[int, int]]:
-        """The ranges of the unit's shard that no other rank counts: whole where cut, else on the first place."""
-        b, at = self.buffers[unit], self.mesh.at
-        if at.pp != min(self.step_program.holders(unit)) or (b.zero == 0 and at.dp > 0):
+    def _exact(self) -> Exact | None:
+        grain = self.run.plan.grain
+        if grain is None:
+            return None
+        return Exact(
+            grain=grain,
+            rules=self.run.plan.rules,
+            chunks=grain.chunks // self.mesh.shape.cp,
+            group=self.mesh.tp,
+            sinks={param: b.sinks[local] for _, b in self._each() for local, param in b.params.items()},
+        )
+
+    def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
+        last = len(specs) - 1
+        if exact is not None and last in modules:
+            return build_exact_loss(modules[last], specs[last], exact)
+        is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
+        return build_loss(modules.get(last, torch.nn.Identity()), self.mesh.tp, is_straight=is_straight)
+
+    def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
+        """The module with the keyword arguments that it takes."""
+        given = {"attend": self._attend, "positions": self._positions}
+        return functools.partial(module, **{name: given[name] for name in spec.takes}) if spec.takes else module
+
+    def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
+        """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
+        at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
+        if at.pp != min(self.step_program.holders(unit)) or sharers.replica > 0 or (b.zero == 0 and sharers.shard > 0):
             return
         for slot, low, high in b.held():
-            if at.tp == 0 or not slot.is_replicated:
+            if at.tp == 0 or b.layout.family == "experts" or not slot.is_replicated:
                 start = slot.start + low - b.start
                 yield start, start + high - low
 
@@ -149,7 +186,7 @@ class Engine:
             record: where to note when each instruction ran.
         """
         self._lr, self._tokens, self._inspect = lr, valid_tokens, inspect
-        for b in self.buffers.values():
+        for _, b in self._each():
             b.zero_gradient()
         self._executor.run(self.step_program, microbatches, scale=1.0 / valid_tokens, record=record)
         loss, norm = self._result
@@ -179,14 +216,14 @@ class Engine:
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """What this rank holds of the state, piece by piece, in the order of the units."""
-        for unit, b in self.buffers.items():
-            owned = set(self._owned_ranges(unit))
+        for unit, b in self._each():
+            owned = set(self._owned_ranges(unit, b))
             for kind in kinds:
                 buffer = {
                     "weight": b.master,
                     "exp_avg": b.exp_avg,
                     "exp_avg_sq": b.exp_avg_sq,
-                    "gradient": b.gradient_shard,
+                    "gradient": b.reduced,
                 }[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start
@@ -213,13 +250,13 @@ class Engine:
             steps: updates that the optimizer has made.
         """
         self.optimizer.steps = steps
-        for b in self.buffers.values():
+        for _, b in self._each():
             if b.zero == 0:
                 b.refresh()
 
     def bytes(self) -> Bytes:
         """What this rank's buffers hold now, by category."""
-        every = [b.bytes() for b in self.buffers.values()]
+        every = [b.bytes() for _, b in self._each()]
         return Bytes(
             params=sum(b.params for b in every),
             gradients=sum(b.gradients for b in every),

@@ -32,7 +32,16 @@ from superstep.program.instructions import (
     Wire,
 )
 from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.collectives import DONE, Pending, all_gather, all_reduce, receive, reduce_scatter, send
+from superstep.runtime.collectives import (
+    DONE,
+    Pending,
+    all_gather,
+    all_reduce,
+    receive,
+    reduce_scatter,
+    send,
+    together,
+)
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss
 
@@ -45,18 +54,20 @@ class Machine:
 
     Attributes:
         mesh: place and groups.
-        buffers: of every unit this rank holds.
+        buffers: of every unit this rank holds, one for each family of its parameters.
         compute: unit number to its module, for the units this rank computes.
         selective: the same, keeping less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
+        loss_dtype: of its result.
         boundary: shape and dtype of what passes between units.
     """
 
     mesh: Mesh
-    buffers: Mapping[int, UnitBuffers]
+    buffers: Mapping[int, tuple[UnitBuffers, ...]]
     compute: Mapping[int, Compute]
     selective: Mapping[int, Compute]
     loss: Loss
+    loss_dtype: torch.dtype
     boundary: tuple[torch.Size, torch.dtype]
 
 
@@ -104,7 +115,7 @@ class Executor:
         self._flight = _Flight()
         self._microbatches: Sequence[Microbatch] = ()
         self._scale = 1.0
-        self.loss = torch.zeros((), dtype=torch.float32, device=machine.mesh.device.torch)
+        self.loss = torch.zeros((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
         self._one = torch.ones_like(self.loss)
 
     def run(
@@ -175,14 +186,17 @@ class Executor:
             case Fetch(unit):
                 self._fetch(unit)
             case Free(unit):
-                self._machine.buffers[unit].drop_full()
+                for buffers in self._machine.buffers[unit]:
+                    buffers.drop_full()
             case Reduce(unit):
                 self._reduce(unit)
             case Settle(unit):
-                self._machine.buffers[unit].settle()
+                for buffers in self._machine.buffers[unit]:
+                    buffers.settle()
             case Tie(unit):
                 group = self._machine.mesh.ties[self._holders(unit)]
-                all_reduce(self._machine.buffers[unit].gradient_shard, group).wait()
+                for buffers in self._machine.buffers[unit]:
+                    all_reduce(buffers.gradient_shard, group).wait()
             case ReducePartial():
                 self._reduce_partial()
             case Step():
@@ -216,7 +230,8 @@ class Executor:
     def _backward(self, unit: int, m: int) -> None:
         flight = self._flight
         for read in self._reads[unit]:
-            self._machine.buffers[read].ready_gradient()
+            for buffers in self._machine.buffers[read]:
+                buffers.ready_gradient()
         x, edge = flight.kept.pop((unit, m))
         assert edge is not None, "check lets no backward through without its forward"
         gradient = self._one if unit == self._last_unit else flight.gradients.pop((unit + 1, m))
@@ -255,12 +270,14 @@ class Executor:
         return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
 
     def _fetch(self, unit: int) -> None:
-        buffers, mesh = self._machine.buffers[unit], self._machine.mesh
-        assert mesh.fetch is not None
-        if buffers.zero == 3:
-            buffers.restore_full()
-        buffers.refresh()
-        self._flight.fetching[unit] = all_gather(buffers.full, mesh.fetch, tag=unit)
+        started: list[Pending] = []
+        for buffers in self._machine.buffers[unit]:
+            group = self._machine.mesh.sharers[buffers.layout.family].fetch
+            if buffers.zero and group is not None:
+                buffers.restore_full()
+                buffers.refresh()
+                started.append(all_gather(buffers.full, group, tag=unit))
+        self._flight.fetching[unit] = together(started)
 
     def _arrived(self, unit: int) -> None:
         """Wait for the parameters that the unit reads."""
@@ -268,21 +285,23 @@ class Executor:
             self._flight.fetching.pop(read, DONE).wait()
 
     def _reduce(self, unit: int) -> None:
-        buffers, mesh = self._machine.buffers[unit], self._machine.mesh
-        assert mesh.reduce is not None
-        if buffers.zero == 0:
-            self._flight.reducing[unit] = all_reduce(buffers.gradient, mesh.reduce)
-        else:
-            self._flight.reducing[unit] = reduce_scatter(buffers.gradient, mesh.reduce, tag=unit)
+        started: list[Pending] = []
+        for buffers in self._machine.buffers[unit]:
+            group = self._machine.mesh.sharers[buffers.layout.family].reduce
+            if group is not None and buffers.zero:
+                started.append(reduce_scatter(buffers.gradient, group, tag=unit))
+            elif group is not None:
+                started.append(all_reduce(buffers.gradient, group))
+        self._flight.reducing[unit] = together(started)
 
     def _reduce_partial(self) -> None:
         """One sum over tp for all units: their partial gradients are few and small."""
         mesh = self._machine.mesh
         assert mesh.tp is not None
         pieces = []
-        for buffers in self._machine.buffers.values():
-            low = max(buffers.layout.partial, buffers.start) - buffers.start
-            high = min(buffers.layout.numel, buffers.stop) - buffers.start
+        for buffers in (b for unit in self._machine.buffers.values() for b in unit):
+            first, last = buffers.layout.partial
+            low, high = max(first, buffers.start) - buffers.start, min(last, buffers.stop) - buffers.start
             if low < high:
                 pieces.append(buffers.gradient_shard[low:high])
         if not pieces:

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from superstep.model.exchange import Local, Now
+from superstep.model.exchange import Exchange, Local, Now
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
 from superstep.runtime.collectives import gather_sequence
+from superstep.runtime.exact import GatherWhole, KeepOwn
 from superstep.runtime.mesh import Group
 
 
@@ -141,39 +142,12 @@ class _Whole(torch.autograd.Function):
         return grad_BSE.index_select(1, ctx.mine), None
 
 
-class _Take(torch.autograd.Function):
-    """Forward takes the own share of a stream that is whole on every tp rank, backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return x.chunk(group.size(), dim=1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gather_sequence(grad, ctx.group), None
-
-
-class _Give(torch.autograd.Function):
-    """Forward gathers the shares, backward takes the own one: the gradient is whole on every tp rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        group = ctx.group
-        return grad.chunk(group.size(), dim=1)[group.rank()].contiguous(), None
-
-
 def split_tokens(block: nn.Module, tp: Group) -> None:
     """Change the forward of a mixture of experts whose input is whole on every tp rank: each works on its share."""
-    inner: Callable[[Tensor], Tensor] = block.forward
+    inner: Callable[..., Tensor] = block.forward
 
-    def forward(x_BSD: Tensor) -> Tensor:
-        y_BSD: Tensor = _Give.apply(inner(_Take.apply(x_BSD, tp)), tp)  # type: ignore[no-untyped-call]
+    def forward(x_BSD: Tensor, *, exchange: Exchange) -> Tensor:
+        y_BSD: Tensor = GatherWhole.apply(inner(KeepOwn.apply(x_BSD, tp), exchange=exchange), tp)  # type: ignore[no-untyped-call]
         return y_BSD
 
     block.forward = forward

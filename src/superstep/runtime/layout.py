@@ -1,17 +1,18 @@
-"""How a unit's parameters lie in its flat buffer, and which part of which global tensor each rank holds.
+"""How a unit's parameters lie in flat buffers, and which part of which global tensor each rank holds.
 
-One unit is one flat buffer: what ZeRO gathers, reduces and updates at once. Inside it lie first the matrices, then
-the vectors, so that weight decay is a range; among the vectors those whose gradient is partial over tp come last,
-so that they are a range too. The end is padded until the buffer splits evenly over dp.
+A flat buffer is what ZeRO gathers, reduces and updates at once. A unit has one for its dense parameters and, if it
+has experts, one for theirs, because other ranks share those. Inside a buffer lie first the matrices, then the vectors,
+so that weight decay is a range; those whose gradient is partial over tp meet in the middle, so that they are a range
+too. The end is padded until the buffer splits evenly over its shards.
 
-    | wq | wk | wv | wo | gate | up | down || q_norm | k_norm | input_norm | post_norm | pad |
-      matrices, decayed                       vectors; partial over tp
+    | wq | wk | wv | wo | gate | up | down | router || q_norm | k_norm | input_norm | post_norm | bias | pad |
+      matrices, decayed                              vectors
+                                             partial over tp ---------------------------------|
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,22 +20,20 @@ from torch import nn
 
 from superstep.errors import ConfigError
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.plan.mesh import Coordinate, MeshShape
+from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
 from superstep.plan.padding import padded
-
-# Logical axis to mesh axis, as GSPMD's annotation does (Xu 2021).
-RULES: Mapping[str, str] = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
+from superstep.plan.rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One parameter inside a unit's flat buffer.
+    """One parameter inside a flat buffer.
 
     Attributes:
         local: its name in the unit's module.
         spec: what it is globally.
         shape: the global tensor's shape.
-        index: the part of the global tensor this tp rank holds, a slice for each dim.
+        index: the part of the global tensor this rank's place holds, a slice for each dim.
         start: its first element in the flat buffer.
         is_partial: whether the tp ranks all hold it whole and each sees only a part of its gradient.
     """
@@ -58,41 +57,60 @@ class Slot:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every tp rank holds the whole tensor."""
+        """Whether every rank holds the whole tensor."""
         return self.local_shape == self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLayout:
-    """A unit's flat buffer.
+class BufferLayout:
+    """One flat buffer.
 
     Attributes:
-        slots: its parameters, in the order of the buffer; a tied parameter is in its owner's buffer only.
+        family: which ranks hold the same.
+        slots: the parameters, in the order of the buffer; a tied parameter is in its owner's buffer only.
         decayed: elements before this one take weight decay.
-        partial: elements from this one up to ``numel`` have partial gradients over tp.
+        partial: the range of elements whose gradients are partial over tp.
         numel: elements in use.
-        padded: elements in all, a multiple of dp.
+        padded: elements in all, a multiple of the shards.
     """
 
-    name: str
+    family: Family
     slots: tuple[Slot, ...]
     decayed: int
-    partial: int
+    partial: tuple[int, int]
     numel: int
     padded: int
 
 
 def lay_out(
-    specs: tuple[UnitSpec, ...], mesh: MeshShape, at: Coordinate, *, sequence_parallel: bool
-) -> tuple[UnitLayout, ...]:
-    """The flat buffer of every unit, as the rank at ``at`` holds it."""
+    specs: tuple[UnitSpec, ...], mesh: MeshShape, at: Coordinate, rules: Rules, *, sequence_parallel: bool
+) -> tuple[tuple[BufferLayout, ...], ...]:
+    """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
+
+    Raises:
+        ConfigError: a dim of a parameter does not split as the rules ask.
+    """
     owned: set[str] = set()
     layouts = []
     for spec in specs:
         shapes = {name: tuple(p.shape) for name, p in _parameters(spec)}
         fresh = {local: param for local, param in spec.params.items() if param.name not in owned}
         owned |= {param.name for param in fresh.values()}
-        layouts.append(_lay_out(spec.name, fresh, shapes, mesh, at, sequence_parallel=sequence_parallel))
+        slots = [
+            Slot(
+                local=local,
+                spec=param,
+                shape=shapes[local],
+                index=cut(param, shapes[local], mesh, at, rules),
+                start=0,
+                is_partial=mesh.tp > 1 and _is_partial(param, rules, sequence_parallel=sequence_parallel),
+            )
+            for local, param in fresh.items()
+        ]
+        families: dict[Family, list[Slot]] = {family: [] for family in FAMILIES}
+        for slot in slots:
+            families["experts" if "ep" in map(rules.cut, slot.spec.axes) else "dense"].append(slot)
+        layouts.append(tuple(_pack(family, members, mesh) for family, members in families.items() if members))
     return tuple(layouts)
 
 
@@ -101,60 +119,56 @@ def _parameters(spec: UnitSpec) -> list[tuple[str, nn.Parameter]]:
         return list(spec.build().named_parameters())
 
 
-def _lay_out(
-    name: str,
-    params: Mapping[str, ParamSpec],
-    shapes: Mapping[str, tuple[int, ...]],
-    mesh: MeshShape,
-    at: Coordinate,
-    *,
-    sequence_parallel: bool,
-) -> UnitLayout:
-    def is_partial(local: str) -> bool:
-        axes = params[local].axes
-        return mesh.tp > 1 and ("head_dim" in axes or ("norm" in axes and sequence_parallel))
+def _is_partial(param: ParamSpec, rules: Rules, *, sequence_parallel: bool) -> bool:
+    """Weights of norms on single heads see their rank's heads; with a split sequence, those on the stream and routers
+    see their rank's tokens.
+    """
+    if any(rules.cut(axis) for axis in param.axes):
+        return False
+    return "head_dim" in param.axes or "router" in param.axes or ("norm" in param.axes and sequence_parallel)
 
-    # Matrices, whole vectors, partial vectors.
-    order = sorted(params, key=lambda local: (len(shapes[local]) < 2, is_partial(local)))
-    slots: list[Slot] = []
-    start, decayed, partial = 0, 0, -1
-    for local in order:
-        index = cut(params[local], shapes[local], mesh, at)
-        slot = Slot(
-            local=local,
-            spec=params[local],
-            shape=shapes[local],
-            index=index,
+
+def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
+    # Whole matrices, partial matrices, partial vectors, whole vectors.
+    order = sorted(slots, key=lambda s: (len(s.shape) < 2, s.is_partial if len(s.shape) > 1 else not s.is_partial))
+    packed: list[Slot] = []
+    start = decayed = 0
+    for slot in order:
+        placed = Slot(
+            local=slot.local,
+            spec=slot.spec,
+            shape=slot.shape,
+            index=slot.index,
             start=start,
-            is_partial=is_partial(local),
+            is_partial=slot.is_partial,
         )
-        assert not (slot.is_partial and len(slot.shape) > 1), "a matrix with partial gradients has no place"
-        if slot.is_partial and partial < 0:
-            partial = start
-        start = slot.stop
+        packed.append(placed)
+        start = placed.stop
         decayed = start if len(slot.shape) > 1 else decayed
-        slots.append(slot)
-    return UnitLayout(
-        name=name,
-        slots=tuple(slots),
+    partial = [slot for slot in packed if slot.is_partial]
+    return BufferLayout(
+        family=family,
+        slots=tuple(packed),
         decayed=decayed,
-        partial=start if partial < 0 else partial,
+        partial=(partial[0].start, partial[-1].stop) if partial else (0, 0),
         numel=start,
-        padded=padded(start, mesh.dp),
+        padded=padded(start, mesh.shards(family)),
     )
 
 
-def cut(spec: ParamSpec, shape: tuple[int, ...], mesh: MeshShape, at: Coordinate) -> tuple[slice, ...]:
+def cut(spec: ParamSpec, shape: tuple[int, ...], mesh: MeshShape, at: Coordinate, rules: Rules) -> tuple[slice, ...]:
     """The part of a global tensor that the rank at ``at`` holds, before ZeRO.
 
     Raises:
         ConfigError: a dim does not split over the mesh axis that the rules give its logical axis.
     """
+    places = {"tp": (mesh.tp, at.tp), "ep": (mesh.ep, mesh.expert_place(at)), None: (1, 0)}
     index = []
     for size, axis in zip(shape, spec.axes, strict=True):
-        degree, place = (mesh.tp, at.tp) if axis is not None and RULES.get(axis) == "tp" else (1, 0)
+        name = rules.cut(axis)
+        degree, place = places[name]
         if size % degree:
-            raise ConfigError(f"{spec.name}: its dim '{axis}' of {size} does not split over plan.tp = {degree}.")
+            raise ConfigError(f"{spec.name}: its dim '{axis}' of {size} does not split over plan.{name} = {degree}.")
         share = size // degree
         index.append(slice(place * share, (place + 1) * share))
     return tuple(index)

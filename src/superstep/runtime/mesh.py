@@ -12,11 +12,32 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from superstep.plan.mesh import Axis, Coordinate, MeshShape
+from superstep.plan.mesh import FAMILIES, Axis, Coordinate, Family, MeshShape
 from superstep.program.instructions import Wire
 from superstep.runtime.device import Device
 
 Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharers:
+    """The ranks that hold the same parameters as this one.
+
+    Attributes:
+        shards: ranks that share out one copy.
+        shard: this rank's place among them.
+        replica: which copy this rank has a part of.
+        fetch: the shards' group for gathering parameters; None where there is one shard.
+        reduce: the shards' group for summing gradients; None where there is one shard.
+        replicas: the group of the ranks that have the same shard; None where there is one replica.
+    """
+
+    shards: int
+    shard: int
+    replica: int
+    fetch: Group | None
+    reduce: Group | None
+    replicas: Group | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +49,10 @@ class Mesh:
         rank: this rank's number.
         at: this rank's place.
         device: where this rank computes.
-        fetch: the dp ranks' group for gathering parameters; None where dp = 1.
-        reduce: the dp ranks' group for summing gradients; None where dp = 1.
+        sharers: for each family of parameters, who holds the same.
+        cp: the cp ranks' group; None where cp = 1.
         tp: the tp ranks' group; None where tp = 1.
+        ep: the group of ranks that hold all experts together; None where ep = 1.
         pp: the pp ranks' group; None where pp = 1.
         channels: NCCL only: the group of each channel this rank takes part in.
         ties: for each set of pipeline ranks that share parameters, the group of those at this dp and tp place.
@@ -40,9 +62,10 @@ class Mesh:
     rank: int
     at: Coordinate
     device: Device
-    fetch: Group | None
-    reduce: Group | None
+    sharers: dict[Family, Sharers]
+    cp: Group | None
     tp: Group | None
+    ep: Group | None
     pp: Group | None
     channels: dict[tuple[int, int, Wire], Group]
     ties: dict[tuple[int, ...], Group]
@@ -53,14 +76,21 @@ class Mesh:
 
     def destroy(self) -> None:
         """Give the groups back."""
-        groups = [self.fetch, self.reduce, self.tp, self.pp, *self.channels.values(), *self.ties.values()]
+        shared = [g for s in self.sharers.values() for g in (s.fetch, s.reduce, s.replicas)]
+        groups = [*shared, self.cp, self.tp, self.ep, self.pp, *self.channels.values(), *self.ties.values()]
         for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
 
 
 def build_mesh(
-    shape: MeshShape, rank: int, device: Device, *, ties: tuple[tuple[int, ...], ...], timeout: timedelta
+    shape: MeshShape,
+    rank: int,
+    device: Device,
+    *,
+    ties: tuple[tuple[int, ...], ...],
+    timeout: timedelta,
+    has_experts: bool = False,
 ) -> Mesh:
     """Make the groups. Every rank calls this at the same time with the same arguments.
 
@@ -70,6 +100,7 @@ def build_mesh(
         device: where this rank computes.
         ties: the sets of pipeline ranks that share parameters.
         timeout: how long a collective may wait.
+        has_experts: whether the model has experts, which other ranks share than the dense parameters.
     """
 
     def mine(members: list[list[int]]) -> Group | None:
@@ -84,7 +115,23 @@ def build_mesh(
     def axis(name: Axis) -> Group | None:
         return mine(shape.groups(name))
 
-    fetch, reduce, tp, pp = axis("dp"), axis("dp"), axis("tp"), axis("pp")
+    at = shape.at(rank)
+
+    def sharers(family: Family) -> Sharers:
+        shards, place = shape.shards(family), shape.sharer(family, at)
+        return Sharers(
+            shards=shards,
+            shard=place % shards,
+            replica=place // shards,
+            fetch=mine(shape.shard_groups(family)),
+            reduce=mine(shape.shard_groups(family)),
+            replicas=mine(shape.replica_groups(family)),
+        )
+
+    # Without experts their groups would only cost connections.
+    shared = {family: sharers(family) for family in (FAMILIES if has_experts else FAMILIES[:1])}
+    cp, tp, pp = axis("cp"), axis("tp"), axis("pp")
+    ep = mine(shape.expert_groups()) if has_experts else None
     tie_groups: dict[tuple[int, ...], Group] = {}
     for places in ties:
         group = mine([[ranks[p] for p in places] for ranks in shape.groups("pp")])
@@ -102,11 +149,12 @@ def build_mesh(
     return Mesh(
         shape=shape,
         rank=rank,
-        at=shape.at(rank),
+        at=at,
         device=device,
-        fetch=fetch,
-        reduce=reduce,
+        sharers=shared,
+        cp=cp,
         tp=tp,
+        ep=ep,
         pp=pp,
         channels=channels,
         ties=tie_groups,

@@ -15,6 +15,7 @@ leaving reduce-scatters it, and the norms between work on S / tp tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch.autograd.function import FunctionCtx
 
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
+from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence, scatter_sequence
-from superstep.runtime.layout import RULES
+from superstep.runtime.exact import GatherWhole, KeepOwn, pass_on
 from superstep.runtime.mesh import Group
 
 Forward = Callable[[Tensor], Tensor]
@@ -86,19 +88,42 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-def split(module: nn.Module, spec: UnitSpec, group: Group, *, sequence_parallel: bool) -> None:
-    """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
+Border = Callable[[Tensor, Group], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """What happens at the seams: entering a split region, leaving it after a product, and after a lookup."""
+
+    enter: Border
+    leave: Border
+    leave_lookup: Border
+
+
+def borders(*, sequence_parallel: bool) -> Borders:
+    """Those of fast mode."""
     enter, leave = (_Gather.apply, _Scatter.apply) if sequence_parallel else (_Enter.apply, _Leave.apply)
+    return Borders(enter=enter, leave=leave, leave_lookup=leave)
+
+
+def exact_borders(*, sequence_parallel: bool) -> Borders:
+    """Those of exact mode: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
+    enter, leave = (GatherWhole.apply, KeepOwn.apply) if sequence_parallel else (pass_on, pass_on)
+    return Borders(enter=enter, leave=leave, leave_lookup=borders(sequence_parallel=sequence_parallel).leave)
+
+
+def split(module: nn.Module, spec: UnitSpec, group: Group, rules: Rules, seams: Borders) -> None:
+    """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
         layer = module.get_submodule(path)
-        is_cut = [axis is not None and RULES.get(axis) == "tp" for axis in param.axes]
+        is_cut = [rules.cut(axis) == "tp" for axis in param.axes]
         if isinstance(layer, nn.Embedding) and is_cut[0]:
-            _replace(layer, _vocabulary_lookup(layer, group, leave))
+            _replace(layer, _vocabulary_lookup(layer, group, seams.leave_lookup))
         elif isinstance(layer, nn.Linear) and leaf == "weight" and is_cut[1]:
-            _replace(layer, _then(layer.forward, leave, group))
+            _replace(layer, _then(layer.forward, seams.leave, group))
         elif param.axes == ("norm",):
-            _replace(layer, _then(layer.forward, enter, group))
+            _replace(layer, _then(layer.forward, seams.enter, group))
 
 
 def _replace(layer: nn.Module, forward: Forward) -> None:
@@ -106,14 +131,14 @@ def _replace(layer: nn.Module, forward: Forward) -> None:
     layer.forward = forward
 
 
-def _then(inner: Forward, outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
+def _then(inner: Forward, outer: Border, group: Group) -> Forward:
     def forward(x: Tensor) -> Tensor:
         return outer(inner(x), group)
 
     return forward
 
 
-def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
+def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Border) -> Forward:
     inner = layer.forward
 
     def forward(tokens_BS: Tensor) -> Tensor:

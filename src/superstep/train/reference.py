@@ -43,7 +43,7 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         batches: one for each step, with all rows of the global batch.
     """
     exchange = Local()
-    model = Decoder(shape, exchange)
+    model = Decoder(shape)
     specs = parameters(model, units(shape)).values()
     params = [param for _, param in specs]
     with torch.no_grad():
@@ -63,7 +63,7 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         # Row by row: nothing of how a layout splits the batch is repeated here.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
             exchange.now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
-            row = cross_entropy_sum(model(tokens[None]), targets[None]) / batch.valid_tokens
+            row = cross_entropy_sum(model(tokens[None], exchange=exchange), targets[None]) / batch.valid_tokens
             row.backward()
             loss += row.detach()
         gradients = {n: x.clone() for spec, p in specs if p.grad is not None for n, x in spec.views(p.grad)}

@@ -249,7 +249,7 @@ class Session:
     def _write_trace(self, step: int) -> None:
         at = self._mesh.at
         mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
-        parts = gather(mine if at.dp == 0 and at.tp == 0 else None)
+        parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
         if self._peers.rank == 0:
             trace = {"step": step, "ranks": [part for part in parts if part is not None]}
             write_whole(self.folder.trace, json.dumps(trace))
