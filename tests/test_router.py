@@ -17,7 +17,6 @@ from superstep.model.router import (
     balance_loss,
     choices,
     expected_load,
-    logits_width,
     noise_width,
     route,
     within_capacity,
@@ -36,7 +35,7 @@ def moe_of(router, experts=4, **fields):
 def draws(moe, B=3, S=12, seed=0, dtype=torch.float32):
     """Logits and noise for whole sequences."""
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(B, S, logits_width(moe), generator=generator, dtype=dtype)
+    logits = 2 * torch.randn(B, S, moe.logits, generator=generator, dtype=dtype)
     noise = torch.randn(B, S, noise_width(moe), generator=generator, dtype=dtype)
     return logits, noise
 
@@ -252,7 +251,7 @@ def test_the_gradient_of_the_routers_weights_is_that_of_finite_differences(route
         routing = route(shape.moe, logits, noise)
         return (routing.weight * towards).sum() + routing.balance.sum() + routing.z.sum()
 
-    assert logits_width(shape.moe) == sum(len(w) for w in weights)
+    assert shape.moe.logits == sum(len(w) for w in weights)
     assert torch.autograd.gradcheck(loss, weights)
 
 

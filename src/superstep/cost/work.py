@@ -1,18 +1,26 @@
 """Work: how many parameters each unit has, and the floating-point operations that it takes.
 
     T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
-    S  tokens of a sequence         F  inner width of the feed-forward
+    S  tokens of a sequence         F  inner width of the feed-forward, or of one expert
     D  width                        V  vocabulary
+    E, k, s  experts: all, those of one token, those that every token visits
 
     unit     matrices                          vectors           operations of a forward pass
     embed    V·D                                                 0: it looks up
     block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
     head     D·V, unless tied                  D                 2·T·D·V
 
+A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
+
+             3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
+             D·E + 3·D·F·s                                       2·T · matrices
+
+so that k + s of them count for a token, as if none was dropped.
+
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
 sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
 convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
-every matrix and every head, so that a rank does 1 / tp of it all.
+every matrix and every head, so that a rank does 1 / tp of it all; in a mixture it is the tokens that tp cuts.
 """
 
 from __future__ import annotations
@@ -33,14 +41,22 @@ class UnitParameters:
     Attributes:
         matrices: cut over tp.
         vectors: weights of norms, whole on each tp rank.
+        whole: matrices that are whole there too: routers and shared experts.
+        experts: matrices of experts, cut over ep.
     """
 
     matrices: int
     vectors: int = 0
+    whole: int = 0
+    experts: int = 0
 
-    def on_rank(self, tp: int) -> int:
-        """What one tensor-parallel rank holds of them."""
-        return self.matrices // tp + self.vectors
+    def dense_on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of all but the experts."""
+        return self.matrices // tp + self.whole + self.vectors
+
+    def on_rank(self, tp: int, ep: int = 1) -> int:
+        """What one rank holds."""
+        return self.dense_on_rank(tp) + self.experts // ep
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +80,12 @@ class UnitWork:
 class LocalDims:
     """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
-    With sequence parallelism t = T / tp, else t = T.
+    With sequence parallelism t = T / tp, else t = T. ``m`` are the tokens that a rank brings to a mixture of experts.
     """
 
     T: int
     t: int
+    m: int
     S: int
     D: int
     N: int
@@ -86,12 +103,13 @@ def local_dims(run: Resolved) -> LocalDims:
     return LocalDims(
         T=tokens,
         t=tokens // tp if plan.sequence_parallel else tokens,
+        m=tokens // tp,
         S=sequence_tokens,
         D=shape.width,
         N=shape.heads // tp,
         K=shape.kv_heads // tp,
         H=shape.head_dim,
-        F=shape.ffn // tp,
+        F=shape.ffn if shape.moe else shape.ffn // tp,
         V=shape.vocab // tp,
     )
 
@@ -100,7 +118,12 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(_block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    block = UnitParameters(
+        _cut_matrices(shape),
+        2 * D + (2 * H if shape.qk_norm else 0),
+        _whole_matrices(shape),
+        shape.moe.experts * _feed_forward(shape) if shape.moe else 0,
+    )
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
 
@@ -113,7 +136,10 @@ def parameters(shape: ModelShape) -> int:
 def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
     """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
     attention = 4 * tokens * sequence_tokens * shape.heads * shape.head_dim
-    block = UnitWork((2 * tokens * _block_matrices(shape) + attention) // tp)
+    active = _cut_matrices(shape) + _whole_matrices(shape)
+    if shape.moe:
+        active += shape.moe.experts_per_token * (_feed_forward(shape) + shape.width)
+    block = UnitWork((2 * tokens * active + attention) // tp)
     head = UnitWork(2 * tokens * shape.width * shape.vocab // tp)
     return UnitWork(0), *[block] * shape.layers, head
 
@@ -124,7 +150,16 @@ def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
     return sum(unit.forward_flops + unit.backward_flops for unit in units)
 
 
-def _block_matrices(shape: ModelShape) -> int:
-    D, F = shape.width, shape.ffn
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return D * (queries + 2 * keys) + queries * D + 3 * D * F
+def _cut_matrices(shape: ModelShape) -> int:
+    D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return D * (queries + 2 * keys) + queries * D + (0 if shape.moe else _feed_forward(shape))
+
+
+def _whole_matrices(shape: ModelShape) -> int:
+    if shape.moe is None:
+        return 0
+    return shape.width * shape.moe.logits + shape.moe.shared_experts * _feed_forward(shape)
+
+
+def _feed_forward(shape: ModelShape) -> int:
+    return 3 * shape.width * shape.ffn

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from superstep.model.exchange import Exchange, Told
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
-from superstep.model.router import NOBODY, Routing, choices, logits_width, noise_width, route
+from superstep.model.router import NOBODY, Routing, choices, noise_width, route
 from superstep.plan.shape import ModelShape
 
 
@@ -37,12 +37,12 @@ class Gate(nn.Module):
         assert shape.moe is not None
         std = shape.width**-0.5
         self.weight = nn.Parameter(torch.empty(shape.moe.experts, shape.width).normal_(0.0, std))
-        spare = logits_width(shape.moe) - shape.moe.experts
+        spare = shape.moe.logits - shape.moe.experts
         self.spread = nn.Parameter(torch.empty(spare, shape.width).normal_(0.0, std)) if spare else None
         """noisy-topk: of the noise, for each expert (Shazeer 2017, eq. 4)."""
 
     def forward(self, x_BsD: Tensor) -> Tensor:
-        """[B, s, logits_width]."""
+        """[B, s, moe.logits]."""
         logits_BsE = wide_linear(x_BsD, self.weight)
         return logits_BsE if self.spread is None else torch.cat((logits_BsE, wide_linear(x_BsD, self.spread)), -1)
 

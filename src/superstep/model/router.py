@@ -47,11 +47,6 @@ class Routing:
     z: Tensor
 
 
-def logits_width(moe: MoeShape) -> int:
-    """Numbers that a router needs for each token: its logits, and for noisy-topk as many for the noise's spread."""
-    return 2 * moe.experts if moe.router == "noisy-topk" else moe.experts
-
-
 def noise_width(moe: MoeShape) -> int:
     """Draws of noise that a router takes for each token in training."""
     return {"noisy-topk": moe.experts, "top2": 1}.get(moe.router, 0)
@@ -62,7 +57,7 @@ def route(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routin
 
     Args:
         moe: the router and its numbers.
-        logits_BSE: [B, S, logits_width], fp32 or wider.
+        logits_BSE: [B, S, moe.logits], fp32 or wider.
         noise_BSE: [B, S, noise_width] draws of normal(0, 1); None in evaluation, where nothing is left to chance.
     """
     match moe.router:

@@ -51,6 +51,11 @@ class MoeShape:
     balance_weight: float
     z_weight: float
 
+    @property
+    def logits(self) -> int:
+        """Numbers that the router computes for a token: one for each expert, and the noise's spread with noisy-topk."""
+        return 2 * self.experts if self.router == "noisy-topk" else self.experts
+
     def capacity(self, tokens: int) -> int | None:
         """Tokens of one sequence of ``tokens`` that an expert has room for; None for all of them."""
         if self.capacity_factor is None:
