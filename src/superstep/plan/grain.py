@@ -9,7 +9,7 @@ from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.shape import ModelShape
 
 MOST_CELLS = 8
-MOST_CHUNKS = 16
+MOST_CHUNKS = 8
 LEAST_CHUNK_TOKENS = 16
 """Smaller chunks make many small products."""
 
@@ -43,7 +43,7 @@ def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain 
     tokens = config.data.sequence_tokens
     grain = Grain(cells=_cells(shape), chunks=config.numerics.exact_chunks or _chunks(tokens))
     if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
-        choices = [n for n in _powers(MOST_CHUNKS * 4) if tokens % n == 0]
+        choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
         raise ConfigError(
             f"numerics.exact_chunks = {grain.chunks} must be a power of two that divides the "
             f"{tokens} tokens of a sequence; set numerics.exact_chunks to one of {choices}."

@@ -16,7 +16,7 @@ from superstep.program.compile import compile_evaluation, compile_step
 from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
-from superstep.runtime.exact import Exact, build_exact_loss
+from superstep.runtime.exact import Exact, build_exact_loss, require_exact
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
@@ -54,10 +54,13 @@ class Engine:
     def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
         self.run = run
         self.mesh = mesh
+        self.specs = tuple(specs)
         self.step_program = compile_step(run.plan)
         self.evaluation_program = compile_evaluation(run.plan)
         plan, config = run.plan, run.config
         compute = DTYPES[config.numerics.compute]
+        if plan.grain is not None:
+            require_exact(compute, mesh.device)
         layouts = lay_out(tuple(specs), plan.mesh, mesh.at, plan.rules, sequence_parallel=plan.sequence_parallel)
         self.buffers = {
             unit: tuple(

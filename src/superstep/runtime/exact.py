@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from superstep.errors import ConfigError
 from superstep.model.decoder import Head
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.self_check import first_difference
 from superstep.plan.grain import Grain
 from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence
+from superstep.runtime.device import Device
 from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
 from superstep.runtime.exact_loss import exact_loss
 from superstep.runtime.mesh import Group
@@ -54,6 +57,22 @@ class Exact:
             is_cut_out=is_cut_out,
             chunks=self.chunks,
             group=self.group,
+        )
+
+
+def require_exact(compute: torch.dtype, device: Device) -> None:
+    """See that exact mode's promise can be kept here, on one thread: more would order sums as they come.
+
+    Raises:
+        ConfigError: this machine orders some sum by what is computed beside it.
+    """
+    if device.kind == "cpu":
+        torch.set_num_threads(1)
+    broken = first_difference(compute, device.torch)
+    if broken is not None:
+        raise ConfigError(
+            f"numerics.exact = true cannot be kept on this machine ({device.name}): {broken}. "
+            "Set numerics.exact = false; prove then compares within a tolerance."
         )
 
 

@@ -86,10 +86,10 @@ class _Attend(torch.autograd.Function):
             rows, drows = _rows(q[:, here], kv_heads), _rows(grad[:, here], kv_heads)
             p = _probabilities(rows, keys[:, :seen], length)
             dp = torch.bmm(drows, values[:, :seen].transpose(1, 2))
-            dvalues[:, :seen] += ACTIVATION.put(torch.bmm(p.transpose(1, 2), drows))
+            dvalues[:, :seen] += ACTIVATION.put_(torch.bmm(p.transpose(1, 2), drows))
             ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
             dq[:, here] = _unrows(torch.bmm(ds, keys[:, :seen]), q[:, here]).to(q.dtype)
-            dkeys[:, :seen] += ACTIVATION.put(torch.bmm(ds.transpose(1, 2), rows))
+            dkeys[:, :seen] += ACTIVATION.put_(torch.bmm(ds.transpose(1, 2), rows))
         dk, dv = (
             ACTIVATION.take(how.exchange.scatter_sum(_by_token(x, q.shape[0]))).to(ctx.dtype) for x in (dkeys, dvalues)
         )

@@ -100,7 +100,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
         (tokens,) = ctx.saved_tensors
-        ctx.into.index_add_(0, tokens.flatten(), PARAMETER.put(grad.flatten(0, -2)))
+        ctx.into.index_add_(0, tokens.flatten(), PARAMETER.put_(grad.flatten(0, -2).float().clone()))
         return None, None, None
 
 
@@ -134,7 +134,7 @@ class _Norm(torch.autograd.Function):
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
         shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
-        ctx.into.add_(PARAMETER.put(scratch.mul_(r)).flatten(0, -2).sum(0))
+        ctx.into.add_(PARAMETER.put_(scratch.mul_(r)).flatten(0, -2).sum(0))
         dx = grad * weight.float() * r + wide * shift
         return dx.to(x.dtype), None, None, None
 

@@ -44,7 +44,7 @@ class _Loss(torch.autograd.Function):
         # All ranks but one add zero.
         own_BS1 = scores_BSW.gather(-1, column_BS1).masked_fill_(~is_here_BS1, 0.0)
         score_BS1 = _over_ranks(own_BS1, cut, dist.ReduceOp.SUM)
-        exp_BSW = (scores_BSW - top_BS1).exp_()
+        exp_BSW = scores_BSW.sub_(top_BS1).exp_()
         cells = exp_BSW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
         total_BS1 = cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out)
         is_valid_BS1 = (targets_BS != IGNORE).unsqueeze(-1)

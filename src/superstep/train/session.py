@@ -102,6 +102,15 @@ class RankPeers:
         return gather(value)
 
 
+def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shape of every global tensor, in the order of the model. Every rank calls this together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+        shapes |= part
+    names = global_specs(engine.specs)
+    return {name: shapes[name] for name in names}
+
+
 class Session:
     """Everything the loop drives.
 
@@ -220,17 +229,12 @@ class Session:
     def save(self, position: Position) -> tuple[Path, int]:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
         place = checkpoint_at(self.folder.checkpoints, position.step)
-        specs = global_specs(units(self.run.shape))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for part in gather({p.name: p.shape for p in self._engine.pieces(("weight",))}):
-            shapes |= part
-        ordered = {name: shapes[name] for name in specs}
         size = save(
             place,
             list(self._engine.pieces(STATE)),
             position,
             self._peers,
-            tensors=dict.fromkeys(STATE, ordered),
+            tensors=dict.fromkeys(STATE, tensor_shapes(self._engine)),
             beside={
                 "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
