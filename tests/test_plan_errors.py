@@ -56,7 +56,12 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
     ({"plan__cp": 2}, None, ["plan.cp = 2", "context parallelism", "set plan.cp to 1"]),
-    ({"plan__ep": 2}, None, ["plan.ep = 2", "expert parallelism", "set plan.ep to 1"]),
+    ({"plan__ep": 2}, None, ["plan.ep = 2", "model.name = 'demo' has none", "set plan.ep to 1"]),
+    (
+        {"model__experts": 6, "plan__ep": 4, "plan__dp": 4},
+        None,
+        ["plan.ep = 4", "model.experts = 6", "= 4 ranks", "set plan.ep to one of [1, 2]"],
+    ),
     ({"plan__pp": 5}, None, ["= 5 stages", "model.layers = 4", "set plan.pp to one of [1, 2, 3, 4]"]),
     ({"plan__pp": 4, "plan__chunks": 2}, None, ["= 8 stages", "set plan.pp to one of [1, 2]"]),
     ({"plan__pp": 2, "plan__chunks": 5}, None, ["= 10 stages", "set plan.chunks to one of [1, 2]"]),

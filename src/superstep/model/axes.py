@@ -12,7 +12,8 @@ In a mixture of experts every token stays where it is until it is sent to its ex
 router, and what stands beside, the shared experts, are whole on every rank that has tokens:
 
     experts           the experts: cut between them only
-    expert_ffn        the inner width of one expert, of all shared ones
+    expert_ffn        the inner width of one expert
+    shared_ffn        that of all shared experts together
     token_norm        weights of a norm whose output stays with its tokens
     router            the router's outputs, one or two for each expert
 """
@@ -58,9 +59,9 @@ SPREAD_AXES: Mapping[str, Axes] = {
     "mlp.gate.spread": ("router", "embed"),
 }
 SHARED_AXES: Mapping[str, Axes] = {
-    "mlp.shared_experts.gate_proj.weight": ("expert_ffn", "embed"),
-    "mlp.shared_experts.up_proj.weight": ("expert_ffn", "embed"),
-    "mlp.shared_experts.down_proj.weight": ("embed", "expert_ffn"),
+    "mlp.shared_experts.gate_proj.weight": ("shared_ffn", "embed"),
+    "mlp.shared_experts.up_proj.weight": ("shared_ffn", "embed"),
+    "mlp.shared_experts.down_proj.weight": ("embed", "shared_ffn"),
 }
 QK_NORM_AXES: Mapping[str, Axes] = {
     "self_attn.q_norm.weight": ("head_dim",),

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.grain import Grain, find_grain
-from superstep.plan.mesh import MeshShape
+from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model import shape_of
 from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape
-from superstep.plan.spread import check_context, check_replicas
+from superstep.plan.spread import check_context, check_experts, check_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class Plan:
     """A layout with nothing left open: what the program is compiled from.
 
     Attributes:
+        families: what kinds of parameters the model has, by the ranks that hold them.
         stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
@@ -28,6 +29,7 @@ class Plan:
     """
 
     mesh: MeshShape
+    families: tuple[Family, ...]
     zero: int
     context: Context
     schedule: Schedule
@@ -80,6 +82,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     plan = _fill(config, shape, world)
     _check_tensor_parallel(config, shape, plan)
     check_context(config, shape, plan)
+    check_experts(config, shape, plan)
     check_replicas(plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
@@ -89,6 +92,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     last = len(names) - 1
     full = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
+        families=FAMILIES if shape.moe else FAMILIES[:1],
         zero=plan.zero,
         context=plan.context,
         schedule=plan.schedule,
@@ -190,8 +194,6 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
     plan = config.plan
-    if plan.ep > 1:
-        raise ConfigError(f"plan.ep = {plan.ep}: expert parallelism arrives later; set plan.ep to 1.")
     plan = replace(plan, dp=_data_parallel(plan, world))
     stages = plan.pp * plan.chunks
     if shape.layers < stages:
@@ -286,10 +288,12 @@ def _check_tensor_parallel(config: RunConfig, shape: ModelShape, plan: PlanConfi
     sizes = {
         "model.heads": shape.heads,
         "model.kv_heads": shape.kv_heads,
-        "model.ffn": shape.ffn,
         "model.vocab": shape.vocab,
     }
-    if plan.sequence_parallel:
+    if shape.moe is None:
+        sizes["model.ffn"] = shape.ffn
+    # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
+    if plan.sequence_parallel or shape.moe:
         sizes["data.sequence_tokens"] = config.data.sequence_tokens
     for name, size in sizes.items():
         if size % plan.tp:

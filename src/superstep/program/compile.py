@@ -21,8 +21,8 @@ def compile_step(plan: Plan) -> Program:
     program = check(lower(plan, tasks, is_training=True))
     program = check(add_recompute(program))
     program = check(add_transfers(program))
-    program = check(add_reductions(program, dp=plan.mesh.data, tp=plan.mesh.tp))
-    program = check(add_fetch(program, dp=plan.mesh.shards("dense"), prefetch=plan.prefetch))
+    program = check(add_reductions(program, dp=max(map(plan.mesh.sharers, plan.families)), tp=plan.mesh.tp))
+    program = check(add_fetch(program, dp=max(map(plan.mesh.shards, plan.families)), prefetch=plan.prefetch))
     return check(add_step(program))
 
 
@@ -31,4 +31,4 @@ def compile_evaluation(plan: Plan) -> Program:
     tasks = forward_order(pp=plan.mesh.pp, chunks=plan.chunks, microbatches=plan.microbatches)
     program = check(lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
-    return check(add_fetch(program, dp=plan.mesh.shards("dense"), prefetch=plan.prefetch))
+    return check(add_fetch(program, dp=max(map(plan.mesh.shards, plan.families)), prefetch=plan.prefetch))

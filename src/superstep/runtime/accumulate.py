@@ -8,11 +8,14 @@ sum in the product, or in the rows that were looked up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
 
 
 class _Linear(torch.autograd.Function):
@@ -80,6 +83,8 @@ def accumulate_straight(module: nn.Module) -> None:
             _replace(layer, _linear(layer))
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
             _replace(layer, _embedding(layer))
+        elif isinstance(layer, GroupedLinear):
+            _replace(layer, _grouped(layer))
 
 
 def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
@@ -92,6 +97,15 @@ def _linear(layer: nn.Linear) -> Any:  # noqa: ANN401
             return F.linear(x, layer.weight)
         out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad)  # type: ignore[no-untyped-call]
         return out
+
+    return forward
+
+
+def _grouped(layer: GroupedLinear) -> Any:  # noqa: ANN401
+    def forward(x: Tensor, rows_E: Tensor) -> Tensor:
+        into = layer.weight.grad
+        assert into is not None
+        return grouped_linear(x, layer.weight, rows_E, partial(add_outer_products, into))
 
     return forward
 

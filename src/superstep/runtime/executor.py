@@ -60,6 +60,7 @@ class Machine:
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
         boundary: shape and dtype of what passes between units.
+        begin: told the number of a microbatch before any computation with it.
     """
 
     mesh: Mesh
@@ -69,6 +70,7 @@ class Machine:
     loss: Loss
     loss_dtype: torch.dtype
     boundary: tuple[torch.Size, torch.dtype]
+    begin: Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,7 @@ class Executor:
             flight.inputs[unit + 1, m] = y.detach()
 
     def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
+        self._machine.begin(m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             if keeps_graph and x.is_floating_point():
@@ -234,6 +237,7 @@ class Executor:
                 buffers.ready_gradient()
         x, edge = flight.kept.pop((unit, m))
         assert edge is not None, "check lets no backward through without its forward"
+        self._machine.begin(m)
         gradient = self._one if unit == self._last_unit else flight.gradients.pop((unit + 1, m))
         torch.autograd.backward(edge, gradient)
         if unit > 0:

@@ -29,9 +29,11 @@ from torch import Tensor, nn
 
 from superstep.model.exchange import Exchange, Local, Now
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.plan.resolve import Resolved
+from superstep.plan.sequence import positions
 from superstep.runtime.collectives import gather_sequence
 from superstep.runtime.exact import GatherWhole, KeepOwn
-from superstep.runtime.mesh import Group
+from superstep.runtime.mesh import Group, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,16 @@ class ExpertParallel(Local):
         y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E), order_A)
         y_RD = _travel(y_AD, coming, going, len(x_RD), group)
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+
+
+def build_exchange(run: Resolved, mesh: Mesh) -> ExpertParallel:
+    """The exchange of the plan. Sequences are split over cp, and over tp with sequence parallelism or without."""
+    sequence = None
+    if mesh.sequence is not None:
+        cp, tp, tokens = mesh.shape.cp, mesh.shape.tp, run.config.data.sequence_tokens
+        held = [positions(tokens, cp=cp, rank=c, tp=tp, part=t) for c in range(cp) for t in range(tp)]
+        sequence = SequenceParts(group=mesh.sequence, positions=torch.tensor(held, device=mesh.device.torch))
+    return ExpertParallel(mesh.ep, sequence)
 
 
 def _travel(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:
