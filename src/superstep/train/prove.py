@@ -95,7 +95,14 @@ def prove(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *
 
     Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
     """
-    mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=timedelta(seconds=120))
+    mesh = build_mesh(
+        run.plan.mesh,
+        world.rank,
+        world.device,
+        placement=run.plan.placement,
+        ties=ties(run),
+        timeout=timedelta(seconds=120),
+    )
     try:
         differences, bits = _run(mesh, run, batches, folder)
         is_deterministic = None

@@ -223,7 +223,14 @@ def _train_step(
 
 
 def _mesh(world: World, run: Resolved) -> Mesh:
-    return build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=timedelta(seconds=300))
+    return build_mesh(
+        run.plan.mesh,
+        world.rank,
+        world.device,
+        placement=run.plan.placement,
+        ties=ties(run),
+        timeout=timedelta(seconds=300),
+    )
 
 
 def _save(engine: Engine, world: World, place: Path, step: int) -> None:

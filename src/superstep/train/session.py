@@ -127,7 +127,9 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
-        self._mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=MESH_TIMEOUT)
+        self._mesh = build_mesh(
+            run.plan.mesh, world.rank, world.device, placement=run.plan.placement, ties=ties(run), timeout=MESH_TIMEOUT
+        )
         self._engine = Engine(run, units(run.shape), self._mesh)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
