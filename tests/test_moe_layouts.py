@@ -55,6 +55,7 @@ LAYOUTS = {
         {"cp": 2, "ep": 2, "zero": 2},
         {"cp": 2, "context": "ulysses", "recompute": "full"},
         {"pp": 2, "chunks": 2, "recompute": "selective"},
+        {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
     ],
     4: [
         {"dp": 4, "ep": 4, "zero": 3},
@@ -66,6 +67,8 @@ LAYOUTS = {
         {"cp": 2, "tp": 2, "ep": 2, "zero": 2},
         {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "recompute": "full"},
         {"pp": 2, "tp": 2, "ep": 2, "zero": 3},
+        {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v", "chunks": 2, "zero": 2},
+        {"dp": 4, "ep": 2, "zero": 3, "replicas": 2},
     ],
 }
 

@@ -39,6 +39,22 @@ leaves them in eager mode, where e is the bytes of a number in the compute dtype
     embed
       tokens; with tp > 1 the own ones, and which are not             T·8 (+ T·9)
 
+A backward pass that comes in two keeps, from BackwardInput to BackwardWeight, the inputs of the products with
+parameters and the gradients of their outputs; and of the norms' weights, which have no product, the gradient itself:
+
+    block
+      inputs: both norms' outputs, attention's output, the product of gate and up          2·T·D·e + T·N·H·e + T·F·e
+      gradients: of queries, keys, values, gate, up, attention's and feed-forward's sum   T·(N + 2K)·H·e + 2·T·(D + F)·e
+      of its norms                                                                        vectors · 4
+    block with a mixture of experts, for those of the feed-forward; shared experts have the same of their tokens
+      inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + (E + 1)·8
+      gradients: of gate, up, and down's outputs; the router's, made at once   R·(D + 2F)·e + D·logits·4
+    head
+      fused with the loss: the weight's gradient was made in the forward; ZeRO 2, 3: it   D·4 (+ D·V·4)
+      else: the norm's output; the gradient of the logits                                 T·D·e; T·V·e + D·4
+    embed
+      tokens; the gradient of what they gave                                              T·8; T·D·e
+
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; a collective's own
 buffers; the batch read ahead; torch itself. Compiled units keep less than this; scores are kept whole on a GPU whose
 attention kernels take no fp32 with grouped heads.
@@ -54,7 +70,7 @@ from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.padding import padded
 from superstep.plan.resolve import Resolved
-from superstep.plan.shape import MoeShape
+from superstep.plan.shape import ModelShape, MoeShape
 from superstep.program.instructions import Program
 from superstep.program.memory import Peak, UnitBytes, high_water
 
@@ -151,9 +167,18 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     embed = tokens + (TOKEN + 1) * d.T if run.plan.mesh.tp > 1 else tokens
     head = _head(run, d, e)
     kept = [
-        (embed, embed, tokens, 0),
-        *[(_block(d, e, run), _block_selective(d, e, run.shape.moe), boundary, boundary)] * run.shape.layers,
-        (head, head, boundary, boundary),
+        (embed, embed, tokens, 0, (tokens, d.T * d.D * e)),
+        *[
+            (
+                _block(d, e, run),
+                _block_selective(d, e, run.shape.moe),
+                boundary,
+                boundary,
+                _block_products(d, e, run.shape),
+            )
+        ]
+        * run.shape.layers,
+        (head, head, boundary, boundary, _head_products(run, d, e)),
     ]
     return tuple(
         UnitBytes(
@@ -162,9 +187,11 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,
+            product_inputs=products[0],
+            product_gradients=products[1],
             boundary=passed,
         )
-        for unit, (whole, selective, kept_input, passed) in zip(unit_parameters(run.shape), kept, strict=True)
+        for unit, (whole, selective, kept_input, passed, products) in zip(unit_parameters(run.shape), kept, strict=True)
     )
 
 
@@ -206,6 +233,26 @@ def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
     R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
     outputs = R + d.m * (2 if shared else 1)
     return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
+
+
+def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
+    """Inputs of the products, and gradients of their outputs."""
+    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0)
+    inputs = d.T * d.D * e + d.T * d.N * d.H * e
+    gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
+    if shape.moe is None:
+        return inputs + d.T * (d.D + d.F) * e, gradients + d.T * (d.D + 2 * d.F) * e
+    # Of experts and shared ones; the router's gradient is made at once.
+    R, shared = d.m * shape.moe.experts_per_token, d.m * shape.moe.shared_experts
+    rows = R + (d.m if shared else 0)
+    inputs += (rows * d.D + (R + shared) * d.F) * e + (shape.moe.experts + 1) * INDEX
+    return inputs, gradients + (rows * d.D + 2 * (R + shared) * d.F) * e + d.D * shape.moe.logits * FP32
+
+
+def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
+    if has_fused_loss(run):
+        return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+    return d.T * d.D * e, d.T * d.V * e + d.D * FP32
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:

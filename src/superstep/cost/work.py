@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
+from superstep.plan.work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -119,10 +120,10 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
     block = UnitParameters(
-        _cut_matrices(shape),
+        cut_matrices(shape),
         2 * D + (2 * H if shape.qk_norm else 0),
-        _whole_matrices(shape),
-        shape.moe.experts * _feed_forward(shape) if shape.moe else 0,
+        whole_matrices(shape),
+        shape.moe.experts * feed_forward(shape) if shape.moe else 0,
     )
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
@@ -135,31 +136,10 @@ def parameters(shape: ModelShape) -> int:
 
 def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
     """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
-    attention = 4 * tokens * sequence_tokens * shape.heads * shape.head_dim
-    active = _cut_matrices(shape) + _whole_matrices(shape)
-    if shape.moe:
-        active += shape.moe.experts_per_token * (_feed_forward(shape) + shape.width)
-    block = UnitWork((2 * tokens * active + attention) // tp)
-    head = UnitWork(2 * tokens * shape.width * shape.vocab // tp)
-    return UnitWork(0), *[block] * shape.layers, head
+    return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
 
 
 def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
     """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
     units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
     return sum(unit.forward_flops + unit.backward_flops for unit in units)
-
-
-def _cut_matrices(shape: ModelShape) -> int:
-    D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return D * (queries + 2 * keys) + queries * D + (0 if shape.moe else _feed_forward(shape))
-
-
-def _whole_matrices(shape: ModelShape) -> int:
-    if shape.moe is None:
-        return 0
-    return shape.width * shape.moe.logits + shape.moe.shared_experts * _feed_forward(shape)
-
-
-def _feed_forward(shape: ModelShape) -> int:
-    return 3 * shape.width * shape.ffn

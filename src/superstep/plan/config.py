@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 Recompute = Literal["none", "selective", "full"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
@@ -129,7 +129,10 @@ class PlanConfig:
     schedule: Schedule | None = None
     """The order of microbatches through the stages; none means 1f1b, or interleaved where chunks > 1."""
     chunks: int = 1
-    """Stages on each pipeline rank (the v of Narayanan 2021)."""
+    """Stages on each pipeline rank (the v of Narayanan 2021); 2 for zb-v."""
+    stages: tuple[int, ...] | None = None
+    """How many units each stage has, in model order: the embedding, each block and the head are one each; none means
+    the split whose largest stage has the least work, found anew for each layout."""
     microbatch: int | None = None
     """Sequences that go through the model at once on one data-parallel rank; none takes the largest that
     gives each pipeline rank work."""

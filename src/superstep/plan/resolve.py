@@ -12,6 +12,7 @@ from superstep.plan.model import shape_of
 from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape
 from superstep.plan.spread import check_context, check_experts, check_replicas
+from superstep.plan.stages import place, stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,22 +20,23 @@ class Plan:
     """A layout with nothing left open: what the program is compiled from.
 
     Attributes:
-        families: what kinds of parameters the model has, by the ranks that hold them.
-        stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
+        stages: unit numbers of each stage, in model order.
+        placement: the pipeline rank of each stage.
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
         grain: exact mode's pieces; None in fast mode.
+        families: those that the model's parameters are of.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
     """
 
     mesh: MeshShape
-    families: tuple[Family, ...]
     zero: int
     context: Context
     schedule: Schedule
     chunks: int
     stages: tuple[tuple[int, ...], ...]
+    placement: tuple[int, ...]
     microbatches: int
     microbatch: int
     microbatch_group: int
@@ -43,6 +45,7 @@ class Plan:
     prefetch: int
     rules: Rules
     grain: Grain | None
+    families: tuple[Family, ...]
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -92,12 +95,12 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     last = len(names) - 1
     full = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
-        families=FAMILIES if shape.moe else FAMILIES[:1],
         zero=plan.zero,
         context=plan.context,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        stages=split_stages(len(names), plan.pp * plan.chunks),
+        stages=stages_of(plan, shape, config.data.sequence_tokens),
+        placement=place(plan.schedule, pp=plan.pp, chunks=plan.chunks),
         microbatches=microbatches,
         microbatch=plan.microbatch,
         microbatch_group=plan.microbatch_group or microbatches,
@@ -106,35 +109,12 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         prefetch=plan.prefetch,
         rules=DEFAULT,
         grain=find_grain(config, shape, plan),
+        families=FAMILIES if shape.moe else FAMILIES[:1],
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),
     )
     return Resolved(config=replace(config, plan=plan), shape=shape, plan=full)
-
-
-def split_stages(units: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Units in runs as even as can be.
-
-    The first stage also has the first unit (the embedding) and the last stage the last one (the head), so the
-    blocks in between are what is shared out; the middle stages take what is over.
-    """
-    if stages == 1:
-        return (tuple(range(units)),)
-    blocks = units - 2
-    share, over = divmod(blocks, stages)
-    # The head is the dearest unit and the embedding next: the last and first stage get an extra block last.
-    order = [*range(1, stages - 1), 0, stages - 1]
-    counts = [share] * stages
-    for stage in order[:over]:
-        counts[stage] += 1
-    counts[0] += 1
-    counts[-1] += 1
-    found, start = [], 0
-    for count in counts:
-        found.append(tuple(range(start, start + count)))
-        start += count
-    return tuple(found)
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -195,6 +175,7 @@ def _check_ranges(config: RunConfig) -> None:
 def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
     plan = config.plan
     plan = replace(plan, dp=_data_parallel(plan, world))
+    plan = replace(plan, schedule=_schedule(plan, shape.layers, is_compiled=config.numerics.compile))
     stages = plan.pp * plan.chunks
     if shape.layers < stages:
         # Where even one rank cannot have so many chunks, it is the chunks that must come down.
@@ -203,15 +184,30 @@ def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig
             f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and model.layers = "
             f"{shape.layers}; set plan.{field} to one of {list(range(1, shape.layers // other + 1))}."
         )
+    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
+    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
+
+
+def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
     schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
-    if plan.chunks > 1 and schedule in ("gpipe", "1f1b"):
+    if plan.chunks > 1 and schedule in ("gpipe", "1f1b", "zb-h1"):
         raise ConfigError(
             f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; "
             "set plan.chunks to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
         )
-    plan = replace(plan, schedule=schedule)
-    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
-    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
+    if schedule == "zb-v" and (plan.chunks != 2 or layers < 2):
+        raise ConfigError(
+            f"plan.schedule = 'zb-v' runs two stages of a block or more on a rank, and plan.chunks = {plan.chunks}, "
+            f"model.layers = {layers}; set {'plan.chunks' if plan.chunks != 2 else 'model.layers'} to 2, or "
+            "choose another plan.schedule."
+        )
+    if is_compiled and schedule in ("zb-h1", "zb-v"):
+        raise ConfigError(
+            f"plan.schedule = '{schedule}' takes the backward pass in two, and a compiled block (numerics.compile = "
+            f"true) has it in one; set numerics.compile to false, or plan.schedule to "
+            f"'{'1f1b' if plan.chunks == 1 else 'interleaved'}'."
+        )
+    return schedule
 
 
 def _data_parallel(plan: PlanConfig, world: int | None) -> int:
@@ -256,7 +252,7 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
     assert plan.dp is not None
     assert plan.microbatch is not None
     m = batch // (plan.dp * plan.microbatch)
-    if plan.schedule in ("gpipe", "1f1b"):
+    if plan.schedule not in ("interleaved", "breadth-first"):
         if plan.microbatch_group is not None:
             raise ConfigError(
                 f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "

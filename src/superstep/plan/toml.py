@@ -57,9 +57,10 @@ def _convert(name: str, value: object, hint: object) -> object:
             if value in typing.get_args(option):
                 return value
         elif origin is tuple:
-            if isinstance(value, str):
+            item_type = typing.get_args(option)[0]
+            if type(value) is item_type:
                 return (value,)
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            if isinstance(value, list) and all(type(item) is item_type for item in value):
                 return tuple(value)
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -83,7 +84,7 @@ def describe_type(hint: object) -> str:
         if typing.get_origin(option) is Literal:
             parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
         elif typing.get_origin(option) is tuple:
-            parts.append("a list of strings")
+            parts.append({str: "a list of strings", int: "a list of whole numbers"}[typing.get_args(option)[0]])
         elif option is not type(None):
             parts.append(words[option])
     return " or ".join(parts)

@@ -11,9 +11,11 @@ import torch
 
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
+from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.accumulate import Adder, Sink, Sums
 from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
@@ -113,7 +115,8 @@ class Engine:
             for local, param in b.params.items()
             if local == slot.local
         }
-        exact = self._exact()
+        sums = Sums()
+        exact = self._exact(sums)
         # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
         is_compiled = config.numerics.compile
         modules = {
@@ -122,6 +125,7 @@ class Engine:
                 {local: shared[p.name] for local, p in specs[unit].params.items()},
                 mesh.tp,
                 plan.rules,
+                sums=sums,
                 sequence_parallel=plan.sequence_parallel,
                 is_compiled=is_compiled and plan.recomputed[unit],
                 exact=exact,
@@ -134,6 +138,8 @@ class Engine:
             mesh=mesh,
             buffers=self.buffers,
             compute=compute_of,
+            parameters={unit: tuple(self._adders(module, exact)) for unit, module in modules.items()},
+            sums=sums,
             selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
             loss=self._loss(modules, specs, exact),
             loss_dtype=torch.float32 if exact is None else torch.float64,
@@ -141,7 +147,7 @@ class Engine:
             begin=self._begin,
         )
 
-    def _exact(self) -> Exact | None:
+    def _exact(self, sums: Sums) -> Exact | None:
         grain = self.run.plan.grain
         if grain is None:
             return None
@@ -150,8 +156,17 @@ class Engine:
             rules=self.run.plan.rules,
             chunks=grain.chunks // self.mesh.shape.cp,
             group=self.mesh.tp,
-            sinks={param: b.sinks[local] for _, b in self._each() for local, param in b.params.items()},
+            sinks={param: Sink(b.sinks[local], sums) for _, b in self._each() for local, param in b.params.items()},
         )
+
+    @staticmethod
+    def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
+        """For each parameter, what adds a gradient to its buffer."""
+        for param in module.parameters():
+            if exact is not None:
+                yield param, functools.partial(PARAMETER.add, exact.sinks[param].into)
+            elif param.grad is not None:
+                yield param, param.grad.add_
 
     def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
         last = len(specs) - 1
@@ -228,7 +243,7 @@ class Engine:
         self._is_training = False
         self._executor.run(self.evaluation_program, microbatches, scale=1.0)
         valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
-        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.mesh.shape.pp - 1
+        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
         loss = self._counted_loss()
         both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
         total = sum_over_all(both).tolist()

@@ -21,6 +21,7 @@ from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.self_check import first_difference
 from superstep.plan.grain import Grain
 from superstep.plan.rules import Rules
+from superstep.runtime.accumulate import Sink
 from superstep.runtime.collectives import gather_sequence
 from superstep.runtime.device import Device
 from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
@@ -44,7 +45,7 @@ class Exact:
     rules: Rules
     chunks: int
     group: Group | None
-    sinks: Mapping[nn.Parameter, Tensor]
+    sinks: Mapping[nn.Parameter, Sink]
 
     def cut(self, param: ParamSpec) -> Cut:
         """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
@@ -83,15 +84,15 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     for local, param in spec.params.items():
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
-        into = exact.sinks[weight]
+        sink = exact.sinks[weight]
         if isinstance(layer, nn.Linear) and layer.bias is None:
-            _replace(layer, exact_linear(layer, into, exact.cut(param)))
+            _replace(layer, exact_linear(layer, sink, exact.cut(param)))
         elif isinstance(layer, nn.Embedding):
-            _replace(layer, exact_embedding(layer, into))
+            _replace(layer, exact_embedding(layer, sink))
         elif isinstance(layer, RMSNorm):
-            _replace(layer, exact_norm(weight, into, layer.eps))
+            _replace(layer, exact_norm(weight, sink, layer.eps))
         else:
-            weight.register_post_accumulate_grad_hook(_adds_to(into))
+            weight.register_post_accumulate_grad_hook(_adds_to(sink.into))
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             _replace(layer, exact_silu)
@@ -115,11 +116,11 @@ def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[
     assert isinstance(head, Head)
     linear = head.lm_head
     weight = head.get_parameter("lm_head.weight")
-    cut, into = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
+    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
     linear.forward = _same  # type: ignore[method-assign,assignment]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return exact_loss(h, weight, targets, scale, into, cut)
+        return exact_loss(h, weight, targets, scale, sink, cut)
 
     return loss
 

@@ -9,6 +9,7 @@ data-parallel rank. What a rank computes for a single token needs no sum and no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.pieces import product, tree_sum
+from superstep.runtime.accumulate import Sink
 from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.mesh import Group
 
@@ -50,9 +52,9 @@ class Cut:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, into: Tensor, cut: Cut) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x_BSI, weight_OI)
-        ctx.into, ctx.cut = into, cut
+        ctx.sink, ctx.cut = sink, cut
         return _forward(x_BSI, weight_OI, cut)
 
     @staticmethod
@@ -61,7 +63,7 @@ class _Linear(torch.autograd.Function):
         cut: Cut = ctx.cut
         dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
         dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
-        add_weight_gradient(ctx.into, grad_BSO, x_BSI, cut.chunks)
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, grad_BSO, x_BSI, cut.chunks))
         return dx.to(x_BSI.dtype).view(x_BSI.shape), None, None, None
 
 
@@ -77,14 +79,14 @@ def add_weight_gradient(into: Tensor, grad_BSO: Tensor, x_BSI: Tensor, chunks: i
         PARAMETER.add(into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
-def exact_linear(layer: nn.Linear, into: Tensor, cut: Cut) -> Any:  # noqa: ANN401
-    """The layer's new forward; its weight's gradient goes to ``into``."""
+def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut) -> Any:  # noqa: ANN401
+    """The layer's new forward; its weight's gradient goes to ``sink``."""
 
     def forward(x_BSI: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return _forward(x_BSI, layer.weight, cut)
         # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
-        out: Tensor = _Linear.apply(x_BSI, layer.weight, into, cut)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(x_BSI, layer.weight, sink, cut)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -92,25 +94,29 @@ def exact_linear(layer: nn.Linear, into: Tensor, cut: Cut) -> Any:  # noqa: ANN4
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(tokens)
-        ctx.into = into
+        ctx.sink = sink
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
         (tokens,) = ctx.saved_tensors
-        ctx.into.index_add_(0, tokens.flatten(), PARAMETER.put_(grad.flatten(0, -2).float().clone()))
+        ctx.sink.sums.do(partial(_add_rows, ctx.sink.into, tokens.flatten(), grad.flatten(0, -2)))
         return None, None, None
 
 
-def exact_embedding(layer: nn.Embedding, into: Tensor) -> Any:  # noqa: ANN401
-    """The layer's new forward; the table's gradient goes to ``into``."""
+def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
+    into.index_add_(0, tokens, PARAMETER.put_(grad.to(torch.float32, copy=True)))
+
+
+def exact_embedding(layer: nn.Embedding, sink: Sink) -> Any:  # noqa: ANN401
+    """The layer's new forward; the table's gradient goes to ``sink``."""
 
     def forward(tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)
-        out: Tensor = _Embedding.apply(tokens, layer.weight, into)  # type: ignore[no-untyped-call]
+        out: Tensor = _Embedding.apply(tokens, layer.weight, sink)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -122,10 +128,10 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink, eps: float) -> Tensor:  # noqa: ANN401
         out, r = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        ctx.into = into
+        ctx.sink = sink
         return out
 
     @staticmethod
@@ -134,9 +140,13 @@ class _Norm(torch.autograd.Function):
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
         shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
-        ctx.into.add_(PARAMETER.put_(scratch.mul_(r)).flatten(0, -2).sum(0))
+        ctx.sink.sums.do(partial(_add_tokens, ctx.sink.into, scratch.mul_(r)))
         dx = grad * weight.float() * r + wide * shift
         return dx.to(x.dtype), None, None, None
+
+
+def _add_tokens(into: Tensor, parts: Tensor) -> None:
+    into.add_(PARAMETER.put_(parts).flatten(0, -2).sum(0))
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -146,13 +156,13 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * r * weight.float()).to(x.dtype), r
 
 
-def exact_norm(weight: Tensor, into: Tensor, eps: float) -> Any:  # noqa: ANN401
-    """The new forward of an RMSNorm; its weight's gradient goes to ``into``."""
+def exact_norm(weight: Tensor, sink: Sink, eps: float) -> Any:  # noqa: ANN401
+    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``."""
 
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return _normalise(x, weight, eps)[0]
-        out: Tensor = _Norm.apply(x, weight, into, eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _Norm.apply(x, weight, sink, eps)  # type: ignore[no-untyped-call]
         return out
 
     return forward

@@ -6,6 +6,7 @@ S  positions      W  this rank's columns of the vocabulary
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.pieces import product, tree_sum
+from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact_linear import Cut, add_weight_gradient
 
 
-def exact_loss(h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, into: Tensor, cut: Cut) -> Tensor:
-    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``into``."""
-    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, into, cut)  # type: ignore[no-untyped-call]
+def exact_loss(h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, sink: Sink, cut: Cut) -> Tensor:
+    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``."""
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -32,7 +34,7 @@ class _Loss(torch.autograd.Function):
         weight_WD: Tensor,
         targets_BS: Tensor,
         scale: float,
-        into: Tensor,
+        sink: Sink,
         cut: Cut,
     ) -> Tensor:
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
@@ -53,7 +55,7 @@ class _Loss(torch.autograd.Function):
             grad_BSW = exp_BSW.div_(total_BS1)
             grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
             ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * is_valid_BS1).to(h_BSD.dtype))
-            ctx.into, ctx.cut = into, cut
+            ctx.sink, ctx.cut = sink, cut
         return exact_loss_sum((total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0))
 
     @staticmethod
@@ -62,7 +64,7 @@ class _Loss(torch.autograd.Function):
         cut: Cut = ctx.cut
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
-        add_weight_gradient(ctx.into, dscores_BSW, h_BSD, cut.chunks)
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, dscores_BSW, h_BSD, cut.chunks))
         return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None
 
 

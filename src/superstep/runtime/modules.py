@@ -20,7 +20,7 @@ from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
-from superstep.runtime.accumulate import accumulate_after, accumulate_straight
+from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.exact import Exact, make_exact
 from superstep.runtime.expert_parallel import split_tokens
 from superstep.runtime.mesh import Group
@@ -30,17 +30,21 @@ Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 
 
-def build_module(
+def build_module(  # noqa: PLR0913
     spec: UnitSpec,
     params: Mapping[str, nn.Parameter],
     tp: Group | None,
     rules: Rules,
     *,
+    sums: Sums,
     sequence_parallel: bool,
     is_compiled: bool,
     exact: Exact | None = None,
 ) -> nn.Module:
-    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism."""
+    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
+
+    What its layers add to gradient buffers goes through ``sums``.
+    """
     with torch.device("meta"):
         module = spec.build()
     for local in spec.params:
@@ -51,7 +55,7 @@ def build_module(
     elif is_compiled:
         accumulate_after(module)
     else:
-        accumulate_straight(module)
+        accumulate_straight(module, sums)
     if tp is not None:
         seams = (borders if exact is None else exact_borders)(sequence_parallel=sequence_parallel)
         split(module, spec, tp, rules, seams)

@@ -27,5 +27,6 @@ def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) 
 
 
 def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
-    return ((0, run.plan.mesh.pp - 1),) if run.shape.tied and run.plan.mesh.pp > 1 else ()
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
+    holders = tuple(sorted({run.plan.placement[0], run.plan.placement[-1]}))
+    return (holders,) if run.shape.tied and len(holders) > 1 else ()

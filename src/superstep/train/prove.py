@@ -99,6 +99,7 @@ def prove(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *
         run.plan.mesh,
         world.rank,
         world.device,
+        placement=run.plan.placement,
         ties=ties(run),
         has_experts=run.shape.moe is not None,
         timeout=timedelta(seconds=120),

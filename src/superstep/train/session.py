@@ -131,6 +131,7 @@ class Session:
             run.plan.mesh,
             world.rank,
             world.device,
+            placement=run.plan.placement,
             ties=ties(run),
             has_experts=run.shape.moe is not None,
             timeout=MESH_TIMEOUT,

@@ -1,8 +1,8 @@
 """Every layout that fits a number of ranks, for ``prove --all``.
 
 The mesh, the ZeRO stage and the schedule are crossed in full. What is independent of them (recompute, sequence
-parallelism, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
-every value meets every axis without a product of all.
+parallelism, tied or untied head, packed or padded sequences, the size of a microbatch, stages that are not even) is
+dealt out in turn, so that every value meets every axis without a product of all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import product
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.config import PlanConfig, Recompute, RunConfig
+from superstep.plan.model import shape_of
 from superstep.plan.resolve import Resolved, divisors, resolve
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -25,36 +26,43 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
         if world % (pp * tp):
             continue
         dp = world // (pp * tp)
-        for zero, (schedule, chunks, group) in product(range(4) if dp > 1 else (0,), list(_schedules(pp))):
+        for zero, way in product(range(4) if dp > 1 else (0,), list(_schedules(pp))):
             found = None
             for microbatch in _microbatches(config.train.batch_sequences // dp, pp, number):
-                plan = PlanConfig(
+                plan = replace(
+                    way,
                     pp=pp,
                     dp=dp,
                     tp=tp,
                     zero=zero,
-                    schedule=schedule,
-                    chunks=chunks,
                     microbatch=microbatch,
-                    microbatch_group=group,
                     recompute=RECOMPUTE[number % 3],
                     sequence_parallel=number % 4 != 3,
                 )
-                found = found or _resolved(config, plan, number, world)
+                found = found or _resolved(config, _uneven(config, plan) if number % 5 == 4 else plan, number, world)
             if found is not None:
                 number += 1
                 yield found
 
 
-def _schedules(pp: int) -> Iterator[tuple[Schedule, int, int | None]]:
-    yield "1f1b", 1, None
-    yield "breadth-first", 2, None
+def _schedules(pp: int) -> Iterator[PlanConfig]:
+    yield PlanConfig(schedule="1f1b")
+    yield PlanConfig(schedule="breadth-first", chunks=2)
+    yield PlanConfig(schedule="zb-v", chunks=2)
     if pp > 1:
-        yield "gpipe", 1, None
-        yield "interleaved", 2, None
-        yield "breadth-first", 2, pp
+        yield PlanConfig(schedule="zb-h1")
+        yield PlanConfig(schedule="gpipe")
+        yield PlanConfig(schedule="interleaved", chunks=2)
+        yield PlanConfig(schedule="breadth-first", chunks=2, microbatch_group=pp)
     else:
-        yield "interleaved", 3, 2
+        yield PlanConfig(schedule="interleaved", chunks=3, microbatch_group=2)
+
+
+def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
+    """The plan with as many units as can be on its first stage."""
+    others = plan.pp * plan.chunks - 1
+    units = shape_of(config.model).layers + 2
+    return replace(plan, stages=(units - others, *[1] * others)) if units > others else plan
 
 
 def _microbatches(share: int, pp: int, number: int) -> list[int]:
