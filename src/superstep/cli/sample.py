@@ -19,7 +19,7 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.config import RunConfig
-from superstep.plan.shape import from_hf_config
+from superstep.plan.hf_config import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.checkpoint import checkpoints
 from superstep.train.sample import generate

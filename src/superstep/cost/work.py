@@ -1,18 +1,26 @@
 """Work: how many parameters each unit has, and the floating-point operations that it takes.
 
     T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
-    S  tokens of a sequence         F  inner width of the feed-forward
+    S  tokens of a sequence         F  inner width of the feed-forward, or of one expert
     D  width                        V  vocabulary
+    E, k, s  experts: all, those of one token, those that every token visits
 
     unit     matrices                          vectors           operations of a forward pass
     embed    V·D                                                 0: it looks up
     block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
     head     D·V, unless tied                  D                 2·T·D·V
 
+A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
+
+             3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
+             D·E + 3·D·F·s                                       2·T · matrices
+
+so that k + s of them count for a token, as if none was dropped.
+
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
 sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
 convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
-every matrix and every head, so that a rank does 1 / tp of it all.
+every matrix and every head, so that a rank does 1 / tp of it all; in a mixture it is the tokens that tp cuts.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
-from superstep.plan.work import block_matrices, forward_flops_per_token
+from superstep.plan.work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -34,14 +42,22 @@ class UnitParameters:
     Attributes:
         matrices: cut over tp.
         vectors: weights of norms, whole on each tp rank.
+        whole: matrices that are whole there too: routers and shared experts.
+        experts: matrices of experts, cut over ep.
     """
 
     matrices: int
     vectors: int = 0
+    whole: int = 0
+    experts: int = 0
 
-    def on_rank(self, tp: int) -> int:
-        """What one tensor-parallel rank holds of them."""
-        return self.matrices // tp + self.vectors
+    def dense_on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of all but the experts."""
+        return self.matrices // tp + self.whole + self.vectors
+
+    def on_rank(self, tp: int, ep: int = 1) -> int:
+        """What one rank holds."""
+        return self.dense_on_rank(tp) + self.experts // ep
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +81,12 @@ class UnitWork:
 class LocalDims:
     """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
-    With sequence parallelism t = T / tp, else t = T.
+    With sequence parallelism t = T / tp, else t = T. ``m`` are the tokens that a rank brings to a mixture of experts.
     """
 
     T: int
     t: int
+    m: int
     S: int
     D: int
     N: int
@@ -87,12 +104,13 @@ def local_dims(run: Resolved) -> LocalDims:
     return LocalDims(
         T=tokens,
         t=tokens // tp if plan.sequence_parallel else tokens,
+        m=tokens // tp,
         S=sequence_tokens,
         D=shape.width,
         N=shape.heads // tp,
         K=shape.kv_heads // tp,
         H=shape.head_dim,
-        F=shape.ffn // tp,
+        F=shape.ffn if shape.moe else shape.ffn // tp,
         V=shape.vocab // tp,
     )
 
@@ -101,7 +119,12 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    block = UnitParameters(
+        cut_matrices(shape),
+        2 * D + (2 * H if shape.qk_norm else 0),
+        whole_matrices(shape),
+        shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+    )
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
 

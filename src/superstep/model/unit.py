@@ -7,8 +7,8 @@ the head. Its module takes one tensor and returns one tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ class ParamSpec:
     """A logical axis for each dim, e.g. ``("heads", "embed")``; None where a dim has none."""
     std: float | None
     """The first values are normal(0, std); None means ones."""
+    stack: tuple[str, ...] = ()
+    """Where the parameter is many global tensors of one shape along its first dim, the experts' say: the name of
+    each. None of them is called ``name`` then."""
+
+    @property
+    def each(self) -> tuple[ParamSpec, ...]:
+        """One for each global tensor: itself, or those of its stack."""
+        return tuple(replace(self, name=name, axes=self.axes[1:], stack=()) for name in self.stack) or (self,)
+
+    def views(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The global tensors in one that holds the whole parameter, by name, without a copy."""
+        return zip(self.stack, whole, strict=True) if self.stack else iter([(self.name, whole)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +57,10 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The first values of the whole global tensor, fp32 on the CPU.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a
-    rank draws the whole tensor and keeps its slice.
+    rank draws the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name.
     """
+    if spec.stack:
+        return torch.stack([initial(one, shape[1:], seed) for one in spec.each])
     if spec.std is None:
         return torch.ones(*shape, dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
@@ -55,8 +69,20 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     return values.normal_(0.0, spec.std, generator=generator)
 
 
-def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, nn.Parameter]:
-    """The parameters of a whole model, which holds each unit under its name, by their global names."""
+def parameters(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, tuple[ParamSpec, nn.Parameter]]:
+    """The parameters of a whole model, which holds each unit under its name; a tied one once."""
     return {
-        spec.name: whole.get_parameter(f"{unit.name}.{local}") for unit in units for local, spec in unit.params.items()
+        spec.name: (spec, whole.get_parameter(f"{unit.name}.{local}"))
+        for unit in units
+        for local, spec in unit.params.items()
     }
+
+
+def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, Tensor]:
+    """The global tensors of a whole model by their names: its parameters, or views of them."""
+    return {name: view for spec, param in parameters(whole, units).values() for name, view in spec.views(param)}
+
+
+def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
+    """What each global tensor is, by its name."""
+    return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.grain import Grain, find_grain
-from superstep.plan.mesh import Family, MeshShape
+from superstep.plan.mesh import FAMILIES, Family, MeshShape
+from superstep.plan.model import shape_of
 from superstep.plan.rules import DEFAULT, Rules
-from superstep.plan.shape import ModelShape, shape_of
-from superstep.plan.spread import check_context, check_replicas
+from superstep.plan.shape import ModelShape
+from superstep.plan.spread import check_context, check_experts, check_replicas
 from superstep.plan.stages import place, stages_of
 
 
@@ -84,6 +85,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
     plan = _fill(config, shape, world)
     _check_tensor_parallel(config, shape, plan)
     check_context(config, shape, plan)
+    check_experts(config, shape, plan)
     check_replicas(plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
@@ -107,7 +109,7 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         prefetch=plan.prefetch,
         rules=DEFAULT,
         grain=find_grain(config, shape, plan),
-        families=("dense",),
+        families=FAMILIES if shape.moe else FAMILIES[:1],
         units=names,
         params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
         recomputed=tuple(0 < u < last for u in range(len(names))),
@@ -172,8 +174,6 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
     plan = config.plan
-    if plan.ep > 1:
-        raise ConfigError(f"plan.ep = {plan.ep}: expert parallelism arrives later; set plan.ep to 1.")
     plan = replace(plan, dp=_data_parallel(plan, world))
     plan = replace(plan, schedule=_schedule(plan, shape.layers, is_compiled=config.numerics.compile))
     stages = plan.pp * plan.chunks
@@ -284,10 +284,12 @@ def _check_tensor_parallel(config: RunConfig, shape: ModelShape, plan: PlanConfi
     sizes = {
         "model.heads": shape.heads,
         "model.kv_heads": shape.kv_heads,
-        "model.ffn": shape.ffn,
         "model.vocab": shape.vocab,
     }
-    if plan.sequence_parallel:
+    if shape.moe is None:
+        sizes["model.ffn"] = shape.ffn
+    # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
+    if plan.sequence_parallel or shape.moe:
         sizes["data.sequence_tokens"] = config.data.sequence_tokens
     for name, size in sizes.items():
         if size % plan.tp:

@@ -66,6 +66,7 @@ class Machine:
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
         boundary: shape and dtype of what passes between units.
+        begin: told the number of a microbatch before any computation with it.
     """
 
     mesh: Mesh
@@ -77,6 +78,7 @@ class Machine:
     loss: Loss
     loss_dtype: torch.dtype
     boundary: tuple[torch.Size, torch.dtype]
+    begin: Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +233,7 @@ class Executor:
             flight.inputs[unit + 1, m] = y.detach()
 
     def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
+        self._machine.begin(m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             if keeps_graph and x.is_floating_point():
@@ -274,6 +277,7 @@ class Executor:
 
     def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge, Tensor]:
         """The unit's input, where its graph ends, and the gradient there."""
+        self._machine.begin(m)
         x, edge = self._flight.kept.pop((unit, m))
         assert edge is not None, "check lets no backward through without its forward"
         gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))

@@ -125,7 +125,9 @@ def _is_partial(param: ParamSpec, rules: Rules, *, sequence_parallel: bool) -> b
     """
     if any(rules.cut(axis) for axis in param.axes):
         return False
-    return "head_dim" in param.axes or "router" in param.axes or ("norm" in param.axes and sequence_parallel)
+    if sequence_parallel and ("norm" in param.axes or "token_norm" in param.axes):
+        return True
+    return any(axis in param.axes for axis in ("head_dim", "router", "shared_ffn"))
 
 
 def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:

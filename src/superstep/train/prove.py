@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superstep.data.stream import Batch
 from superstep.model.axes import units
-from superstep.model.unit import initial
+from superstep.model.unit import global_specs, initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import TrainConfig
 from superstep.plan.resolve import Resolved
@@ -101,6 +101,7 @@ def prove(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *
         world.device,
         placement=run.plan.placement,
         ties=ties(run),
+        has_experts=run.shape.moe is not None,
         timeout=timedelta(seconds=120),
     )
     try:
@@ -158,7 +159,7 @@ class _Compare:
         self._step = step
         self._path = None if folder is None else folder / f"{step}.safetensors"
         self._allowed = TOLERANCE[run.config.numerics.compute]
-        self._specs = {p.name: p for unit in units(run.shape) for p in unit.params.values()}
+        self._specs = global_specs(units(run.shape))
 
     def step(self, result: StepResult) -> list[Difference]:
         if self._path is None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from superstep.data.stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.unit import global_tensors, initial
+from superstep.model.exchange import Local, Now
+from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import TrainConfig
 from superstep.plan.shape import ModelShape
@@ -23,7 +24,9 @@ from superstep.train.schedule import rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """One step as one device computes it: what the layout must reproduce."""
+    """One step as one device computes it: what the layout must reproduce. The loss is the cross entropy alone; the
+    routers' losses are in the gradients.
+    """
 
     loss: float
     grad_norm: float
@@ -39,16 +42,17 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         train: the optimisation.
         batches: one for each step, with all rows of the global batch.
     """
+    exchange = Local()
     model = Decoder(shape)
-    tensors = global_tensors(model, units(shape))
-    specs = {p.name: p for unit in units(shape) for p in unit.params.values()}
+    specs = parameters(model, units(shape)).values()
+    params = [param for _, param in specs]
     with torch.no_grad():
-        for name, param in tensors.items():
-            param.copy_(initial(specs[name], param.shape, train.seed))
+        for spec, param in specs:
+            param.copy_(initial(spec, param.shape, train.seed))
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in tensors.values() if p.ndim > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in tensors.values() if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
         ],
         betas=(train.beta1, train.beta2),
         eps=train.eps,
@@ -57,12 +61,13 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         optimizer.zero_grad()
         loss = torch.zeros(())
         # Row by row: nothing of how a layout splits the batch is repeated here.
-        for tokens, targets in zip(batch.tokens_BS, batch.targets_BS, strict=True):
-            row = cross_entropy_sum(model(tokens[None]), targets[None]) / batch.valid_tokens
+        for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
+            exchange.now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
+            row = cross_entropy_sum(model(tokens[None], exchange=exchange), targets[None]) / batch.valid_tokens
             row.backward()
             loss += row.detach()
-        gradients = {name: p.grad.clone() for name, p in tensors.items() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(list(tensors.values()), train.clip_norm)
+        gradients = {n: x.clone() for spec, p in specs if p.grad is not None for n, x in spec.views(p.grad)}
+        norm = torch.nn.utils.clip_grad_norm_(params, train.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate(train, step)
         optimizer.step()
@@ -70,5 +75,5 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
             loss=float(loss),
             grad_norm=float(norm),
             gradients=gradients,
-            weights={name: p.detach().clone() for name, p in tensors.items()},
+            weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
         )

@@ -15,8 +15,8 @@ from itertools import product
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig
 from superstep.plan.mesh import MeshShape
+from superstep.plan.model import shape_of
 from superstep.plan.resolve import Resolved, divisors, resolve
-from superstep.plan.shape import shape_of
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT: tuple[Context, ...] = ("ring", "ulysses")
@@ -78,8 +78,16 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
         sequence_parallel=number % 4 != 3,
         context=CONTEXT[number // 2 % 2] if mesh.cp > 1 else "ring",
         replicas=2 if can_replicate and way.zero and number % 2 else 1,
+        ep=_experts(config, mesh, number),
     )
     return _uneven(config, plan) if number % 5 == 4 else plan
+
+
+def _experts(config: RunConfig, mesh: MeshShape, number: int) -> int:
+    """In turn every number of ranks that can share out the experts."""
+    moe = shape_of(config.model).moe
+    choices = [n for n in divisors(mesh.world // mesh.pp) if moe is not None and moe.experts % n == 0] or [1]
+    return choices[number % len(choices)]
 
 
 def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
@@ -90,10 +98,12 @@ def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
 
 
 def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, world: int) -> Resolved | None:
-    """The layout with the first microbatch size that it can have; a ring where heads are too few for Ulysses."""
-    for context in dict.fromkeys((plan.context, "ring")):
+    """The layout with the first microbatch size that it can have; a ring where heads are too few for Ulysses, no
+    expert parallelism where it does not go with replicas.
+    """
+    for context, ep in dict.fromkeys(((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))):
         for microbatch in _microbatches(config, mesh, number):
-            run = _resolved(config, replace(plan, context=context, microbatch=microbatch), number, world)
+            run = _resolved(config, replace(plan, context=context, ep=ep, microbatch=microbatch), number, world)
             if run is not None:
                 return run
     return None
