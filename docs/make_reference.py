@@ -115,7 +115,8 @@ def values(hint: object) -> str:
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"{values(typing.get_args(hint)[0])}s"
+        each = typing.get_args(hint)[0]
+        return f"lists of {values(each)}" if typing.get_origin(each) is tuple else f"{values(each)}s"
     return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
 
 

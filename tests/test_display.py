@@ -21,7 +21,7 @@ from superstep.cli.display import LiveDisplay, PlainDisplay, open_display
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.cli.progress import Curve, Progress, frame
 from superstep.observe.events import Evaluated, Resumed, RunFinished, Saved
-from test_observe import STARTED, STEP
+from test_observe import ROUTERS, STARTED, STEP
 
 CONVENTION = "6N + attention model FLOPs a token, causal attention counted half"
 RUN = replace(STARTED, steps=60, unigram_entropy=6.5, predicted_step_s=0.5, predicted_memory_bytes=3 << 30)
@@ -70,6 +70,11 @@ def test_a_pipe_gets_one_line_for_each_validation_and_checkpoint():
     ]
 
 
+def test_a_pipe_gets_one_line_for_each_report_of_the_routers():
+    shown = logged([RUN, *steps(1, 2), ROUTERS])
+    assert shown[-1] == "step  2/60  routers  busiest expert 3.00x the mean, in layer 0  dropped 12.5%"
+
+
 def test_a_log_says_the_convention_and_the_prediction_once():
     shown = logged([RUN, Resumed(step=3, path="c"), *steps(4, 60), RunFinished(step=60, elapsed_s=30.0, tokens_seen=9)])
     assert shown[0] == "runs/demo: demo, dp 2, 7M parameters, 2 ranks, 60 steps"
@@ -92,11 +97,12 @@ def test_a_log_holds_no_control_codes_and_no_wrapped_lines():
     width=st.integers(5, 200),
     until=st.integers(0, 60),
     is_evaluated=st.booleans(),
+    has_routers=st.booleans(),
     is_started=st.booleans(),
     is_ascii=st.booleans(),
 )
-def test_no_line_is_wider_than_the_terminal(width, until, is_evaluated, is_started, is_ascii):
-    events = [RUN] * is_started + steps(1, until) + [EVALUATED, SAVED] * is_evaluated
+def test_no_line_is_wider_than_the_terminal(width, until, is_evaluated, has_routers, is_started, is_ascii):
+    events = [RUN] * is_started + steps(1, until) + [ROUTERS] * has_routers + [EVALUATED, SAVED] * is_evaluated
     assert all(len(text) <= width for text in drawn(events, width=width, is_ascii=is_ascii))
 
 
@@ -121,6 +127,12 @@ def test_the_frame_says_everything_at_any_width(width):
         f"MFU: {CONVENTION}",
     ):
         assert words in shown, words
+
+
+def test_the_frame_has_a_line_of_routers_where_there_are_experts():
+    shown = drawn([RUN, *steps(1, 2), ROUTERS])
+    assert "  routers     busiest expert 3.00x the mean, in layer 0   dropped 12.5%" in shown
+    assert not any("routers" in line for line in drawn([RUN, *steps(1, 2)]))
 
 
 @pytest.mark.parametrize("width", [80, 100])

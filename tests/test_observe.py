@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from superstep.errors import Fault
-from superstep.observe.events import Evaluated, Fanout, Resumed, RunFinished, RunStarted, Saved, StepDone
+from superstep.observe.events import Evaluated, Fanout, Resumed, RouterSeen, RunFinished, RunStarted, Saved, StepDone
 from superstep.observe.jsonl import JsonLines, drop_after, line, read
 from superstep.observe.tensorboard import TensorBoard, record
 
@@ -32,6 +32,15 @@ STEP = StepDone(
     tokens_seen=4096,
 )
 STARTED = RunStarted(run="runs/demo", plan="demo, dp 2", parameters=7_000_000, world=2, steps=6)
+
+ROUTERS = RouterSeen(
+    step=2,
+    steps=2,
+    chosen=((6, 2, 0, 0), (2, 2, 2, 2)),
+    dropped=((2, 0, 0, 0), (0, 0, 0, 0)),
+    balance=(2.5, 1.0),
+    z=(4.0, 3.0),
+)
 
 
 def steps(first, last):
@@ -72,6 +81,13 @@ def test_every_line_is_valid_json_whatever_the_numbers(loss, mfu):
     found = json.loads(text, parse_constant=refuse)
     finite = loss == loss and abs(loss) != float("inf")
     assert found["loss"] == (loss if finite else None)
+
+
+@given(st.floats())
+def test_a_number_within_a_list_may_be_anything_too(balance):
+    found = json.loads(line(replace(ROUTERS, balance=(balance, 1.0))), parse_constant=pytest.fail)
+    assert found["chosen"] == [[6, 2, 0, 0], [2, 2, 2, 2]]
+    assert found["balance"] == [balance if balance - balance == 0 else None, 1.0]
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -174,6 +190,17 @@ def test_tensorboard_reads_the_curves_that_were_written(tmp_path):
     assert found["validation/loss"] == [(2, 5.5)]
     assert found["validation/bits_per_byte"] == [(2, 1.5)]
     assert found["memory/peak_bytes"][0] == (1, float(1 << 30))
+
+
+def test_tensorboard_plots_what_routers_did(tmp_path):
+    write_all(TensorBoard(tmp_path), [ROUTERS])
+    assert curves(tmp_path) == {
+        "router/dropped_share": [(2, 0.125)],
+        "router/balance": [(2, 1.75)],
+        "router/z": [(2, 3.5)],
+        "router_busiest/layer_0": [(2, 3.0)],
+        "router_busiest/layer_1": [(2, 1.0)],
+    }
 
 
 def test_a_missing_figure_is_no_point(tmp_path):

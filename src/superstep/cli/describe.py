@@ -7,27 +7,25 @@ from collections.abc import Iterator
 from superstep.plan.resolve import Resolved
 
 
+def plan_text(run: Resolved) -> str:
+    """The plan of a run on one line, as training begins with it."""
+    return " ".join([*_ranks(run), *_schedule(run), _microbatches(run), run.config.numerics.compute])
+
+
 def layout_text(run: Resolved) -> str:
     """Everything that makes a layout another one, on one line."""
     return " ".join(_parts(run))
 
 
 def _parts(run: Resolved) -> Iterator[str]:
-    plan, mesh, config = run.plan, run.plan.mesh, run.config
-    degrees = {name: getattr(mesh, name) for name in ("pp", "dp", "cp", "tp", "ep", "replicas")}
-    yield from [f"{name}={degree}" for name, degree in degrees.items() if degree > 1] or ["1 rank"]
-    if mesh.cp > 1:
-        yield plan.context
-    if mesh.data > 1:
-        yield f"zero={plan.zero}"
-    yield plan.schedule
-    if plan.chunks > 1:
-        yield f"chunks={plan.chunks}"
+    plan, config = run.plan, run.config
+    yield from _ranks(run)
+    yield from _schedule(run) or [plan.schedule]
     if plan.schedule in ("interleaved", "breadth-first"):
         yield f"group={plan.microbatch_group}"
     if config.plan.stages:
         yield f"stages={','.join(map(str, config.plan.stages))}"
-    yield f"m={plan.microbatches}x{plan.microbatch}"
+    yield _microbatches(run)
     if plan.recompute != "none":
         yield plan.recompute
     if plan.sequence_parallel:
@@ -37,3 +35,25 @@ def _parts(run: Resolved) -> Iterator[str]:
         yield "padded"
     if config.numerics.compute != "fp32":
         yield config.numerics.compute
+
+
+def _ranks(run: Resolved) -> list[str]:
+    plan, mesh = run.plan, run.plan.mesh
+    degrees = {name: getattr(mesh, name) for name in ("pp", "dp", "cp", "tp", "ep", "replicas")}
+    parts = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1] or ["1 rank"]
+    if mesh.cp > 1:
+        parts.append(plan.context)
+    if mesh.data > 1:
+        parts.append(f"zero={plan.zero}")
+    return parts
+
+
+def _schedule(run: Resolved) -> list[str]:
+    """The pipeline's; nothing where there is no pipeline."""
+    plan = run.plan
+    chunks = [f"chunks={plan.chunks}"] if plan.chunks > 1 else []
+    return [plan.schedule, *chunks] if plan.mesh.pp > 1 or chunks else []
+
+
+def _microbatches(run: Resolved) -> str:
+    return f"m={run.plan.microbatches}x{run.plan.microbatch}"

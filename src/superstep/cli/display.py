@@ -53,7 +53,7 @@ def restore(stream: TextIO) -> None:
 
 
 class PlainDisplay:
-    """Appends lines: the first step, each ``log_every``-th and the last; every validation and checkpoint."""
+    """Appends lines: the first step, each ``log_every``-th and the last; validation, checkpoint and routers' report."""
 
     def __init__(self, stream: TextIO, *, mfu_convention: str, log_every: int) -> None:
         self._stream = stream

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.observe.events import Evaluated, Event, Resumed, RunFinished, RunStarted, Saved, StepDone
+from superstep.observe.events import Evaluated, Event, Resumed, RouterSeen, RunFinished, RunStarted, Saved, StepDone
+from superstep.observe.load import busiest, dropped_share
 
 WIDEST = 100
 """Columns of the widest frame; the eye does not follow a longer line of figures."""
@@ -31,6 +32,7 @@ class Progress:
         self.mfu_convention = mfu_convention
         self.started: RunStarted | None = None
         self.step: StepDone | None = None
+        self.routers: RouterSeen | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
         self.finished: RunFinished | None = None
@@ -47,6 +49,8 @@ class Progress:
                 self.step, self._arrived_s = event, now
                 self.losses.add(event.loss)
                 self._recent.append((event.step, event.elapsed_s))
+            case RouterSeen():
+                self.routers = event
             case Evaluated():
                 self.evaluated = event
             case Saved():
@@ -136,6 +140,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             ]
             if (left_s := progress.left_s(now)) is not None:
                 parts.append(f"left {duration_text(left_s)}")
+        case RouterSeen():
+            parts = ["routers", *_routers(event)]
         case Evaluated():
             parts = [f"validation loss {event.loss:.4f}", *_beside_validation(progress)]
             parts.append(f"took {seconds_text(event.seconds)}")
@@ -217,7 +223,10 @@ def _losses(progress: Progress, width: int, *, is_ascii: bool) -> list[Text]:
     curve = sparkline(progress.losses.resample(max(0, width - loss.cell_len)), is_ascii=is_ascii)
     validation = Text.assemble((f"{'validation':<12}", "dim"), _figure(evaluated.loss if evaluated else None))
     notes = "".join(f"   {note}" for note in _beside_validation(progress))
-    return [loss.append(curve, style="cyan"), validation.append(notes, style="dim")]
+    shown = [loss.append(curve, style="cyan"), validation.append(notes, style="dim")]
+    if progress.routers is None:
+        return shown
+    return [*shown, Text.assemble((f"{'routers':<12}", "dim"), "   ".join(_routers(progress.routers)))]
 
 
 def _figure(loss: float | None) -> tuple[str, str]:
@@ -272,6 +281,13 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
 
 
 # What both say.
+
+
+def _routers(seen: RouterSeen) -> list[str]:
+    """The one expert of all layers that has the most to do, and what was turned away."""
+    loads = [busiest(row) for row in seen.chosen]
+    dropped = dropped_share(sum(seen.chosen, ()), sum(seen.dropped, ()))
+    return [f"busiest expert {max(loads):.2f}x the mean, in layer {loads.index(max(loads))}", f"dropped {dropped:.1%}"]
 
 
 def _description(run: RunStarted) -> str:

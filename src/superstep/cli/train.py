@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli import prove, sample
+from superstep.cli.describe import plan_text
 from superstep.cli.display import open_display, restore
 from superstep.cli.options import DEMO, flags, parse
 from superstep.cost.devices import peak_flops
@@ -177,7 +178,7 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
 def _started(job: Job, world: World, manifest: Manifest, prediction: Prediction) -> RunStarted:
     return RunStarted(
         run=str(job.folder.root),
-        plan=describe(job.run),
+        plan=plan_text(job.run),
         parameters=parameters(job.run.shape),
         world=world.size,
         steps=job.run.config.train.steps,
@@ -185,16 +186,6 @@ def _started(job: Job, world: World, manifest: Manifest, prediction: Prediction)
         predicted_step_s=prediction.step_s,
         predicted_memory_bytes=prediction.memory_bytes,
     )
-
-
-def describe(run: Resolved) -> str:
-    """The plan on one line."""
-    plan, mesh = run.plan, run.plan.mesh
-    axes = [f"{axis}={mesh.degree(axis)}" for axis in ("pp", "dp", "tp") if mesh.degree(axis) > 1] or ["1 rank"]
-    parts = [*axes, f"zero={plan.zero}"] if mesh.dp > 1 else axes
-    if mesh.pp > 1:
-        parts += [plan.schedule, f"chunks={plan.chunks}"] if plan.chunks > 1 else [plan.schedule]
-    return " ".join([*parts, f"m={plan.microbatches}x{plan.microbatch}", run.config.numerics.compute])
 
 
 def _say(text: str) -> None:

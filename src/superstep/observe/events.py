@@ -1,6 +1,6 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | Evaluated | Saved)*  RunFinished
+    RunStarted  [Resumed]  (StepDone | RouterSeen | Evaluated | Saved)*  RunFinished
         │
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -77,6 +77,25 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSeen:
+    """What the routers of a mixture of experts did in training since they were last reported."""
+
+    name: ClassVar[str] = "router"
+    step: int
+    """The last step that is counted."""
+    steps: int
+    """Steps that are counted."""
+    chosen: tuple[tuple[int, ...], ...]
+    """For each layer and expert, how many (token, choice) pairs chose it."""
+    dropped: tuple[tuple[int, ...], ...]
+    """For each layer and expert, those among them that it had no room for."""
+    balance: tuple[float, ...]
+    """For each layer the balance loss, mean over sequences, not weighted; 1 where the load is even (noisy-topk: 0)."""
+    z: tuple[float, ...]
+    """For each layer the z-loss, mean over sequences, not weighted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """The validation loss after ``step`` steps."""
 
@@ -109,7 +128,7 @@ class RunFinished:
     tokens_seen: int
 
 
-Event = RunStarted | Resumed | StepDone | Evaluated | Saved | RunFinished
+Event = RunStarted | Resumed | StepDone | RouterSeen | Evaluated | Saved | RunFinished
 
 
 class Sink(Protocol):

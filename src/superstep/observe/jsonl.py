@@ -54,11 +54,14 @@ class JsonLines:
 
 def line(event: Event) -> bytes:
     """The event as one line of valid JSON. NaN and the infinities, which JSON lacks, become null."""
-    fields = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(event).items()
-    }
+    fields = {key: _finite(value) for key, value in asdict(event).items()}
     return json.dumps({"event": event.name} | fields, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

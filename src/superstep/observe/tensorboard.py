@@ -25,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.observe.append import AppendFile
-from superstep.observe.events import Evaluated, Event, Resumed, StepDone
+from superstep.observe.events import Evaluated, Event, Resumed, RouterSeen, StepDone
+from superstep.observe.load import busiest, dropped_share
 
 
 class TensorBoard:
@@ -51,7 +52,7 @@ class TensorBoard:
             Fault: the disk is full or broken.
         """
         match event:
-            case StepDone() | Evaluated():
+            case StepDone() | RouterSeen() | Evaluated():
                 values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in scalars(event).items()]
                 self._append(event.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
             case Resumed():
@@ -68,7 +69,7 @@ class TensorBoard:
         self._file.close()
 
 
-def scalars(event: StepDone | Evaluated) -> dict[str, float]:
+def scalars(event: StepDone | RouterSeen | Evaluated) -> dict[str, float]:
     """The points that an event adds to the curves, by tag."""
     match event:
         case StepDone():
@@ -83,6 +84,13 @@ def scalars(event: StepDone | Evaluated) -> dict[str, float]:
                 "memory/peak_bytes": event.memory_bytes,
             }
             return points if event.mfu is None else points | {"speed/mfu": event.mfu}
+        case RouterSeen():
+            points = {
+                "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),
+                "router/balance": sum(event.balance) / len(event.balance),
+                "router/z": sum(event.z) / len(event.z),
+            }
+            return points | {f"router_busiest/layer_{i}": busiest(row) for i, row in enumerate(event.chosen)}
         case Evaluated():
             points = {"validation/loss": event.loss}
             bits = event.bits_per_byte

@@ -181,7 +181,7 @@ class ObserveConfig:
 
     tensorboard: bool = True
     log_every: int = 10
-    """Steps between lines where the output is no terminal."""
+    """Steps between lines where the output is no terminal, and between reports of the routers."""
     peak_flops: float | None = None
     """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
 

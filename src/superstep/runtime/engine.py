@@ -26,6 +26,7 @@ from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss, build_loss, build_module, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
+from superstep.runtime.router_counts import RouterCounts
 from superstep.state.piece import Kind, Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,6 +54,9 @@ class Engine:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
+
+    Attributes:
+        routers: counts of the training steps; None without experts.
     """
 
     def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
@@ -95,6 +99,8 @@ class Engine:
         )
         self._attend, self._positions = build_attend(run, mesh)
         self._exchange = build_exchange(run, mesh)
+        moe = run.shape.moe
+        self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
         self._executor = Executor(self._machine(specs, compute), self._update)
         self._lr = 0.0
@@ -223,6 +229,8 @@ class Engine:
         for _, b in self._each():
             b.zero_gradient()
         self._executor.run(self.step_program, microbatches, scale=1.0 / valid_tokens, record=record)
+        if self.routers is not None:
+            self.routers.add(self._exchange.told())
         loss, norm = self._result
         return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
 
@@ -242,6 +250,7 @@ class Engine:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
         self._is_training = False
         self._executor.run(self.evaluation_program, microbatches, scale=1.0)
+        self._exchange.told()  # of training alone is kept count
         valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
         loss = self._counted_loss()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from superstep.observe.events import Evaluated, RunFinished, Saved, Sink, StepDone
+from superstep.observe.events import Evaluated, RouterSeen, RunFinished, Saved, Sink, StepDone
 from superstep.state.checkpoint import Position
 from superstep.train.session import Session
 
@@ -26,10 +26,14 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
     last = config.train.steps
     for done in steps(session, position):
         position = done.position
+        is_saved = position.step % config.state.save_every == 0 or position.step == last
         sink.write(done.event)
+        # Also where a run may be gone on with, so that no step is lost or counted twice.
+        if session.has_routers and (is_saved or position.step % config.observe.log_every == 0):
+            sink.write(routers(session, position))
         if position.step % config.train.eval_every == 0 or position.step == last:
             sink.write(evaluate(session, position))
-        if position.step % config.state.save_every == 0 or position.step == last:
+        if is_saved:
             sink.write(save(session, position))
     sink.write(RunFinished(step=position.step, elapsed_s=session.elapsed_s(), tokens_seen=position.tokens))
     return position
@@ -66,6 +70,19 @@ def steps(session: Session, position: Position) -> Iterator[Done]:
                 tokens_seen=position.tokens,
             )
             yield Done(event, position)
+
+
+def routers(session: Session, position: Position) -> RouterSeen:
+    """What the routers did since they were last reported."""
+    routed = session.routed()
+    return RouterSeen(
+        step=position.step,
+        steps=routed.steps,
+        chosen=routed.chosen,
+        dropped=routed.dropped,
+        balance=routed.balance,
+        z=routed.z,
+    )
 
 
 def evaluate(session: Session, position: Position) -> Evaluated:

@@ -27,6 +27,7 @@ from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.executor import Ran
 from superstep.runtime.launch import World, barrier, gather
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.router_counts import Routed
 from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
 from superstep.state.piece import STATE
 from superstep.train.batches import microbatches, rows, ties
@@ -219,6 +220,16 @@ class Session:
                 rank=self._peers.rank,
                 step=step,
             )
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model has experts."""
+        return self._engine.routers is not None
+
+    def routed(self) -> Routed:
+        """What the routers of all ranks did since this was last asked. Every rank calls this together."""
+        assert self._engine.routers is not None
+        return self._engine.routers.take()
 
     def validation_loss(self) -> float:
         """Nats per valid token over the first batches of the held-out text."""
