@@ -1,4 +1,4 @@
-"""superstep view: a step as a picture, as it would run on this machine and as a run recorded it."""
+"""superstep view: a step as a picture, as it would run on this machine and as a run recorded it; and its routers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from superstep.cli.figures import bytes_text
 from superstep.cli.options import DEMO, flags
 from superstep.cost.predict import Machine, Prediction, predict
 from superstep.errors import ConfigError, StateError, UserError
+from superstep.observe.jsonl import read
+from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
+from superstep.plan.model import shape_of
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
@@ -32,32 +35,55 @@ DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a ru
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """How to draw."""
+    """How to draw.
+
+    Attributes:
+        width: columns.
+        has_colour: the reader is a terminal that shows colours.
+        is_plain: the reader asks for neither colours nor signs of a terminal: NO_COLOR, or a dumb one.
+    """
 
     width: int
     has_colour: bool
+    is_plain: bool
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the step of a configuration, or a run's recorded step and the predicted one below it."""
     target = argv[0] if argv and not argv[0].startswith("-") else None
     options, rest = _parser().parse_known_args(argv[1:] if target else argv)
-    has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    picture = Picture(options.width or shutil.get_terminal_size().columns, has_colour)
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    picture = Picture(
+        width=options.width or shutil.get_terminal_size().columns,
+        has_colour=sys.stdout.isatty() and not is_plain,
+        is_plain=is_plain,
+    )
     if target is not None and not Path(target).exists():
         raise StateError(
             f"'{target}' is not there; name a run.toml or the folder of a run, or leave it out to see the demo's plan."
         )
-    if target is not None and Path(target).is_dir():
+    is_run = target is not None and Path(target).is_dir()
+    if options.layer is not None and not options.router:
+        raise UserError("--layer picks a layer of the routers' picture; add --router.")
+    if options.router and not is_run:
+        raise UserError(
+            "--router shows where a run's tokens went; name the folder of a run: superstep view RUN --router."
+        )
+    if target is not None and is_run:
         if rest:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
-        folder = RunFolder(root=Path(target))
-        _say(write_program(_program(folder)) if options.program else _recorded(folder, picture))
+        _say(_of_run(RunFolder(root=Path(target)), options, picture))
         return 0
     config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
     run = resolve(config)
     _say(write_program(compile_step(run.plan)) if options.program else _predicted(run, picture))
     return 0
+
+
+def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> str:
+    if options.program:
+        return write_program(_program(folder))
+    return _routers(folder, options.layer, picture) if options.router else _recorded(folder, picture)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="superstep view",
-        usage="superstep view [run.toml | RUN] [--text | --program] [--width N] [--plan.pp 2 ...]",
+        usage="superstep view [run.toml | RUN] [--text | --program | --router [--layer N]] [--width N] [--plan.pp 2]",
         description=DESCRIPTION,
         epilog="Any field of a run is a flag as well; superstep train --help lists them.",
         allow_abbrev=False,
@@ -79,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
     form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
+    form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
+    parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
     return parser
 
@@ -110,11 +138,40 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
     )
 
 
-def _program(folder: RunFolder) -> Program:
+def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
+    _require_run(folder)
+    config = read_config(folder.config)
+    shape = shape_of(config.model)
+    if shape.moe is None:
+        raise StateError(
+            f"'{folder.root}' has no experts, so no router: name a run that has, "
+            "as superstep train recipes/moe.toml makes one."
+        )
+    if layer is not None and not 0 <= layer < shape.layers:
+        raise UserError(
+            f"--layer {layer}: the layers of '{folder.root}' are 0 to {shape.layers - 1}; name one of them."
+        )
+    seen = reports(read(folder.metrics)) if folder.metrics.is_file() else []
+    if not seen:
+        raise StateError(
+            f"'{folder.root}' has no report of its routers yet: the run writes one every {config.observe.log_every} "
+            "steps (observe.log_every). Ask again after those."
+        )
+    ink = ASCII if picture.is_plain else COLOURS if picture.has_colour else SHADES
+    title = f"where the tokens of {folder.root} went, in steps {seen[0].first} to {seen[-1].last}"
+    layers = range(shape.layers) if layer is None else [layer]
+    return f"{title}\n\n{draw_routers(seen, layers, width=picture.width, ink=ink)}"
+
+
+def _require_run(folder: RunFolder) -> None:
     if not (folder.config.is_file() and folder.program.is_file()):
         raise StateError(
             f"'{folder.root}' is no run directory: it lacks run.toml or program.txt. Name the folder that train wrote."
         )
+
+
+def _program(folder: RunFolder) -> Program:
+    _require_run(folder)
     try:
         return read_program(folder.program.read_text(encoding="utf-8"))
     except (OSError, ValueError, UserError) as error:
