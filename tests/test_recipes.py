@@ -23,6 +23,7 @@ WORLD = {
     "demo": 2,
     "dp_zero3": 2,
     "llama3-8b": 64,
+    "moe": 2,
     "pipeline_interleaved": 2,
     "qwen3-0.6b": 1,
     "tensor_parallel": 2,
