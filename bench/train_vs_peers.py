@@ -212,7 +212,7 @@ def main(argv: list[str]) -> int:
     path.parent.mkdir(exist_ok=True)
     facts = {
         "machine": platform.processor() or platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -226,7 +226,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What /proc/cpuinfo calls the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

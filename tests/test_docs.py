@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -115,12 +116,16 @@ def place(tmp_path, monkeypatch):
     run = resolve(DEMO)
     timeline = predict(run, MACHINE).timeline
     (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
-    for name in ("demo", "first"):
+    moe = resolve(read_config(ROOT / "recipes" / "moe.toml"))
+    for name, config in (("demo", run.config), ("first", run.config), ("moe", moe.config)):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "run.toml").write_text(write_config(run.config), encoding="utf-8")
+        (folder / "run.toml").write_text(write_config(config), encoding="utf-8")
         (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
         (folder / "trace.json").write_text(f'{{"step": 60, "ranks": [{trace}]}}', encoding="utf-8")
+    counts = [[1] * moe.shape.moe.experts] * moe.shape.layers
+    report = {"event": "router", "step": 10, "steps": 10, "chosen": counts, "dropped": counts}
+    (tmp_path / "runs" / "moe" / "metrics.jsonl").write_text(json.dumps(report) + "\n", encoding="utf-8")
     monkeypatch.setattr(view, "measure", lambda run, device: MACHINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
