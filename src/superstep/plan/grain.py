@@ -38,7 +38,7 @@ def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain 
     if config.numerics.compile:
         raise ConfigError(
             "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
-            "set numerics.compile = false."
+            "set numerics.compile to false."
         )
     tokens = config.data.sequence_tokens
     grain = Grain(cells=_cells(shape), chunks=config.numerics.exact_chunks or _chunks(tokens))
