@@ -5,11 +5,12 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-import torch
 
 import small
+from bench.long_context import Work, attempt, saved_bytes
 from superstep.cost.memory import rank_bytes
 from superstep.model.axes import units
+from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
@@ -31,7 +32,7 @@ def run_of(cp, *, context="ring", compute="fp32", kv_heads=8):
 
 
 def _kept(rank, world, **layout):
-    """The bytes that autograd saves in one step of the engine, each storage once, without those of its buffers."""
+    """The bytes that autograd saves in one step of the engine."""
     run = run_of(world, **layout)
     mesh = build_mesh(
         run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
@@ -39,21 +40,9 @@ def _kept(rank, world, **layout):
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1, sequences=1, tokens=TOKENS)
     mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
-    there = [t for buffers in engine.buffers.values() for b in buffers for t in (b.full, b.gradient)]
-    there.append(mine[0].targets)
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    # One microbatch: nothing that is saved is let go before the last of it is.
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+    saved, _ = saved_bytes(engine, mine, valid_tokens=batch.valid_tokens)
     mesh.destroy()
-    own = {tensor.untyped_storage().data_ptr() for tensor in there}
-    return sum(size for address, size in found.items() if address not in own)
+    return saved
 
 
 def kept(pool, cp, **layout):
@@ -88,3 +77,16 @@ def test_ulysses_keeps_attentions_output_twice_and_heads_that_are_too_few_in_cop
         found = kept(pool, cp, context="ulysses", **layout)
         assert found == pytest.approx(predicted(cp, context="ulysses", **layout), abs=SCALARS)
         assert one / cp < found < 1.15 * one / cp
+
+
+@pytest.mark.slow
+def test_four_ranks_train_a_sequence_that_does_not_fit_one():
+    """At one budget of each rank, held by the operating system."""
+    work, budget_bytes = Work(), 128 * 2**20
+    alone = attempt(1, work, budget_bytes)
+    assert alone["outcome"] == "out of memory"
+    assert "can't allocate memory" in alone["refused"][0]
+    four = attempt(4, work, budget_bytes)
+    assert four["outcome"] == "trained"
+    reference = attempt(1, work, None)["ranks"][0]["losses"]
+    assert four["ranks"][0]["losses"] == pytest.approx(reference, rel=TOLERANCE["fp32"].loss)
