@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import sys
 import tempfile
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.machine import machine_facts
 from bench.peers_common import _peak_bytes, _reset_peak, random_batches
-from bench.train_vs_peers import _cpu_name
 from superstep.cost.memory import rank_bytes
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
@@ -176,11 +175,7 @@ def main(argv: list[str]) -> int:
         words = held["refused"][0] if "refused" in held else f"trained, loss {held['ranks'][0]['losses'][-1]:.6f}"
         print(f"{cp:>3}{row['saved_bytes'] / 2**20:>8.1f}{row['peak_bytes'] / 2**20:>8.1f}      {words}", flush=True)
     facts = {
-        "machine": platform.processor() or platform.machine(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **machine_facts(),
         "work": asdict(work),
         "threads_per_rank": 1,
         "budget_bytes": budget,
