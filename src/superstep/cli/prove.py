@@ -191,6 +191,7 @@ def _name(run: Resolved) -> str:
         f"m={plan.microbatches}x{plan.microbatch}",
         "" if plan.recompute == "none" else plan.recompute,
         "sp" if plan.sequence_parallel else "",
+        *(f"{axis}={rule}" for axis, rule in run.config.plan.rules),
         "tied" if run.shape.tied else "untied",
         "" if run.config.data.packed else "padded",
         "" if run.config.numerics.compute == "fp32" else run.config.numerics.compute,

@@ -12,6 +12,7 @@ import torch
 from superstep.model.decoder import Attend, flash
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
+from superstep.plan.cuts import has_cut_output
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.runtime.buffers import Bytes, UnitBuffers
@@ -19,7 +20,7 @@ from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, build_loss, build_module, selective
+from superstep.runtime.modules import Compute, Loss, build_loss, build_module, on_part, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
 
@@ -113,6 +114,7 @@ class Engine:
                 mesh.tp,
                 plan.rules,
                 sequence_parallel=plan.sequence_parallel,
+                is_first=unit == 0,
                 is_compiled=is_compiled and plan.recomputed[unit],
             )
             for unit in self.step_program.units_of(mesh.at.pp)
@@ -125,13 +127,23 @@ class Engine:
             buffers=self.buffers,
             compute=compute_of,
             selective={unit: selective(module) for unit, module in compute_of.items()},
-            loss=build_loss(
-                modules.get(last, torch.nn.Identity()),
-                mesh.tp,
-                is_straight=plan.zero < 2 or mesh.sharers["dense"].shards == 1,
-            ),
+            loss=self._loss(modules.get(last, torch.nn.Identity())),
             boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
         )
+
+    def _loss(self, head: torch.nn.Module) -> Loss:
+        is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
+        loss = build_loss(head, self.mesh.tp if self._is_output_cut else None, is_straight=is_straight)
+        return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
+
+    @property
+    def _is_output_cut(self) -> bool:
+        return has_cut_output(self.run.outline, self.run.plan.rules)
+
+    @property
+    def _sees_part(self) -> bool:
+        """Whether each tp rank computes the loss of its own part of the sequence."""
+        return self.run.plan.sequence_parallel and not self._is_output_cut
 
     def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
         """The module with the keyword arguments that it takes."""
@@ -181,9 +193,9 @@ class Engine:
         self.optimizer.step(self._lr, self._result[1])
 
     def _counted_loss(self) -> torch.Tensor:
-        # Every tp rank computed the same loss; one of them counts it.
+        # Where every tp rank computed the same loss, one of them counts it.
         loss = self._executor.loss
-        return loss if self.mesh.at.tp == 0 else torch.zeros_like(loss)
+        return loss if self.mesh.at.tp == 0 or self._sees_part else torch.zeros_like(loss)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""

@@ -15,7 +15,7 @@ from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import accumulate_after, accumulate_straight
 from superstep.runtime.mesh import Group
-from superstep.runtime.tensor_parallel import split, vocabulary_cross_entropy_sum
+from superstep.runtime.tensor_parallel import part, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
@@ -28,6 +28,7 @@ def build_module(
     rules: Rules,
     *,
     sequence_parallel: bool,
+    is_first: bool,
     is_compiled: bool,
 ) -> nn.Module:
     """The unit's module with the given parameters in place, wrapped for tensor parallelism."""
@@ -41,7 +42,7 @@ def build_module(
     else:
         accumulate_straight(module)
     if tp is not None:
-        split(module, spec, tp, rules, sequence_parallel=sequence_parallel)
+        split(module, spec, tp, rules, sequence_parallel=sequence_parallel, is_first=is_first)
     if is_compiled:
         module.compile(dynamic=False)
     return module
@@ -81,9 +82,13 @@ def selective(module: Compute) -> Compute:
 def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
 
-    Its gradient is that of scale · sum. A decoder's head on one tp rank is fused with the loss, so that no whole
-    logits exist; ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the
-    program allows where the buffer stays for the whole step (ZeRO 0 and 1).
+    Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
+    ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the program allows
+    where the buffer stays for the whole step (ZeRO 0 and 1).
+
+    Args:
+        head: the last unit's module.
+        tp: the group over which its output is cut; None where it is whole.
     """
     if tp is not None:
 
@@ -107,6 +112,15 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
         return _scaled(linear_cross_entropy_sum(h, linear.weight, targets), scale)
 
     return fused
+
+
+def on_part(loss: Loss, tp: Group) -> Loss:
+    """The loss of this rank's part of the sequence, where the stream is split and the head is whole."""
+
+    def compute(out: Tensor, targets: Tensor, scale: float) -> Tensor:
+        return loss(out, part(targets, tp), scale)
+
+    return compute
 
 
 def _same(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Every layout that fits a number of ranks, for ``prove --all``.
 
 The mesh, the ZeRO stage and the schedule are crossed in full. What is independent of them (recompute, sequence
-parallelism, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
-every value meets every axis without a product of all.
+parallelism, rules that leave matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch)
+is dealt out in turn, so that every value meets every axis without a product of all.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import product
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.config import PlanConfig, Recompute, Rule, RunConfig, Schedule
 from superstep.plan.resolve import Resolved, divisors, resolve
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RULES: tuple[tuple[tuple[str, Rule], ...], ...] = ((), (("ffn", "none"),), (), (("vocab", "none"),))
 
 
 def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
@@ -39,6 +40,7 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
                     microbatch_group=group,
                     recompute=RECOMPUTE[number % 3],
                     sequence_parallel=number % 4 != 3,
+                    rules=RULES[number // 2 % 4] if tp > 1 else (),
                 )
                 found = found or _resolved(config, plan, number, world)
             if found is not None:
