@@ -62,7 +62,9 @@ def test_every_layout_that_fits(pool, references, world, layers, sequences):
         assert {r.plan.schedule for r in runs} == {"gpipe", "1f1b", "interleaved", "breadth-first"}
         assert {r.shape.tied for r in runs} == {True, False} == {r.config.data.packed for r in runs}
         assert {r.plan.recompute for r in runs} == {"none", "selective", "full"}
-        assert {axis for r in runs for axis, _ in r.config.plan.rules} >= ({"vocab"} if world == 2 else {"ffn", "vocab"})
+        assert {axis for r in runs for axis, _ in r.config.plan.rules} >= (
+            {"vocab"} if world == 2 else {"ffn", "vocab"}
+        )
     assert_proven(pool, world, runs, references, timeout_s=400)
 
 

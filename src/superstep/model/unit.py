@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     """A logical axis for each dim, e.g. ``("heads", "embed")``; None where a dim has none."""
     std: float | None
-    """The first values are normal(0, std); None means ones."""
+    """The first values are normal(0, std); None means ones, 0 zeros."""
+    values: Tensor | None = field(default=None, compare=False)
+    """The first values themselves, where they are given: the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +41,24 @@ class UnitSpec:
     """For each parameter of the module, by its name there, what it is globally."""
     takes: tuple[str, ...] = ()
     """Keyword arguments of the module's forward that the engine gives: ``attend``, ``positions``."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Of the last unit: its output and the targets to the sum of the loss over targets that count; None means the
+    cross entropy of logits [..., V] and class numbers [...]."""
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The first values of the whole global tensor, fp32 on the CPU.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a
-    rank draws the whole tensor and keeps its slice.
+    rank draws the whole tensor and keeps its slice. Values that are given count whatever the seed.
     """
+    if spec.values is not None:
+        return spec.values.detach().to("cpu", torch.float32)
     if spec.std is None:
-        return torch.ones(*shape, dtype=torch.float32, device="cpu")
+        return torch.ones(tuple(shape), dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
-    values = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     return values.normal_(0.0, spec.std, generator=generator)
 
 
@@ -60,3 +67,28 @@ def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, nn.
     return {
         spec.name: whole.get_parameter(f"{unit.name}.{local}") for unit in units for local, spec in unit.params.items()
     }
+
+
+class Row(nn.Module):
+    """Units one after the other: a whole model on one device, with what units share shared.
+
+    Parameters have their global names in ``tensors``, and the first values of ``seed``.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(unit.build() for unit in units)
+        self.tensors: dict[str, nn.Parameter] = {}
+        for unit, module in zip(units, self.units, strict=True):
+            for local, spec in unit.params.items():
+                path, _, leaf = local.rpartition(".")
+                param = self.tensors.setdefault(spec.name, module.get_parameter(local))
+                setattr(module.get_submodule(path), leaf, param)
+                with torch.no_grad():
+                    param.copy_(initial(spec, param.shape, seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last unit's output."""
+        for module in self.units:
+            x = module(x)
+        return x

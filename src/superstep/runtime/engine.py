@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from superstep.errors import ConfigError
 from superstep.model.decoder import Attend, flash
+from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.cuts import has_cut_output
@@ -20,7 +22,7 @@ from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, Loss, build_loss, build_module, on_part, selective
+from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
 
@@ -49,9 +51,12 @@ class Engine:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
+        example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
     """
 
-    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+    def __init__(
+        self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, example: torch.Tensor | None = None
+    ) -> None:
         self.run = run
         self.mesh = mesh
         self.step_program = compile_step(run.plan)
@@ -86,7 +91,7 @@ class Engine:
         )
         self._attend: Attend = flash
         self._positions: torch.Tensor | None = None
-        self._executor = Executor(self._machine(specs, compute), self._update)
+        self._executor = Executor(self._machine(specs, compute, example), self._update)
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
@@ -96,7 +101,7 @@ class Engine:
         """Every flat buffer, with its unit."""
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
 
-    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype) -> Machine:
+    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None) -> Machine:
         plan, mesh, config = self.run.plan, self.mesh, self.run.config
         shared = {
             slot.spec.name: param
@@ -121,19 +126,38 @@ class Engine:
         }
         last = len(specs) - 1
         compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
-        tokens = config.data.sequence_tokens // plan.mesh.cp // (plan.mesh.tp if plan.sequence_parallel else 1)
+        for unit, module in modules.items():
+            fill_buffers(module, specs[unit], mesh.device.torch, compute)
         return Machine(
             mesh=mesh,
             buffers=self.buffers,
             compute=compute_of,
             selective={unit: selective(module) for unit, module in compute_of.items()},
-            loss=self._loss(modules.get(last, torch.nn.Identity())),
-            boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
+            loss=self._loss(specs[last], modules.get(last, torch.nn.Identity())),
+            boundaries=self._boundaries(specs, compute, example),
         )
 
-    def _loss(self, head: torch.nn.Module) -> Loss:
+    def _boundaries(
+        self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
+    ) -> tuple[Passed, ...]:
+        """The shape and dtype of each unit's input on this rank."""
+        plan = self.run.plan
+        if example is None:
+            example = torch.empty(1, self.run.config.data.sequence_tokens // plan.mesh.cp, dtype=torch.long)
+        rows = torch.empty(plan.microbatch, *example.shape[1:], dtype=example.dtype, device="meta")
+        found = passed(specs, rows, compute, "the model")
+        ways = plan.mesh.tp if plan.sequence_parallel else 1
+        return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
+
+    def _loss(self, spec: UnitSpec, head: torch.nn.Module) -> Loss:
         is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
-        loss = build_loss(head, self.mesh.tp if self._is_output_cut else None, is_straight=is_straight)
+        tp = self.mesh.tp if self._is_output_cut else None
+        if spec.loss is not None and tp is not None:
+            raise ConfigError(
+                f"unit '{spec.name}' has a loss of its own, of an output that plan.tp = {self.run.plan.mesh.tp} cuts; "
+                "set the rule of that axis in plan.rules to 'none'."
+            )
+        loss = build_loss(head, tp, is_straight=is_straight, given=spec.loss)
         return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
 
     @property
@@ -256,3 +280,8 @@ class Engine:
             optimizer=sum(b.optimizer for b in every),
             transient=sum(b.transient for b in every),
         )
+
+
+def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
+    """[B, S, ...] with the sequence split."""
+    return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape

@@ -19,6 +19,7 @@ from superstep.runtime.tensor_parallel import part, split, vocabulary_cross_entr
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
+UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def build_module(
@@ -48,12 +49,24 @@ def build_module(
     return module
 
 
+def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:
+    """Give the module the buffers that it has where it is built with memory: constants such as a mask."""
+    if next(module.buffers(), None) is None:
+        return
+    with torch.device(device):
+        made = spec.build()
+    for local, buffer in made.named_buffers():
+        path, _, leaf = local.rpartition(".")
+        setattr(module.get_submodule(path), leaf, buffer.to(device, compute if buffer.is_floating_point() else None))
+
+
 _ATEN = torch.ops.aten
 _SAVED = frozenset(
     {
         _ATEN.mm.default,
         _ATEN.addmm.default,
         _ATEN.bmm.default,
+        _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
@@ -79,7 +92,7 @@ def selective(module: Compute) -> Compute:
     return compute
 
 
-def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
+def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, given: UnitLoss | None = None) -> Loss:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
 
     Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
@@ -89,7 +102,11 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
     Args:
         head: the last unit's module.
         tp: the group over which its output is cut; None where it is whole.
+        is_straight: see above.
+        given: a loss of the unit's own, of its whole output.
     """
+    if given is not None:
+        return partial(_given_loss, given)
     if tp is not None:
 
         def vocabulary_parallel(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -112,6 +129,10 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
         return _scaled(linear_cross_entropy_sum(h, linear.weight, targets), scale)
 
     return fused
+
+
+def _given_loss(of: UnitLoss, out: Tensor, targets: Tensor, scale: float) -> Tensor:
+    return _scaled(of(out, targets).float(), scale)
 
 
 def on_part(loss: Loss, tp: Group) -> Loss:

@@ -45,7 +45,8 @@ class AdamW:
         self._units = units
         self._hyper = hyper
         self.steps = 0
-        device = units[0].buffers.master.device
+        # A pipeline rank may have units without parameters only.
+        device = units[0].buffers.master.device if units else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)
         self._decayed: tuple[list[Tensor], ...] = ([], [], [], [])
         self._plain: tuple[list[Tensor], ...] = ([], [], [], [])
@@ -60,7 +61,7 @@ class AdamW:
 
     def sums(self, loss: Tensor) -> tuple[float, float]:
         """The squared gradient norm and the loss, each summed over all ranks in one collective."""
-        square = torch.zeros((), dtype=torch.float64, device=self._count.device)
+        square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for unit in self._units:
             for low, high in unit.ranges:
                 square += _square(unit.buffers.gradient_shard[low:high])

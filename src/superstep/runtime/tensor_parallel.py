@@ -20,6 +20,7 @@ end, so that what it adds to the lookup, such as learned positions, sees every t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,6 +111,32 @@ def part(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size(), 1)[group.rank()]
 
 
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """How a tensor enters what is cut, and how it leaves."""
+
+    enter: Callable[[Tensor, Group], Tensor]
+    leave: Callable[[Tensor, Group], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """What happens between what is cut and what is not.
+
+    Attributes:
+        whole: where the residual stream is whole.
+        split: where it is split over the sequence.
+        end: splits the output of a first unit that had whole sequences.
+    """
+
+    whole: Seam
+    split: Seam
+    end: Callable[[Tensor, Group], Tensor]
+
+
+OVER_TP = Seams(whole=Seam(_Enter.apply, _Leave.apply), split=Seam(_Gather.apply, _Scatter.apply), end=_Part.apply)
+
+
 class _Entrance:
     """Lets a tensor enter once, however many cut layers of the unit read it."""
 
@@ -129,20 +156,27 @@ class _Entrance:
 
 
 def split(
-    module: nn.Module, spec: UnitSpec, group: Group, rules: Rules, *, sequence_parallel: bool, is_first: bool
+    module: nn.Module,
+    spec: UnitSpec,
+    group: Group,
+    rules: Rules,
+    seams: Seams = OVER_TP,
+    *,
+    sequence_parallel: bool,
+    is_first: bool,
 ) -> None:
     """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
     is_whole = is_first and not _is_lookup(spec, rules)
     is_split = sequence_parallel and not is_whole
-    enter, leave = (_Gather.apply, _Scatter.apply) if is_split else (_Enter.apply, _Leave.apply)
-    entrance = _Entrance(enter, group)
+    seam = seams.split if is_split else seams.whole
+    entrance = _Entrance(seam.enter, group)
     regions = _regions(module, spec, rules) if is_split else {}
     for path, cut in _cut_layers(spec, rules).items():
         layer = module.get_submodule(path)
         if isinstance(layer, nn.Embedding):
-            _replace(layer, _vocabulary_lookup(layer, group, leave))
+            _replace(layer, _vocabulary_lookup(layer, group, seam.leave))
         elif isinstance(layer, nn.Linear) and cut == 1:
-            _replace(layer, _rows(layer, group, leave))
+            _replace(layer, _rows(layer, group, seam.leave))
         elif isinstance(layer, nn.Linear) and path not in regions:
             _replace(layer, _entering(layer.forward, entrance))
     for path in sorted(set(regions.values())):
@@ -150,8 +184,7 @@ def split(
         _replace(region, _entering(region.forward, entrance))
     _replace(module, _closing(module.forward, entrance))
     if sequence_parallel and is_whole:
-        split_end = _Part.apply if is_cut(spec, rules) else part
-        _replace(module, _then(module.forward, split_end, group))
+        _replace(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:

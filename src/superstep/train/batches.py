@@ -24,4 +24,10 @@ def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) 
 
 def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
     """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
-    return ((0, run.plan.mesh.pp - 1),) if run.shape.tied and run.plan.mesh.pp > 1 else ()
+    plan = run.plan
+    rank_of = {unit: stage % plan.mesh.pp for stage, units in enumerate(plan.stages) for unit in units}
+    readers: dict[int, set[int]] = {}
+    for unit, reads in enumerate(plan.params):
+        for owner in reads:
+            readers.setdefault(owner, set()).add(rank_of[unit])
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))
