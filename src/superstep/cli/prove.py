@@ -13,9 +13,10 @@ from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.launch import World, launch
+from superstep.train.model import resolved, units_of, vocab_of
 from superstep.train.prove import Difference, Verdict, prove, write_reference
 from superstep.train.sweep import layouts
 
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     for name, value in (("steps", options.steps), ("world", options.world)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} = {value} must be at least 1.")
-    run = resolve(options)
-    with _corpus(options, run.shape.vocab) as corpus:
+    run = resolved(options)
+    with _corpus(options, vocab_of(run)) as corpus:
         if not options.all:
             return run_one(run, corpus, steps=options.steps)
         return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
@@ -112,7 +113,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
         cases = []
         for number, run in enumerate(runs):
             # The reference depends on the model and on the batches alone.
-            reference = Path(folder) / f"tied={run.shape.tied} packed={run.config.data.packed}"
+            reference = Path(folder) / f"tied={_is_tied(run)} packed={run.config.data.packed}"
             batches = _batches(run, opened, steps)
             if not reference.exists():
                 reference.mkdir()
@@ -163,9 +164,14 @@ def _batches(run: Resolved, corpus: Corpus, steps: int) -> tuple[Batch, ...]:
 
 def _reference(run: Resolved, batches: tuple[Batch, ...], folder: Path) -> None:
     try:
-        write_reference(run.shape, run.config.train, batches, folder)
+        write_reference(run.decoder or units_of(run), run.config.train, batches, folder)
     except OSError as error:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
+
+
+def _is_tied(run: Resolved) -> bool:
+    """Whether units share parameters."""
+    return any(len(reads) > 1 for reads in run.plan.params)
 
 
 def _row(worst: Difference) -> str:
@@ -192,7 +198,7 @@ def _name(run: Resolved) -> str:
         "" if plan.recompute == "none" else plan.recompute,
         "sp" if plan.sequence_parallel else "",
         *(f"{axis}={rule}" for axis, rule in run.config.plan.rules),
-        "tied" if run.shape.tied else "untied",
+        "tied" if _is_tied(run) else "untied",
         "" if run.config.data.packed else "padded",
         "" if run.config.numerics.compute == "fp32" else run.config.numerics.compute,
     ]

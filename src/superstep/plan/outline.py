@@ -57,6 +57,11 @@ class Outline:
         return tuple(unit.name for unit in self.units)
 
     @property
+    def numel(self) -> int:
+        """Elements of all parameters; what is shared counts once."""
+        return sum(math.prod(p.dims) for owned in self.owned for p in owned)
+
+    @property
     def owned(self) -> tuple[tuple[Parameter, ...], ...]:
         """What each unit owns: a shared parameter belongs to the first unit that names it."""
         owners = self._owners()

@@ -13,7 +13,8 @@ from itertools import product
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, Recompute, Rule, RunConfig, Schedule
-from superstep.plan.resolve import Resolved, divisors, resolve
+from superstep.plan.resolve import Resolved, divisors
+from superstep.train.model import resolved
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 RULES: tuple[tuple[tuple[str, Rule], ...], ...] = ((), (("ffn", "none"),), (), (("vocab", "none"),))
@@ -74,6 +75,6 @@ def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> R
         data=replace(config.data, packed=number % 3 != 1),
     )
     try:
-        return resolve(varied, world)
+        return resolved(varied, world)
     except ConfigError:
         return None
