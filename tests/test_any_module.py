@@ -1,5 +1,8 @@
 """A ResNet and a plain stack of layers, listed as units, compute under every layout what one process does."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from superstep.data.stream import Batch
+from superstep.errors import ConfigError
 from superstep.model.any import as_units
-from superstep.model.inspect import outline_of
+from superstep.model.inspect import outline_of, passed
+from superstep.model.unit import initial
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -148,3 +153,66 @@ def test_every_layout_computes_what_one_process_does(pool, references, world):
     for (name, run, _), verdict in zip(cases, pool.run(world, _prove_all, cases, timeout_s=240)[0], strict=True):
         assert verdict.is_proven, (name, run.config.plan, verdict.first and verdict.first.describe())
         assert verdict.compared > 0
+
+
+def refusal(*modules, example=(8, 6)) -> str:
+    def look():
+        specs = as_units(modules)
+        outline_of(specs, "the stack")
+        passed(specs, torch.empty(example), torch.float32, "the stack")
+
+    with pytest.raises(ConfigError) as caught:
+        look()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class Tied(nn.Module):
+    """One matrix in two places of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+
+def test_what_would_depend_on_the_layout_is_refused():
+    assert "unit '1', '0' is a BatchNorm1d" in refusal(nn.Linear(6, 6), nn.Sequential(nn.BatchNorm1d(6)))
+    assert "use torch.nn.GroupNorm" in refusal(nn.BatchNorm1d(6, track_running_stats=False))
+    assert "unit '0' drops at random (p = 0.5)" in refusal(nn.Dropout())
+    assert "unit '1' changes its input in place" in refusal(nn.Linear(6, 6), nn.ReLU(inplace=True))
+    assert "unit '0' changes its buffer 'running_mean'" in refusal(
+        nn.InstanceNorm1d(6, track_running_stats=True), example=(8, 6, 5)
+    )
+
+
+def test_what_cannot_be_a_unit_is_refused():
+    assert "unit '0', 'weight' has no elements: [6, 6, 0]" in refusal(nn.Conv1d(6, 6, 0))
+    assert "unit '0' has one parameter in two places, the second 'two.weight'" in refusal(Tied())
+    assert "unit '0', 'weight' is not trained; make it a buffer" in refusal(nn.Linear(6, 6).requires_grad_(False))
+    assert "unit '1' does not run on an input [8, 6]" in refusal(nn.ReLU(), nn.Linear(5, 6))
+    with pytest.raises(ConfigError, match=r"plan\.tp = 2 needs something to cut"):
+        run_of("resnet", tp=2, dp=1)
+    with pytest.raises(ConfigError, match="has 8 units between its first and its last"):
+        run_of("resnet", pp=8, chunks=2, microbatch=1)
+
+
+def test_values_are_those_of_the_module_and_shapes_differ_from_unit_to_unit():
+    specs = resnet()
+    first = specs[0].params["0.weight"]
+    assert first.name == "0.0.weight"
+    assert torch.equal(initial(first, (4, 3, 3, 3), seed=9), first.values)
+    between = passed(specs, torch.empty(2, 3, 8, 8), torch.bfloat16, "resnet")
+    assert [tuple(p.shape) for p in between][:3] == [(2, 3, 8, 8), (2, 4, 8, 8), (2, 4, 8, 8)]
+    assert [tuple(p.shape) for p in between][-3:] == [(2, 10), (2, 9), (2, CLASSES)]
+    assert {p.dtype for p in between} == {torch.bfloat16}
+
+
+def test_the_script_on_the_page_trains(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "howto" / "any-module.md").read_text(encoding="utf-8")
+    script = tmp_path / "resnet.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)), encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"\d+\.\d+", done.stdout))
+    assert last < first / 2
