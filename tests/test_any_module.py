@@ -155,6 +155,17 @@ def test_every_layout_computes_what_one_process_does(pool, references, world):
         assert verdict.compared > 0
 
 
+@pytest.mark.multiproc
+def test_gradients_are_right_in_bf16(pool, references):
+    """Of the stack: before a ReLU a bias's gradient is another in bf16 on one process as well, so many signs turn. Nor
+    is the loss of eight samples an average over many.
+    """
+    case = ("stack", run_of("stack", compute="bf16", dp=2, zero=2), str(references["stack"]))
+    (verdict,) = pool.run(2, _prove_all, [case], timeout_s=60)[0]
+    assert verdict.is_deterministic
+    assert [worst.describe() for worst in verdict.worst if worst.kind == "gradient" and worst.is_wrong] == []
+
+
 def refusal(*modules, example=(8, 6)) -> str:
     def look():
         specs = as_units(modules)

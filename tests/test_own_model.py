@@ -17,6 +17,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.train.model import resolved, units_of
 from superstep.train.prove import prove, write_reference
+from superstep.train.sweep import layouts
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "recipes" / "own_model.py"
@@ -285,6 +286,17 @@ FILES = [
         ["the attention of unit 'mid' sees a part of the sequence", "set plan.sequence_parallel to false"],
     ),
     (
+        """
+        def loss(out, targets):
+            return out.sum()
+
+        last = UnitSpec(name="head", build=HEAD.build, params=HEAD.params, loss=loss)
+        units = lambda config: [EMBED, last]
+        """,
+        {"tp": 2, "rules": (("v", "tp"),)},
+        ["unit 'head' has a loss of its own, of an output that plan.tp = 2", "plan.rules to 'none'"],
+    ),
+    (
         "units = lambda config: [EMBED, UnitSpec(name='mid', build=nn.ReLU, params={}, takes=('atend',)), HEAD]",
         {},
         ["unit 'mid' takes 'atend'", "did you mean 'attend'?"],
@@ -301,6 +313,19 @@ def test_a_file_is_refused_in_one_line(body, plan, words, tmp_path):
     message = str(caught.value)
     assert [word for word in [*words, str(path)] if word not in message and word != str(path)] == []
     assert "\n" not in message
+
+
+def test_a_shared_table_that_units_see_different_tokens_of_is_refused():
+    rules = (("attention", "tp"), ("hidden", "tp"), ("places", "tp"))
+    with pytest.raises(ConfigError, match=r"words\.weight is whole and shared.*set plan\.sequence_parallel to false"):
+        resolved(config(tp=2, rules=rules))
+    resolved(config(tp=2, rules=rules, sequence_parallel=False))
+
+
+def test_the_sweep_keeps_the_rules_of_the_model():
+    runs_of_two = list(layouts(config(dp=2), 2))
+    assert {run.plan.mesh.tp for run in runs_of_two} == {1, 2}
+    assert {run.config.plan.rules for run in runs_of_two} == {RULES}
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

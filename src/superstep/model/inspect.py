@@ -16,12 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.model.decoder import flash
-from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
 from superstep.plan.outline import Layer, Outline, Parameter, Unit
-
-GIVEN = {"attend": flash, "positions": None}
-"""What a unit may take, as one device gives it."""
 
 
 @dataclass(frozen=True, slots=True)

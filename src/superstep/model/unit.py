@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from superstep.model.decoder import flash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,10 @@ class UnitSpec:
     cross entropy of logits [..., V] and class numbers [...]."""
 
 
+GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None}
+"""What a unit may take, as one device gives it."""
+
+
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The first values of the whole global tensor, fp32 on the CPU.
 
@@ -78,6 +85,7 @@ class Row(nn.Module):
     def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
+        self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.tensors: dict[str, nn.Parameter] = {}
         for unit, module in zip(units, self.units, strict=True):
             for local, spec in unit.params.items():
@@ -89,6 +97,6 @@ class Row(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The last unit's output."""
-        for module in self.units:
-            x = module(x)
+        for module, given in zip(self.units, self.given, strict=True):
+            x = module(x, **given)
         return x

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from superstep.errors import ConfigError
 from superstep.model.decoder import Attend, flash
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
@@ -152,11 +151,6 @@ class Engine:
     def _loss(self, spec: UnitSpec, head: torch.nn.Module) -> Loss:
         is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
         tp = self.mesh.tp if self._is_output_cut else None
-        if spec.loss is not None and tp is not None:
-            raise ConfigError(
-                f"unit '{spec.name}' has a loss of its own, of an output that plan.tp = {self.run.plan.mesh.tp} cuts; "
-                "set the rule of that axis in plan.rules to 'none'."
-            )
         loss = build_loss(head, tp, is_straight=is_straight, given=spec.loss)
         return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
 

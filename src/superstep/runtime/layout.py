@@ -94,7 +94,7 @@ def lay_out(
     """
     owned: set[str] = set()
     layouts = []
-    partial = _partial_names(specs, rules, sequence_parallel=sequence_parallel) if mesh.tp > 1 else frozenset()
+    partial = partial_names(specs, rules, sequence_parallel=sequence_parallel) if mesh.tp > 1 else frozenset()
     for spec in specs:
         shapes = {name: tuple(p.shape) for name, p in _parameters(spec)}
         fresh = {local: param for local, param in spec.params.items() if param.name not in owned}
@@ -127,8 +127,12 @@ def is_cut(spec: UnitSpec, rules: Rules) -> bool:
     return any("tp" in map(rules.cut, param.axes) for param in spec.params.values())
 
 
-def _partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool) -> frozenset[str]:
-    """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them."""
+def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool) -> frozenset[str]:
+    """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them.
+
+    Raises:
+        ConfigError: one unit sees all tokens and another only its rank's.
+    """
     found: dict[str, bool] = {}
     for unit, spec in enumerate(specs):
         sees_part = sequence_parallel and (unit > 0 or not is_cut(spec, rules))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from superstep.errors import ConfigError
 from superstep.model.decoder import flash
 from superstep.model.inspect import Passed, build, run
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.cuts import has_cut_output
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import Resolved
-from superstep.runtime.layout import cut
+from superstep.runtime.layout import cut, partial_names
 from superstep.runtime.mesh import Group
 from superstep.runtime.tensor_parallel import Seam, Seams, split
 
@@ -52,7 +52,13 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Pa
     """
     plan = resolved.plan
     ways = plan.mesh.tp if plan.sequence_parallel else 1
+    partial_names(specs, plan.rules, sequence_parallel=plan.sequence_parallel)
     is_output_cut = has_cut_output(resolved.outline, plan.rules)
+    if is_output_cut and specs[-1].loss is not None:
+        raise ConfigError(
+            f"{where}: unit '{specs[-1].name}' has a loss of its own, of an output that {_how(resolved)} cuts; set the "
+            "rule of that axis in plan.rules to 'none'."
+        )
     for number, spec in enumerate(specs):
         x = _part(between[number], ways if number else 1)
         module = _cut_module(spec, resolved, is_first=number == 0, where=where)
@@ -62,7 +68,7 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Pa
             seen.append(q_BSNH.shape[1])
             return flash(q_BSNH, k_BSKH, v_BSKH)
 
-        given = {name: {"attend": attend, "positions": None}[name] for name in spec.takes}
+        given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}
         try:
             out = run(module, spec, x, given, where)
         except ConfigError as error:

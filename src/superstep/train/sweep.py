@@ -41,12 +41,18 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
                     microbatch_group=group,
                     recompute=RECOMPUTE[number % 3],
                     sequence_parallel=number % 4 != 3,
-                    rules=RULES[number // 2 % 4] if tp > 1 else (),
+                    rules=_rules(config, number) if tp > 1 else config.plan.rules,
                 )
                 found = found or _resolved(config, plan, number, world)
             if found is not None:
                 number += 1
                 yield found
+
+
+def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
+    """The run's own; of a decoder of ours, in turn with others over them."""
+    own = dict(config.plan.rules)
+    return tuple(sorted((own if config.model.source else own | dict(RULES[number // 2 % 4])).items()))
 
 
 def _schedules(pp: int) -> Iterator[tuple[Schedule, int, int | None]]:
