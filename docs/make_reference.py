@@ -119,7 +119,7 @@ def values(hint: object) -> str:
     if (entry := table_entry(hint)) is not None:
         return f"a table of {values(entry)}"
     if typing.get_origin(hint) is tuple:
-        return "strings"
+        return f"{values(typing.get_args(hint)[0])}s"
     return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
 
 
@@ -205,13 +205,14 @@ def run_of(*, layers: int = 4, batch: int = 8, **plan: Any) -> Resolved:  # noqa
 
 
 def timeline(run: Resolved, *, block_s: float, moves_s: float = 0.0) -> Timeline:
-    """The step where a block's forward takes ``block_s``, its backward twice that, and a fetch, a reduction or a
-    transfer ``moves_s``.
+    """The step where a block's forward takes ``block_s``, each half of its backward as long, and a fetch, a reduction
+    or a transfer ``moves_s``.
     """
     program = compile_step(run.plan)
     block = UnitSeconds(
         forward_s=block_s,
         backward_s=2 * block_s,
+        weight_s=block_s,
         recompute_s=block_s,
         fetch_s=moves_s,
         reduce_s=moves_s,
@@ -229,27 +230,32 @@ def _drawn(run: Resolved, **seconds: float) -> str:
     return _fenced(draw_text(timeline(run, **seconds), WIDTH, colour=False))
 
 
-PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
-    "gpipe": ({"schedule": "gpipe"}, "(p - 1) / m"),
-    "1f1b": ({"schedule": "1f1b"}, "(p - 1) / m"),
-    "interleaved": ({"schedule": "interleaved", "chunks": 2}, "(p - 1) / (v·m)"),
-    "breadth-first": ({"schedule": "breadth-first", "chunks": 2}, "(p - 1) / (v·m)"),
+PIPELINES: dict[str, tuple[int, str, float]] = {
+    "gpipe": (1, "(p - 1) / m", 3 / 8),
+    "1f1b": (1, "(p - 1) / m", 3 / 8),
+    "interleaved": (2, "(p - 1) / (v·m)", 3 / 16),
+    "breadth-first": (2, "(p - 1) / (v·m)", 3 / 16),
+    "zb-h1": (1, "(p - 1)·(F + B - W) / (m·(F + B + W))", 3 / 24),
+    "zb-v": (2, "(p - 1) / (6·m)", 3 / 48),
 }
+"""Chunks, the bubble over the compute, and what that is for p = 4, m = 8, F = B = W."""
 
 
 def _pipeline(name: str) -> Resolved:
-    return run_of(pp=4, layers=8, **PIPELINES[name][0])
+    """Eight blocks on four ranks, as many on each stage."""
+    chunks = PIPELINES[name][0]
+    blocks = 8 // (4 * chunks)
+    stages = (blocks + 1, *[blocks] * (4 * chunks - 2), blocks + 1)
+    return run_of(pp=4, layers=8, schedule=name, chunks=chunks, stages=stages)
 
 
 def _bubbles() -> str:
     rows = []
-    for name, (plan, formula) in PIPELINES.items():
-        run = _pipeline(name)
-        chunks = plan.get("chunks", 1)
-        found = timeline(run, block_s=1e-3)
+    for name, (chunks, formula, bubble) in PIPELINES.items():
+        found = timeline(_pipeline(name), block_s=1e-3)
         # A chunk of v is a v-th of a rank's blocks.
         held = ", ".join(f"{count / chunks:g}" for count in forwards_in_flight(found.program))
-        rows.append((f"`{name}`", str(chunks), formula, f"{3 / 8 / chunks:.2%}", f"{found.bubble():.2%}", held))
+        rows.append((f"`{name}`", str(chunks), formula, f"{bubble:.2%}", f"{found.bubble():.2%}", held))
     head = ("schedule", "v", "bubble over compute", "p = 4, m = 8", "simulated", "microbatches kept, rank 0 to 3")
     return table(head, rows)
 
@@ -300,7 +306,7 @@ def _metrics() -> str:
 
 
 def _small() -> Resolved:
-    return run_of(layers=2, batch=2, pp=2, schedule="1f1b")
+    return run_of(layers=2, batch=2, pp=2, schedule="1f1b", stages=(2, 2))
 
 
 def _program(run: Resolved) -> Program:

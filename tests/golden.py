@@ -26,6 +26,8 @@ PLANS: dict[str, Plan] = {
     "pp2-breadth-first-zero3": plan_of(
         pp=2, chunks=2, dp=2, zero=3, layers=4, microbatches=2, schedule="breadth-first", tied=True
     ),
+    "pp2-zb-h1-zero2": plan_of(pp=2, layers=2, dp=2, zero=2, microbatches=3, schedule="zb-h1"),
+    "pp2-zb-v": plan_of(pp=2, chunks=2, layers=4, microbatches=3, schedule="zb-v", tied=True),
     "full-recompute": plan_of(layers=2, microbatches=2, recompute="full"),
 }
 
@@ -33,7 +35,7 @@ PLANS: dict[str, Plan] = {
 def _drawing(plan: Plan) -> str:
     program = compile_step(plan)
     unit = UnitSeconds(
-        forward_s=1e-3, backward_s=2e-3, recompute_s=1e-3, fetch_s=0.5e-3, reduce_s=0.5e-3, transfer_s=0.25e-3
+        forward_s=1e-3, backward_s=2e-3, weight_s=1e-3, recompute_s=1e-3, fetch_s=5e-4, reduce_s=5e-4, transfer_s=2.5e-4
     )
     timeline = simulate(program, PerUnit(units=(unit,) * len(program.units), step_s=1e-3))
     return draw_text(timeline, 120, colour=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig
 from superstep.plan.resolve import Plan, resolve
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def examples(count: int) -> settings:
@@ -17,15 +20,26 @@ def examples(count: int) -> settings:
 
 
 def plan_of(*, layers: int = 4, microbatches: int = 4, tied: bool = False, **layout: Any) -> Plan:
-    """The plan of a small model; ``layout`` are fields of PlanConfig."""
+    """The plan of a small model; ``layout`` are fields of PlanConfig.
+
+    Its head has little work, so that stages are even in blocks where nothing is said.
+    """
     layout.setdefault("microbatch", 1)
     batch = microbatches * layout.get("dp", 1) * layout["microbatch"]
     config = RunConfig(
-        model=ModelConfig(name="demo", layers=layers, tied=tied),
+        model=ModelConfig(name="demo", layers=layers, tied=tied, vocab=16),
         train=TrainConfig(batch_sequences=batch),
         plan=PlanConfig(**layout),
     )
     return resolve(config).plan
+
+
+@st.composite
+def splits(draw: st.DrawFn, units: int, stages: int) -> tuple[int, ...]:
+    """Any way to share out the units."""
+    cuts = draw(st.lists(st.integers(1, units - 1), min_size=stages - 1, max_size=stages - 1, unique=True))
+    ends = [0, *sorted(cuts), units]
+    return tuple(b - a for a, b in pairwise(ends))
 
 
 @st.composite
@@ -36,13 +50,16 @@ def plans(draw: st.DrawFn, **fixed: Any) -> Plan:
         return fixed[name] if name in fixed else draw(values)
 
     pp = pick("pp", st.sampled_from([1, 1, 2, 2, 3, 4, 4, 8]))
-    schedule = pick("schedule", st.sampled_from(["gpipe", "1f1b", "interleaved", "breadth-first"]))
+    schedule = pick("schedule", st.sampled_from(SCHEDULES))
     is_grouped = schedule in ("interleaved", "breadth-first")
-    chunks = pick("chunks", st.integers(1, 3 if is_grouped and pp <= 4 else 1))
+    most = 3 if is_grouped and pp <= 4 else 1
+    chunks = pick("chunks", st.just(2) if schedule == "zb-v" else st.integers(1, most))
     least = pp if chunks > 1 else 1
     group = pick("microbatch_group", st.integers(least, least + 2)) if is_grouped else None
+    layers = pick("layers", st.integers(pp * chunks, pp * chunks + 3))
     return plan_of(
-        layers=pick("layers", st.integers(pp * chunks, pp * chunks + 3)),
+        layers=layers,
+        stages=pick("stages", st.none() | splits(layers + 2, pp * chunks)),
         microbatches=pick("microbatches", st.integers(1, 8) if group is None else st.integers(1, 3).map(group.__mul__)),
         tied=pick("tied", st.booleans()),
         pp=pp,

@@ -32,15 +32,15 @@ def config(*, layers=5, sequences=SEQUENCES, tied=True, packed=True, compute="fp
     )
 
 
-def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1):
+def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS):
     """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(steps):
-        tokens = torch.randint(0, VOCAB, (sequences, TOKENS + 1), generator=generator)
-        targets = tokens[:, 1:].clone()
+        row_tokens = torch.randint(0, VOCAB, (sequences, tokens + 1), generator=generator)
+        targets = row_tokens[:, 1:].clone()
         if not packed:
             for row in range(sequences):
-                targets[row, TOKENS - (row * 5) % (TOKENS - 1) :] = IGNORE
-        found.append(Batch(tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum())))
+                targets[row, tokens - (row * 5) % (tokens - 1) :] = IGNORE
+        found.append(Batch(row_tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum())))
     return tuple(found)

@@ -40,7 +40,14 @@ def _both(rank, world, plan, peer, tied):
         **peer,
     )
     theirs = run(rank, world, job)
-    mesh = build_mesh(resolved.plan.mesh, rank, Device("cpu"), ties=ties(resolved), timeout=timedelta(seconds=60))
+    mesh = build_mesh(
+        resolved.plan.mesh,
+        rank,
+        Device("cpu"),
+        placement=resolved.plan.placement,
+        ties=ties(resolved),
+        timeout=timedelta(seconds=60),
+    )
     engine = Engine(resolved, units(resolved.shape), mesh)
     ours = []
     for (tokens, targets), lr in zip(batches, RATES, strict=True):

@@ -140,6 +140,7 @@ LAYOUTS = {
         {"dp": 4, "zero": 3},
         {"dp": 4, "zero": 2},
         {"pp": 4, "microbatch": 1},
+        {"pp": 4, "microbatch": 1, "schedule": "zb-h1"},
         {"dp": 2, "pp": 2, "zero": 3, "microbatch": 1, "chunks": 2},
         {"dp": 2, "pp": 2, "zero": 1, "microbatch": 2},
     ],

@@ -37,7 +37,9 @@ class Ranks:
 
 def _train_and_save(rank, world, plan, tied, qk_norm, folder):
     run = resolve(small.config(tied=tied, qk_norm=qk_norm, **plan), world)
-    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), ties=ties(run), timeout=timedelta(seconds=60))
+    mesh = build_mesh(
+        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
+    )
     engine = Engine(run, units(run.shape), mesh)
     batch = small.batches(steps=1)[0]
     mine = rows(run.plan, mesh)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.memory import high_water
+from superstep.runtime.accumulate import Sums, input_gradient
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.device import Device
 from superstep.runtime.engine import DTYPES
@@ -127,8 +130,23 @@ class Born(TorchDispatchMode):
         return {address: size for ref, address, size in self.storages.values() if not ref.expired()}
 
 
-def forward_of(run, unit, *, group=None, is_selective=False):
-    """A unit as the engine builds it: its forward, its input, and the addresses of its buffers."""
+@dataclass
+class Built:
+    """A unit as the engine builds it.
+
+    Attributes:
+        forward: of its input ``x``.
+        own: the addresses of its buffers.
+    """
+
+    forward: Callable[[], torch.Tensor]
+    x: torch.Tensor
+    own: set[int]
+    parameters: tuple[torch.nn.Parameter, ...]
+    sums: Sums
+
+
+def built(run, unit, *, group=None, is_selective=False):
     mesh, last = run.plan.mesh, len(run.plan.units) - 1
     made = {u: buffers(run, mesh.at(0), u) for u in run.plan.params[unit]}
     for b in made.values():
@@ -137,11 +155,13 @@ def forward_of(run, unit, *, group=None, is_selective=False):
     spec = units(run.shape)[unit]
     shared = {slot.spec.name: b.params[slot.local] for b in made.values() for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
+    sums = Sums()
     module = build_module(
         spec,
         params,
         group,
         run.plan.rules,
+        sums=sums,
         sequence_parallel=run.plan.sequence_parallel,
         is_first=unit == 0,
         is_compiled=run.config.numerics.compile,
@@ -163,7 +183,8 @@ def forward_of(run, unit, *, group=None, is_selective=False):
         return loss(y, targets, 0.5) if unit == last else y
 
     own = {t.untyped_storage().data_ptr() for b in made.values() for t in (b.full, b.gradient)}
-    return forward, x, own
+    own.add(targets.untyped_storage().data_ptr())
+    return Built(forward, x, own, [(p, p.grad.add_) for p in module.parameters()], sums)
 
 
 def tables_bytes(run):
@@ -173,7 +194,7 @@ def tables_bytes(run):
 
 def saved(run, unit, **how):
     """Bytes of the storages that autograd saves in a unit's forward."""
-    forward, _, own = forward_of(run, unit, **how)
+    made = built(run, unit, **how)
     found = {}
 
     def pack(tensor):
@@ -181,20 +202,40 @@ def saved(run, unit, **how):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = forward()
+        y = made.forward()
     del y
     tables = tables_bytes(run) if 0 < unit < len(run.plan.units) - 1 else 0
-    return sum(size for address, size in found.items() if address not in own) - tables
+    return sum(size for address, size in found.items() if address not in made.own) - tables
 
 
 def outlived(run, unit, **how):
     """Bytes of the input and of all that a unit's forward makes and does not drop, but for its output."""
-    forward, x, own = forward_of(run, unit, **how)
-    forward()  # makes the rotary tables
+    made = built(run, unit, **how)
+    made.forward()  # makes the rotary tables
     with Born() as born:
-        y = forward()
-    size = sum(size for address, size in born.alive().items() if address not in own)
-    return size - y.untyped_storage().nbytes() + x.untyped_storage().nbytes()
+        y = made.forward()
+    size = sum(size for address, size in born.alive().items() if address not in made.own)
+    return size - y.untyped_storage().nbytes() + made.x.untyped_storage().nbytes()
+
+
+def between(run, unit, **how):
+    """Bytes that a unit keeps between the two halves of its backward pass."""
+    made = built(run, unit, **how)
+    made.forward()
+    with Born() as born:
+        y = made.forward()
+        edge = get_gradient_edge(y)
+        gradient = torch.ones_like(y)
+        del y
+        found, later = input_gradient(made.x, edge, gradient, made.parameters, made.sums)
+        del edge, gradient
+    sizes = born.alive()
+    if found is not None:
+        # The input is gone by then, and its gradient on its way.
+        for gone in (found, made.x):
+            sizes.pop(gone.untyped_storage().data_ptr(), None)
+    assert later
+    return sum(size for address, size in sizes.items() if address not in made.own)
 
 
 @pytest.fixture
@@ -266,6 +307,51 @@ def test_a_tensor_parallel_embedding_keeps_its_own_tokens_and_a_mask(pair):
     run = run_of(tp=2)
     sizes = unit_bytes(run)[0]
     assert saved(run, 0, group=pair) + sizes.kept_input == sizes.kept_all
+
+
+HALVES = pytest.mark.parametrize("is_selective", [False, True], ids=["all", "selective"])
+
+
+@COMPUTE
+@QK_NORM
+@HALVES
+def test_between_the_halves_of_its_backward_a_block_keeps_what_is_predicted(compute, qk_norm, is_selective):
+    run = run_of(model=replace(MODEL, qk_norm=qk_norm), compute=compute)
+    sizes = unit_bytes(run)[1]
+    assert between(run, 1, is_selective=is_selective) == sizes.product_inputs + sizes.product_gradients
+
+
+@COMPUTE
+@SPLIT
+def test_between_the_halves_a_tensor_parallel_block_keeps_what_is_predicted(pair, compute, sequence_parallel):
+    run = run_of(compute=compute, tp=2, sequence_parallel=sequence_parallel)
+    sizes = unit_bytes(run)[1]
+    assert between(run, 1, group=pair) == sizes.product_inputs + sizes.product_gradients
+
+
+@COMPUTE
+@pytest.mark.parametrize("zero", [1, 2])
+def test_between_the_halves_a_fused_head_keeps_the_gradients_that_it_made(compute, zero):
+    run = run_of(compute=compute, dp=2, zero=zero)
+    sizes = unit_bytes(run)[3]
+    assert between(run, 3) == sizes.product_inputs + sizes.product_gradients
+
+
+@COMPUTE
+@SPLIT
+def test_between_the_halves_the_ends_of_a_tensor_parallel_model_keep_what_is_predicted(
+    pair, compute, sequence_parallel
+):
+    run = run_of(compute=compute, tp=2, sequence_parallel=sequence_parallel)
+    for unit in (0, 3):
+        sizes = unit_bytes(run)[unit]
+        assert between(run, unit, group=pair) == sizes.product_inputs + sizes.product_gradients
+
+
+def test_between_the_halves_an_embedding_keeps_its_tokens_and_a_gradient():
+    run = run_of()
+    sizes = unit_bytes(run)[0]
+    assert between(run, 0) == sizes.product_inputs + sizes.product_gradients
 
 
 def test_the_input_is_what_passes_between_units():

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superstep.cost.predict import Machine, durations, predict
-from superstep.cost.work import model_flops_per_token, unit_work
+from superstep.cost.work import model_flops_per_token, unit_parameters, unit_work
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Fetch, Reduce, Send
+from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
 from superstep.runtime.device import Device
 from superstep.runtime.layout import lay_out
 from superstep.runtime.measure import measure
@@ -76,6 +76,46 @@ def test_selective_recomputation_adds_no_product():
     plain, selective = (predict(run_of(recompute=r), ONLY_PRODUCTS).step_s for r in ("none", "selective"))
     assert selective == plain
     assert predict(run_of(recompute="selective"), LAPTOP).step_s > predict(run_of(), LAPTOP).step_s
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_zero_bubble_schedules_shorten_the_step(pp):
+    """Stages even in blocks: what differs is the bubble alone."""
+    ends = {1: 8 // pp + 1, 2: 8 // pp // 2 + 1}
+
+    def step_s(schedule, chunks):
+        inner = [8 // pp // chunks] * (pp * chunks - 2)
+        stages = (ends[chunks], *inner, ends[chunks])
+        run = run_of(layers=8, pp=pp, schedule=schedule, chunks=chunks, stages=stages)
+        return predict(run, ONLY_PRODUCTS).step_s
+
+    assert step_s("zb-v", 2) < step_s("zb-h1", 1) < step_s("1f1b", 1)
+
+
+def test_stages_by_cost_have_a_smaller_bubble_where_the_head_is_large():
+    """The demo's head has the work of a block, so the stages of three units each are uneven."""
+    layout = {"model": ModelConfig(name="demo"), "plan": PlanConfig(pp=2, dp=1, microbatch=2)}
+    by_cost = resolve(RunConfig(**layout))
+    even = resolve(RunConfig(**layout | {"plan": replace(layout["plan"], stages=(3, 3))}))
+    assert predict(by_cost, LAPTOP).bubble < predict(even, LAPTOP).bubble - 0.04
+    assert predict(by_cost, LAPTOP).step_s < predict(even, LAPTOP).step_s
+
+
+@settings(deadline=None, max_examples=40)
+@given(runs())
+def test_a_backward_is_its_two_halves_and_the_weights_half_has_no_products_of_attention(run):
+    program = compile_step(run.plan)
+    work = unit_work(run.shape, tokens=run.plan.microbatch * 64, sequence_tokens=64, tp=run.plan.mesh.tp)
+    for machine in (LAPTOP, ONLY_PRODUCTS):
+        seconds = durations(run, program, machine)
+        for unit in range(len(run.plan.units)):
+            halves = [seconds(kind(unit, 0), 0) for kind in (BackwardInput, BackwardWeight)]
+            assert min(halves) >= 0
+            assert sum(halves) == pytest.approx(seconds(Backward(unit, 0), 0))
+    weight_s = durations(run, program, ONLY_PRODUCTS)(BackwardWeight(1, 0), 0)
+    matrices = unit_parameters(run.shape)[1].matrices // run.plan.mesh.tp
+    assert weight_s * ONLY_PRODUCTS.gemm_flops_per_s == pytest.approx(2 * run.plan.microbatch * 64 * matrices)
+    assert weight_s < work[1].forward_flops / ONLY_PRODUCTS.gemm_flops_per_s
 
 
 @settings(deadline=None, max_examples=40)

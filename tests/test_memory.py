@@ -40,7 +40,9 @@ def _resident():
 
 def _held(rank, world, zero, compute):
     run = _run(world, zero, compute)
-    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), ties=ties(run), timeout=timedelta(seconds=60))
+    mesh = build_mesh(
+        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
+    )
     Engine(run, units(run.shape), mesh)  # what a first engine loads for good is not counted below
     before = _resident()
     engine = Engine(run, units(run.shape), mesh)

@@ -6,7 +6,7 @@ import json
 import types
 import typing
 from dataclasses import fields, is_dataclass, replace
-from itertools import chain, product
+from itertools import accumulate, chain, combinations, pairwise, product
 from typing import Literal
 
 import pytest
@@ -17,8 +17,9 @@ from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import AXES, MeshShape
-from superstep.plan.resolve import divisors, resolve, split_stages
+from superstep.plan.resolve import divisors, resolve
 from superstep.plan.shape import SHAPES, from_hf_config, shape_of, to_hf_config
+from superstep.plan.stages import even_split, place
 from superstep.plan.toml import read_config, table_entry, write_config
 
 
@@ -36,7 +37,7 @@ def values_of(hint) -> st.SearchStrategy:
             lambda d: tuple(sorted(d.items()))
         )
     if typing.get_origin(hint) is tuple:
-        return st.lists(st.text(max_size=4), max_size=3).map(tuple)
+        return st.lists(values_of(typing.get_args(hint)[0]), max_size=3).map(tuple)
     return {
         bool: st.booleans(),
         int: st.integers(-(2**63), 2**63 - 1),
@@ -103,23 +104,55 @@ def test_the_groups_of_an_axis_share_out_the_ranks(degrees):
             assert len({replace(at, **{axis: 0}) for at in places}) == 1
 
 
+def loads(work, counts):
+    """The work of each run."""
+    ends = list(accumulate(counts))
+    return [sum(work[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+
+@examples(150)
+@given(work=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
+def test_no_split_has_a_smaller_largest_stage_or_is_more_even(work, data):
+    """Against every other split there is."""
+    stages = data.draw(st.integers(1, len(work)))
+    cuts = combinations(range(1, len(work)), stages - 1)
+    every = [tuple(b - a for a, b in pairwise((0, *cut, len(work)))) for cut in cuts]
+
+    def rank(counts):
+        found = loads(work, counts)
+        return max(found), sum(load * load for load in found), counts
+
+    assert even_split(work, stages) == min(every, key=rank)
+
+
+def test_a_large_model_is_split_as_a_small_one():
+    work = [0, *[10] * 126, 7]
+    counts = even_split(work, 16)
+    assert sum(counts) == 128
+    assert max(loads(work, counts)) == 80
+
+
 @examples(50)
-@given(stages=st.integers(1, 16), over=st.integers(0, 40))
-def test_stages_are_even_runs_of_units(stages, over):
-    units = 2 + stages + over
-    found = split_stages(units, stages)
-    assert list(chain.from_iterable(found)) == list(range(units))
-    blocks = [sum(0 < u < units - 1 for u in stage) for stage in found]
-    assert len(blocks) == stages
+@given(layers=st.integers(1, 40), stages=st.integers(1, 16))
+def test_blocks_alone_are_shared_out_evenly(layers, stages):
+    """With a head that is nearly free, no stage has two blocks more than another."""
+    work = [0, *[100] * max(layers, stages), 1]
+    blocks = [load // 100 for load in loads(work, even_split(work, stages))]
     assert min(blocks) >= 1
     assert max(blocks) - min(blocks) <= 1
-    # The stages with the embedding and the head are the last to get a block more.
-    assert blocks[-1] <= blocks[0] <= max(blocks)
 
 
-def test_uneven_layers_go_to_the_middle():
-    assert [len(stage) for stage in split_stages(2 + 6, 4)] == [2, 2, 2, 2]
-    assert [len(stage) for stage in split_stages(2 + 7, 4)] == [3, 2, 2, 2]
+def test_what_is_over_goes_behind_the_first_and_before_the_head():
+    assert even_split([0, *[100] * 6, 1], 4) == (2, 2, 2, 2)
+    assert even_split([0, *[100] * 7, 1], 4) == (3, 2, 2, 2)
+    # A head as large as two blocks stands for two.
+    assert even_split([0, *[100] * 6, 200], 4) == (3, 2, 2, 1)
+
+
+def test_stages_go_around_the_ranks_or_down_and_up():
+    assert place("1f1b", pp=3, chunks=1) == (0, 1, 2)
+    assert place("interleaved", pp=3, chunks=2) == (0, 1, 2, 0, 1, 2)
+    assert place("zb-v", pp=3, chunks=2) == (0, 1, 2, 2, 1, 0)
 
 
 def resolved(*, batch: int = 16, layers: int = 4, world: int | None = None, **plan):
@@ -127,6 +160,13 @@ def resolved(*, batch: int = 16, layers: int = 4, world: int | None = None, **pl
         model=ModelConfig(layers=layers), train=TrainConfig(batch_sequences=batch), plan=PlanConfig(**plan)
     )
     return resolve(config, world)
+
+
+def test_stages_are_the_units_that_the_plan_says():
+    assert resolved(pp=2, stages=(5, 1)).plan.stages == ((0, 1, 2, 3, 4), (5,))
+    # The demo's head has the work of a block.
+    assert [len(stage) for stage in resolved(pp=2).plan.stages] == [4, 2]
+    assert resolved(pp=2).config.plan.stages is None
 
 
 def test_resolve_fills_what_is_automatic():
@@ -145,7 +185,14 @@ def test_resolving_again_changes_nothing():
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "expected"),
-    [("1f1b", 1, 16), ("gpipe", 1, 16), ("interleaved", 2, 4), ("breadth-first", 2, 16)],
+    [
+        ("1f1b", 1, 16),
+        ("gpipe", 1, 16),
+        ("interleaved", 2, 4),
+        ("breadth-first", 2, 16),
+        ("zb-h1", 1, 16),
+        ("zb-v", 2, 16),
+    ],
 )
 def test_the_group_is_automatic(schedule, chunks, expected):
     """The smallest that works for interleaving, also where pp does not divide the microbatches."""

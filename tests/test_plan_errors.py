@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans import examples
+from plans import SCHEDULES, examples
 from superstep.errors import ConfigError
 from superstep.plan import cuts as cuts_module
 from superstep.plan import resolve as resolve_module
 from superstep.plan import shape as shape_module
+from superstep.plan import stages as stages_module
 from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.outline import Outline, Parameter, Unit
@@ -54,7 +55,11 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
-    ({"plan__cp": 2}, None, ["plan.cp = 2", "context parallelism", "set plan.cp to 1"]),
+    (
+        {"numerics__exact": True, "plan__rules": (("ffn", "none"),)},
+        None,
+        ["numerics.exact = true", "plan.rules = {'ffn': 'none'}", "leave plan.rules out", "numerics.exact = false"],
+    ),
     ({"plan__ep": 2}, None, ["plan.ep = 2", "expert parallelism", "set plan.ep to 1"]),
     ({"plan__pp": 5}, None, ["= 5 stages", "model.layers = 4", "set plan.pp to one of [1, 2, 3, 4]"]),
     ({"plan__pp": 4, "plan__chunks": 2}, None, ["= 8 stages", "set plan.pp to one of [1, 2]"]),
@@ -70,7 +75,40 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
             "'interleaved' or 'breadth-first'",
         ],
     ),
-    ({"plan__pp": 3}, 4, ["plan.pp · plan.tp = 3", "4 launched ranks", "a product among [1, 2, 4]"]),
+    (
+        {"plan__schedule": "zb-h1", "plan__chunks": 2},
+        None,
+        ["plan.schedule = 'zb-h1'", "one stage", "plan.chunks = 2", "set plan.chunks to 1"],
+    ),
+    (
+        {"plan__schedule": "zb-v", "plan__pp": 2},
+        None,
+        ["plan.schedule = 'zb-v'", "two stages", "plan.chunks = 1", "set plan.chunks to 2"],
+    ),
+    (
+        {"plan__schedule": "zb-v", "plan__chunks": 2, "model__layers": 1},
+        None,
+        ["plan.schedule = 'zb-v'", "model.layers = 1", "set model.layers to 2"],
+    ),
+    (
+        {"plan__schedule": "zb-h1", "numerics__compile": True},
+        None,
+        ["plan.schedule = 'zb-h1'", "numerics.compile = true", "set numerics.compile to false", "or", "'1f1b'"],
+    ),
+    (
+        {"plan__schedule": "zb-v", "plan__chunks": 2, "plan__microbatch": 4, "plan__microbatch_group": 2},
+        None,
+        ["plan.microbatch_group = 2", "plan.schedule = 'zb-v'", "leave it out"],
+    ),
+    (
+        {"plan__pp": 2, "plan__stages": (2, 3)},
+        None,
+        ["plan.stages = [2, 3]", "2 numbers", "6 units", "4 blocks", "set plan.stages to [4, 2]"],
+    ),
+    ({"plan__pp": 2, "plan__stages": (6,)}, None, ["plan.stages = [6]", "set plan.stages to [4, 2]"]),
+    ({"plan__pp": 2, "plan__stages": (6, 0)}, None, ["plan.stages = [6, 0]", "at least 1"]),
+    ({"plan__pp": 2, "plan__stages": ()}, None, ["plan.stages = []", "leave it out"]),
+    ({"plan__pp": 3}, 4, ["= 3 does not divide", "4 launched ranks", "a product among [1, 2, 4]"]),
     ({"plan__dp": 2, "plan__pp": 2}, 8, ["= 4 ranks", "8 are launched", "leave plan.dp out"]),
     (
         {"plan__dp": 3},
@@ -235,6 +273,16 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         Outline((Unit("only", ()),)),
         ["plan.rules.inner = 'tp'", "no parameter of the model has an axis 'inner'", "leave plan.rules out"],
     ),
+    (
+        {"numerics__exact": True, "model__source": "mine.py"},
+        outline(),
+        ["numerics.exact = true", "model.source = 'mine.py'", "set numerics.exact = false"],
+    ),
+    (
+        {"plan__cp": 2, "plan__context": "ulysses"},
+        outline(),
+        ["plan.cp = 2", "plan.context = 'ulysses'", "does not say how many it has", "set plan.context to 'ring'"],
+    ),
     ({"plan__pp": 4}, outline(), ["= 4 stages", "1 unit between its first and its last", "plan.pp to one of [1]"]),
 ]
 
@@ -284,6 +332,9 @@ def test_every_choice_that_a_refusal_offers_works(values, world):
         resolve(config_of(**values), world)
     for field, value in advice(str(caught.value)):
         resolve(config_of(**follow(values, field, value)), world)
+    for field, several in re.findall(r"set ([\w.]+) to \[([\d, ]+)\]", str(caught.value)):
+        counts = tuple(map(int, several.split(",")))
+        assert resolve(config_of(**values | {field.replace(".", "__"): counts}), world)
 
 
 @examples(60)
@@ -300,8 +351,9 @@ def test_following_the_advice_ends_in_a_plan(data):
         "plan__chunks": data.draw(number),
         "plan__zero": data.draw(st.integers(0, 5)),
         "plan__microbatch": data.draw(st.none() | number),
+        "plan__schedule": data.draw(st.none() | st.sampled_from(SCHEDULES)),
     }
-    for _ in range(6):
+    for _ in range(9):
         try:
             resolve(config_of(**values))
         except ConfigError as error:
@@ -321,6 +373,8 @@ TOML: list[tuple[str, list[str]]] = [
     ("[plan]\nschedule = '2f2b'", ["plan.schedule = '2f2b'", "one of 'gpipe', '1f1b', 'interleaved'"]),
     ("[train]\nlr = 'fast'", ["train.lr = 'fast'", "a number"]),
     ("[data]\npacked = 1", ["data.packed = 1", "true or false"]),
+    ("[plan]\nstages = [2, 'a']", ["plan.stages = [2, 'a']", "a list of whole numbers"]),
+    ("[plan]\nstages = [true]", ["plan.stages = [True]", "a list of whole numbers"]),
     ("[data]\ncorpus = [1]", ["data.corpus = [1]", "a list of strings"]),
     ("[data]\ntokenizer = 1", ["data.tokenizer = 1", "a string"]),
     ("[plan.rules]\nffn = 'dp'", ["plan.rules.ffn = 'dp'", "one of 'tp', 'ep', 'none'"]),
@@ -412,7 +466,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
         except ConfigError as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             reached.add((Path(frame.filename).name, frame.lineno))
-    known = set().union(*map(raise_lines, (cuts_module, resolve_module, shape_module, toml_module)))
+    known = set().union(*map(raise_lines, (cuts_module, resolve_module, shape_module, stages_module, toml_module)))
     # Unreadable files have a test of their own.
     lines = Path(shape_module.__file__).read_text(encoding="utf-8").splitlines()
     files = re.compile("cannot be read|is not JSON|is missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from superstep.program.check import check
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -22,6 +25,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -30,6 +34,7 @@ from superstep.program.instructions import (
     lane,
 )
 from superstep.program.text import describe, read_instruction, read_program, write_program
+from superstep.runtime.mesh import routes
 
 any_plan = examples(25)
 
@@ -53,13 +58,19 @@ def test_each_unit_sees_each_microbatch_once_forward_then_backward(plan):
     program = compile_step(plan)
     everything = Counter((u, m) for u in range(len(plan.units)) for m in range(plan.microbatches))
     assert Counter((i.unit, i.microbatch) for i in of(program, Forward)) == everything
-    assert Counter((i.unit, i.microbatch) for i in of(program, Backward)) == everything
+    is_in_two = plan.schedule in ("zb-h1", "zb-v")
+    first = BackwardInput if is_in_two else Backward
+    assert Counter((i.unit, i.microbatch) for i in of(program, first)) == everything
+    assert Counter((i.unit, i.microbatch) for i in of(program, BackwardWeight)) == (everything if is_in_two else {})
+    assert not of(program, Backward if is_in_two else BackwardInput)
     for rank, instructions in enumerate(program.ranks):
-        at = {i: k for k, i in enumerate(instructions) if is_compute(i)}
+        at = {i: k for k, i in enumerate(instructions) if is_compute(i) or isinstance(i, BackwardWeight)}
         for i, k in at.items():
             assert program.rank_of(i.unit) == rank
             if isinstance(i, Forward):
-                assert k < at[Backward(i.unit, i.microbatch)]
+                assert k < at[first(i.unit, i.microbatch)]
+            if isinstance(i, BackwardInput):
+                assert k < at[BackwardWeight(i.unit, i.microbatch)]
 
 
 @any_plan
@@ -74,9 +85,11 @@ def test_sends_match_receives_and_are_as_many_as_the_boundaries(plan):
             elif isinstance(i, Recv):
                 received.setdefault((i.peer, rank, i.wire), []).append((i.unit, i.microbatch))
     assert sent == received
-    boundaries = sum(s % plan.mesh.pp != (s + 1) % plan.mesh.pp for s in range(len(plan.stages) - 1))
+    boundaries = sum(a != b for a, b in pairwise(plan.placement))
     assert len(of(program, Send)) == 2 * plan.microbatches * boundaries
     assert len(of(compile_evaluation(plan), Send)) == plan.microbatches * boundaries
+    # NCCL has a group for each channel, made before the first step.
+    assert set(sent) == set(routes(plan.placement))
 
 
 @any_plan
@@ -112,7 +125,7 @@ def test_zero_0_and_1_reduce_and_fetch_a_unit_once_a_step(plan):
 
 
 @any_plan
-@given(plans(zero=2, dp=2, chunks=1))
+@given(plans(zero=2, dp=2, chunks=1, schedule="1f1b") | plans(zero=3, dp=2, schedule="zb-h1"))
 def test_zero_2_reduces_a_unit_after_every_microbatch(plan):
     program = compile_step(plan)
     for rank, instructions in enumerate(program.ranks):
@@ -142,7 +155,7 @@ def test_zero_3_fetches_twice_a_microbatch_but_at_the_turns(layers, m, prefetch)
 @given(plans(tied=True))
 def test_a_tied_head_is_tied_where_its_parameters_live_on_two_ranks(plan):
     program = compile_step(plan)
-    holders = {0, plan.mesh.pp - 1}
+    holders = {plan.placement[0], plan.placement[-1]}
     expected = holders if len(holders) > 1 else set()
     assert {rank for rank, r in enumerate(program.ranks) if Tie(0) in r} == expected
     assert len(of(program, Tie)) == len(expected)
@@ -153,7 +166,34 @@ def test_a_tied_head_is_tied_where_its_parameters_live_on_two_ranks(plan):
 def test_an_evaluation_keeps_and_changes_nothing(plan):
     program = compile_evaluation(plan)
     assert all(i.keep == "nothing" for i in of(program, Forward))
-    assert not of(program, Backward | Reduce | Tie | Step | Recompute)
+    assert not of(program, Backward | BackwardInput | BackwardWeight | Reduce | Tie | Step | Recompute)
+
+
+@any_plan
+@given(plans(schedule="zb-h1", zero=3, dp=2) | plans(schedule="zb-v", zero=3, dp=2))
+def test_weights_gradients_need_no_parameters(plan):
+    """ZeRO-3 frees a unit before its BackwardWeight where nothing else computes with it soon."""
+    program = compile_step(plan)
+    found = 0
+    for instructions in program.ranks:
+        resident = set()
+        for i in instructions:
+            if isinstance(i, Fetch | Free):
+                resident ^= {i.unit}
+            if isinstance(i, BackwardWeight):
+                found += i.unit not in resident
+    assert found or plan.prefetch
+
+
+@any_plan
+@given(plans(schedule="zb-v"))
+def test_a_v_goes_down_the_ranks_and_up_again(plan):
+    pp = plan.mesh.pp
+    assert plan.placement == tuple(s if s < pp else 2 * pp - 1 - s for s in range(2 * pp))
+    program = compile_step(plan)
+    assert not of(program, Tie)
+    between = [(n, i.peer) for n, r in enumerate(program.ranks) for i in r if isinstance(i, Send)]
+    assert all(abs(a - b) == 1 for a, b in between)
 
 
 def test_every_instruction_has_a_text_and_a_lane():
@@ -161,12 +201,15 @@ def test_every_instruction_has_a_text_and_a_lane():
         Forward(3, 5, "selective"): ("forward u3 m5 keep=selective", "compute"),
         Recompute(3, 5): ("recompute u3 m5", "compute"),
         Backward(3, 5): ("backward u3 m5", "compute"),
+        BackwardInput(3, 5): ("backward-input u3 m5", "compute"),
+        BackwardWeight(3, 5): ("backward-weight u3 m5", "compute"),
         Send("act", 3, 5, 1): ("send act u3 m5 to 1", "act"),
         Recv("grad", 3, 5, 1): ("recv grad u3 m5 from 1", "grad"),
         Fetch(3): ("fetch u3", "fetch"),
         Free(3): ("free u3", "compute"),
         Reduce(3): ("reduce u3", "reduce"),
         Settle(3): ("settle u3", "compute"),
+        ReduceReplicas(3): ("reduce-replicas u3", "reduce"),
         Tie(3): ("tie u3", "compute"),
         ReducePartial(): ("reduce-partial", "compute"),
         Step(): ("step", "compute"),
@@ -181,9 +224,9 @@ def test_every_instruction_has_a_text_and_a_lane():
     ("text", "words"),
     [
         ("", "line 1: a program starts with"),
-        ("program zero=0 microbatches=1 passes=\nrank 1\n", "line 2: 'rank 1' is neither"),
+        ("program zero=0 microbatches=1 placement=0 passes=\nrank 1\n", "line 2: 'rank 1' is neither"),
         (
-            "program zero=0 microbatches=1 passes=\nrank 0\n  fetch x0\n",
+            "program zero=0 microbatches=1 placement=0 passes=\nrank 0\n  fetch x0\n",
             "line 3: 'fetch x0' is no instruction",
         ),
     ],

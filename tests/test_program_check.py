@@ -27,6 +27,8 @@ PROGRAMS: dict[str, Program] = {
         "recompute": plan_of(layers=1, microbatches=2, recompute="full"),
         "tied": plan_of(pp=2, layers=2, microbatches=2, dp=2, zero=1, tied=True),
         "tied alone": plan_of(pp=2, layers=2, microbatches=2, tied=True),
+        "zero bubble": plan_of(pp=2, layers=2, microbatches=2, dp=2, schedule="zb-h1"),
+        "zero bubble 3": plan_of(layers=2, microbatches=2, dp=2, zero=3, schedule="zb-h1"),
         "tensor parallel": plan_of(pp=2, tp=2, layers=2, microbatches=2),
     }.items()
 }
@@ -131,6 +133,18 @@ FAULTS: list[tuple[str, str, int, str, Edit, str]] = [
     ("the partial sums are lost on one rank", "tensor parallel", 1, "reduce-partial", drop, "reduce-partial must run equally often"),
     ("partial sums before the reduction ends", "tied", 0, "settle u0", lambda lines, at: lines.insert(at, "reduce-partial"), "still being reduced"),
     ("partial sums before the last backward", "tensor parallel", 0, "reduce-partial", move_before("backward u0 m1"), "already summed over ranks"),
+    ("weights' gradients are lost", "zero bubble", 0, "backward-weight u1 m0", drop, "u1 has no backward-weight for m0"),
+    ("weights' gradients twice", "zero bubble", 0, "backward-weight u1 m0", twice, "comes once, after its backward-input"),
+    ("weights before inputs", "zero bubble", 0, "backward-weight u1 m0", swap_with("backward-input u1 m0"), "after its backward-input"),
+    ("weights of the other microbatch", "zero bubble", 1, "backward-weight u2 m0", to("backward-weight u2 m1"), "after its backward-input"),
+    ("weights of another rank", "zero bubble", 0, "backward-weight u1 m0", to("backward-weight u2 m0"), "another rank"),
+    ("inputs are lost", "zero bubble", 1, "backward-input u3 m0", drop, "gradient of the unit's output is not there"),
+    ("inputs twice", "zero bubble", 1, "backward-input u3 m0", twice, "kept nothing to go back through"),
+    ("inputs skip a unit", "zero bubble", 1, "backward-input u3 m0", swap_with("backward-input u2 m0"), "gradient of the unit's output"),
+    ("a whole backward after its half", "zero bubble", 1, "backward-weight u3 m0", to("backward u3 m0"), "kept nothing to go back through"),
+    ("reduced before the last weights", "zero bubble", 0, "reduce u1", move_before("backward-weight u1 m1"), "is being reduced"),
+    ("weights while they are reduced", "zero bubble 3", 0, "settle u2", move_behind("backward-weight u2 m1"), "gradient of u2 is being reduced"),
+    ("inputs without parameters", "zero bubble 3", 0, "free u2", move_before("backward-input u2 m0"), "not resident"),
     ("no step", "pipeline", 0, "step", drop, "the step is missing"),
     ("something after the step", "pipeline", 0, "step", twice, "nothing may follow the step"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from superstep.program.instructions import Forward
 from superstep.program.memory import Peak, UnitBytes, forwards_in_flight, high_water
 
 PARAMS, GRADIENT, ALL, SELECTIVE, INPUT, BOUNDARY = 1000, 4000, 80, 50, 10, 10
+PRODUCTS = {"product_inputs": 30, "product_gradients": 40}
 UNIT = UnitBytes(
     params=PARAMS,
     gradient=GRADIENT,
@@ -20,13 +21,14 @@ UNIT = UnitBytes(
     kept_selective=SELECTIVE,
     kept_input=INPUT,
     boundary=BOUNDARY,
+    **PRODUCTS,
 )
 
 
 def peaks(plan, **only):
     """Each rank's peak; ``only`` keeps the named sizes and makes the others nothing."""
     program = compile_step(plan)
-    sizes = dict.fromkeys(("params", "gradient", "kept_all", "kept_selective", "kept_input", "boundary"), 0)
+    sizes = dict.fromkeys((field.name for field in fields(UnitBytes)), 0)
     return high_water(program, [UnitBytes(**(sizes | only)) if only else UNIT] * len(plan.units))
 
 
@@ -47,8 +49,10 @@ def test_a_peak_is_the_sum_of_its_parts_somewhere_in_the_rank(plan):
 def test_kept_activations_are_those_of_the_forwards_in_flight(plan):
     """The units of a rank's smallest and largest stage bound the bytes on both sides."""
     program = compile_step(plan)
-    for rank, (peak, count) in enumerate(zip(peaks(plan, kept_all=ALL), forwards_in_flight(program), strict=True)):
-        units = [len(plan.stages[s]) for s in range(rank, len(plan.stages), plan.mesh.pp)]
+    # A microbatch whose backward has come only half keeps as much here, so that both count alike.
+    found = peaks(plan, kept_all=ALL, product_inputs=ALL)
+    for rank, (peak, count) in enumerate(zip(found, forwards_in_flight(program), strict=True)):
+        units = [len(plan.stages[s]) for s in program.stages_of(rank)]
         assert count * min(units) * ALL <= peak.kept_bytes <= count * max(units) * ALL
 
 
@@ -115,10 +119,47 @@ def test_a_receive_counts_from_where_it_is_posted():
     assert first.boundary_bytes == 3 * BOUNDARY
 
 
+def test_between_the_halves_of_a_backward_products_are_kept():
+    """One rank, two blocks, one microbatch: the backward of the inputs all the way, then that of the weights."""
+    plan = plan_of(layers=2, microbatches=1, schedule="zb-h1")
+    (kept,) = peaks(plan, kept_all=ALL, **PRODUCTS)
+    # At the first backward all four units are whole, and the head's products have output gradients already.
+    assert kept.kept_bytes == 4 * ALL + PRODUCTS["product_gradients"]
+    (products,) = peaks(plan, **PRODUCTS)
+    assert products.kept_bytes == 4 * sum(PRODUCTS.values())
+    (one,) = peaks(plan_of(layers=2, microbatches=1), **PRODUCTS)
+    assert one.kept_bytes == 0
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_zb_h1_peaks_at_what_1f1b_keeps_and_the_gradients_of_one_units_products(pp):
+    """Where products keep as much between the halves as the unit did before."""
+    layout = {"pp": pp, "layers": pp, "microbatches": 3 * pp, "stages": (2, *[1] * (pp - 2), 2)}
+    first, *_ = peaks(plan_of(**layout), kept_all=ALL)
+    for peak in peaks(plan_of(**layout, schedule="zb-h1"), kept_all=ALL, product_inputs=ALL - 40, product_gradients=40):
+        assert peak.kept_bytes <= first.kept_bytes + 40
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_gradient_buffer_is_there_from_the_weights_on(zero):
+    """Nothing is added to it while inputs have their turn, so no more is held than by an undivided backward."""
+    layout = {"pp": 2, "layers": 8, "dp": 2, "zero": zero, "schedule": "zb-h1"}
+    assert all(p.gradient_bytes == 2 * GRADIENT for p in peaks(plan_of(**layout), gradient=GRADIENT))
+
+
 def test_a_kept_input_counts_once():
     program = compile_step(plan_of(layers=3, microbatches=1))
     forwards = tuple(i for i in program.ranks[0] if isinstance(i, Forward))
-    size = UnitBytes(params=0, gradient=0, kept_all=10, kept_selective=0, kept_input=0, boundary=10)
+    size = UnitBytes(
+        params=0,
+        gradient=0,
+        kept_all=10,
+        kept_selective=0,
+        kept_input=0,
+        product_inputs=0,
+        product_gradients=0,
+        boundary=10,
+    )
     (peak,) = high_water(replace(program, ranks=(forwards,)), [size] * 5)
     assert (peak.index, peak.kept_bytes, peak.boundary_bytes) == (3, 4 * 10, 10)
 

@@ -15,7 +15,21 @@ from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.timeline import draw_text
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Backward, Fetch, Forward, Free, Recompute, Recv, Reduce, Send, Settle, Step
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Fetch,
+    Forward,
+    Free,
+    Recompute,
+    Recv,
+    Reduce,
+    Send,
+    Settle,
+    Step,
+    Tie,
+)
 from superstep.program.memory import forwards_in_flight
 from superstep.program.passes import add_recompute, add_step, add_transfers, lower
 from superstep.program.schedule import order
@@ -24,16 +38,13 @@ from superstep.program.timeline import Timeline, brings, waits_for
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
-def per_stage(program, **seconds):
-    """Durations by which every stage takes FORWARD_S and BACKWARD_S, however many units it has."""
-    shares = [1 / len(program.stages[program.stage_of(u)]) for u in range(len(program.units))]
+def per_stage(program, *, forward_s=FORWARD_S, backward_s=BACKWARD_S, weight_s=0.0):
+    """Durations by which the stages of a rank together take these, however many units they have."""
+    stages = [len(program.stages[program.stage_of(u)]) for u in range(len(program.units))]
+    shares = [1 / units / program_chunks(program) for units in stages]
     return PerUnit(
         units=tuple(
-            UnitSeconds(
-                forward_s=FORWARD_S * share / program_chunks(program),
-                backward_s=BACKWARD_S * share / program_chunks(program),
-                **seconds,
-            )
+            UnitSeconds(forward_s=forward_s * share, backward_s=backward_s * share, weight_s=weight_s * share)
             for share in shares
         )
     )
@@ -87,14 +98,47 @@ def test_breadth_first_drains_the_pipeline_once_a_group(pp, chunks, more, groups
     assert run(plan).bubble() == pytest.approx((pp - 1) / (chunks * group))
 
 
+@examples(60)
+@given(
+    pp=st.integers(1, 8),
+    more=st.integers(0, 6),
+    weight_s=st.integers(1, 3),
+    input_s=st.integers(0, 3),
+    forward_s=st.integers(0, 3),
+)
+def test_zb_h1_shortens_the_bubble_by_two_weight_passes(pp, more, weight_s, input_s, forward_s):
+    """(p - 1)(F + B - W), where 1F1B has (p - 1)(F + B + W), as long as W is the shortest of the three."""
+    m = 2 * pp + more
+    plan = plan_of(pp=pp, layers=pp, microbatches=m, schedule="zb-h1")
+    f, b, w = forward_s + weight_s, input_s + weight_s, weight_s
+    program = compile_step(plan)
+    timeline = simulate(program, per_stage(program, forward_s=f, backward_s=b + w, weight_s=w))
+    assert timeline.step_s == pytest.approx(m * (f + b + w) + (pp - 1) * (f + b - w))
+    assert timeline.bubble() == pytest.approx((pp - 1) * (f + b - w) / (m * (f + b + w)))
+
+
+@pytest.mark.parametrize("pp", range(1, 9))
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_zb_v_waits_only_until_the_first_microbatch_comes(pp, more):
+    """With F = B = W a rank of the V has no gap; the bubble is the way of one chunk's forward down to it and back."""
+    m = 2 * pp - 1 + more
+    program = compile_step(plan_of(pp=pp, chunks=2, layers=2 * pp, microbatches=m, schedule="zb-v"))
+    timeline = simulate(program, per_stage(program, forward_s=2.0, backward_s=4.0, weight_s=2.0))
+    assert timeline.step_s == pytest.approx(6 * m + pp - 1)
+    assert timeline.bubble() == pytest.approx((pp - 1) / (6 * m))
+    for rank in range(pp):
+        first, last = timeline.of(rank)[0].start_s, max(e.end_s for e in timeline.of(rank)[:-1])
+        gaps = [w for w in timeline.waits(rank) if first + rank < w.end_s - 1e-9 and w.start_s < last - 1e-9]
+        assert sum(w.end_s - w.start_s for w in gaps) == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (4, 4)])
 def test_too_long_a_warm_up_breaks_memory_and_leaves_the_time_right(pp, m):
     """The fault that a test of seconds alone would let through."""
     plan = plan_of(pp=pp, layers=pp, microbatches=m)
-    tasks = list(order("1f1b", pp=pp, chunks=1, microbatches=m, group=m))
+    tasks = list(order("1f1b", placement=range(pp), microbatches=m, group=m))
     for rank in range(pp - 1):
-        forwards = [t for t in tasks[rank] if t.is_forward]
-        backwards = [t for t in tasks[rank] if not t.is_forward]
+        forwards, backwards = ([t for t in tasks[rank] if t.kind == kind] for kind in ("forward", "backward"))
         warmup = min(pp - rank, m)
         steady = [t for pair in zip(forwards[warmup:], backwards, strict=False) for t in pair]
         tasks[rank] = (*forwards[:warmup], *steady, *backwards[m - warmup :])
@@ -113,7 +157,8 @@ def timed(draw):
     units = tuple(
         UnitSeconds(
             forward_s=draw(eighths) + 1,
-            backward_s=draw(eighths) + 1,
+            backward_s=draw(eighths) + 2,
+            weight_s=draw(eighths) / 2,
             recompute_s=draw(eighths),
             fetch_s=draw(eighths),
             reduce_s=draw(eighths),
@@ -242,9 +287,12 @@ def test_each_instruction_waits_for_its_inputs_its_parameters_or_its_reduction()
         Forward(2, 5, "all"): [("act", 2, 5), ("fetch", 2, None), ("fetch", 0, None)],
         Recompute(1, 5): [("fetch", 1, None)],
         Backward(1, 5): [("grad", 2, 5), ("fetch", 1, None)],
+        BackwardInput(1, 5): [("grad", 2, 5), ("fetch", 1, None)],
+        BackwardWeight(1, 5): [],
         Settle(1): [("reduce", 1, None)],
         Fetch(1): [],
-        Step(): [],
+        Step(): [("reduce", u, None) for u in range(3)],
+        Tie(0): [("reduce", u, None) for u in range(3)],
     }
     for instruction, arrivals in waits.items():
         assert waits_for(program, instruction) == arrivals
@@ -265,9 +313,14 @@ def test_a_deadlock_says_who_waits_for_what():
 
 
 def test_per_unit_has_seconds_for_every_instruction():
-    durations = PerUnit(units=(UnitSeconds(forward_s=1, backward_s=2, reduce_s=3, settle_s=4, transfer_s=5),), step_s=6)
+    durations = PerUnit(
+        units=(UnitSeconds(forward_s=1, backward_s=9, weight_s=2, reduce_s=3, settle_s=4, transfer_s=5),), step_s=6
+    )
     asked = [
         Forward(0, 0, "all"),
+        Backward(0, 0),
+        BackwardInput(0, 0),
+        BackwardWeight(0, 0),
         Reduce(0),
         Settle(0),
         Send("act", 0, 0, 1),
@@ -275,7 +328,7 @@ def test_per_unit_has_seconds_for_every_instruction():
         Step(),
         Free(0),
     ]
-    assert [durations(i, 0) for i in asked] == [1, 3, 4, 5, 5, 6, 0]
+    assert [durations(i, 0) for i in asked] == [1, 9, 7, 2, 3, 4, 5, 5, 6, 0]
 
 
 DRAWN = (
@@ -284,6 +337,8 @@ DRAWN = (
     plan_of(pp=2, chunks=2, dp=2, zero=3, schedule="interleaved"),
     plan_of(pp=2, chunks=3, layers=6, dp=2, zero=1, schedule="breadth-first"),
     plan_of(layers=2, dp=2, zero=3, recompute="full", tied=True),
+    plan_of(pp=2, layers=3, dp=2, zero=2, schedule="zb-h1"),
+    plan_of(pp=3, chunks=2, layers=6, schedule="zb-v"),
 )
 
 

@@ -114,23 +114,26 @@ def _value(flag: str, words: list[str], hint: object) -> object:
     options = alternatives(hint)
     if (entry := table_entry(options[0])) is not None:
         raise ConfigError(f"--{flag} is a table: write --{flag}.KEY with a value that is {describe_type(entry)}.")
-    if typing.get_origin(options[0]) is tuple:
-        return tuple(words)
+    is_list = typing.get_origin(options[0]) is tuple
     if not words and bool in options:
         return True
-    if not words:
+    if not words and not is_list:
         raise ConfigError(f"--{flag} has no value; it must be {describe_type(hint)}.")
-    if len(words) > 1:
+    if len(words) > 1 and not is_list:
         raise _stray(words[1])
     for option in options:
-        found, value = _convert(words[0], option)
+        found, value = _convert(words, option)
         if found:
             return value
-    raise ConfigError(f"--{flag} = '{words[0]}' is not valid; it must be {describe_type(hint)}.")
+    raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.")
 
 
-def _convert(word: str, option: Any) -> tuple[bool, object]:  # noqa: ANN401
-    """Whether the word is a value of the type, and the value."""
+def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa: ANN401
+    """Whether the words are a value of the type, and the value."""
+    if typing.get_origin(option) is tuple:
+        items = [_convert([word], typing.get_args(option)[0]) for word in words]
+        return all(found for found, _ in items), tuple(value for _, value in items)
+    (word,) = words
     if typing.get_origin(option) is Literal:
         return word in typing.get_args(option), word
     if option is type(None):

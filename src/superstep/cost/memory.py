@@ -28,6 +28,19 @@ are ``cost.work.LocalDims``, a tp rank's share:
     embed
       tokens; cut, the own ones, and which are not                    T·8 (+ T·9)
 
+A backward pass that comes in two keeps, from BackwardInput to BackwardWeight, the inputs of the products with
+parameters and the gradients of their outputs; and of the norms' weights, which have no product, the gradient itself:
+
+    block
+      inputs: both norms' outputs, attention's output, the product of gate and up          2·T·D·e + T·N·H·e + T·F·e
+      gradients: of queries, keys, values, gate, up, attention's and feed-forward's sum   T·(N + 2K)·H·e + 2·T·(D + F)·e
+      of its norms                                                                        vectors · 4
+    head
+      fused with the loss: the weight's gradient was made in the forward; ZeRO 2, 3: it   D·4 (+ D·V·4)
+      else: the norm's output; the gradient of the logits                                 T·D·e; T·V·e + D·4
+    embed
+      tokens; the gradient of what they gave                                              T·8; T·D·e
+
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; a collective's own
 buffers; the batch read ahead; torch itself. Compiled units keep less than this; scores are kept whole on a GPU whose
 attention kernels take no fp32 with grouped heads.
@@ -122,9 +135,18 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) else tokens
     head = _head(run, d, e)
     kept = [
-        (embed, embed, tokens, 0),
-        *[(_block(d, e, run.shape), _block_selective(d, e), boundary, boundary)] * run.shape.layers,
-        (head, head, boundary, boundary),
+        (embed, embed, tokens, 0, (tokens, d.T * d.D * e)),
+        *[
+            (
+                _block(d, e, run.shape),
+                _block_selective(d, e),
+                boundary,
+                boundary,
+                _block_products(d, e, run.shape),
+            )
+        ]
+        * run.shape.layers,
+        (head, head, boundary, boundary, _head_products(run, d, e)),
     ]
     return tuple(
         UnitBytes(
@@ -133,9 +155,11 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,
+            product_inputs=products[0],
+            product_gradients=products[1],
             boundary=passed,
         )
-        for unit, (whole, selective, kept_input, passed) in zip(rank_parameters(run), kept, strict=True)
+        for unit, (whole, selective, kept_input, passed, products) in zip(rank_parameters(run), kept, strict=True)
     )
 
 
@@ -149,6 +173,20 @@ def _block(d: LocalDims, e: int, shape: ModelShape) -> int:
 def _block_selective(d: LocalDims, e: int) -> int:
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     return d.t * d.D * e + attention + (d.T + d.Tf) * d.D * e + 2 * d.Tf * d.F * e
+
+
+def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
+    """Inputs of the products, and gradients of their outputs."""
+    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0)
+    inputs = (d.T + d.Tf) * d.D * e + d.T * d.N * d.H * e + d.Tf * d.F * e
+    gradients = d.T * (d.N + 2 * d.K) * d.H * e + (d.T + d.Tf) * d.D * e + 2 * d.Tf * d.F * e
+    return inputs, gradients + vectors * FP32
+
+
+def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
+    if has_fused_loss(run):
+        return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+    return d.T * d.D * e, d.T * d.V * e + d.D * FP32
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:

@@ -156,7 +156,7 @@ def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> Un
     d, e, mesh = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.mesh
     owned = rank_parameters(run)[unit]
     share, gradient = _share(run, owned), FP32 * buffer_numel(run, owned)
-    forward, backward = _passes(run, unit)
+    forward, backward, weight = _passes(run, unit)
 
     def seconds(way: _Pass) -> float:
         collectives = way.gathers * machine.gather_s(d.T * d.D * e, mesh.tp)
@@ -165,31 +165,33 @@ def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> Un
     return UnitSeconds(
         forward_s=seconds(forward),
         backward_s=seconds(backward),
+        weight_s=seconds(weight),
         recompute_s=seconds(forward),
         fetch_s=machine.gather_s(e * buffer_numel(run, owned), mesh.shards("dense")),
         reduce_s=machine.gather_s(gradient, mesh.shards("dense")) * (1 if zero_stage(run) else 2),
         settle_s=3 * FP32 * share / machine.memory_bytes_per_s if zero_stage(run) else 0.0,
+        replicas_s=machine.all_reduce_s(FP32 * share, mesh.replicas),
         tie_s=machine.all_reduce_s(FP32 * share, len(program.holders(unit))),
         transfer_s=machine.send_s(d.t * d.D * e),
     )
 
 
-def _passes(run: Resolved, unit: int) -> tuple[_Pass, _Pass]:
-    """A unit's forward and backward."""
+def _passes(run: Resolved, unit: int) -> tuple[_Pass, _Pass, _Pass]:
+    """A unit's forward, its backward, and the part of the backward that makes its weights' gradients."""
     if unit == 0:
         return _embedding(run)
     return _head(run) if unit == run.shape.layers + 1 else _block(run)
 
 
-def _embedding(run: Resolved) -> tuple[_Pass, _Pass]:
+def _embedding(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
     moved = 2 * d.T * d.D * e
     if run.plan.rules.cut("vocab") is None:
-        return _Pass(0, moved, 0), _Pass(0, 2 * moved, 0)
-    return _Pass(0, moved, 1 if is_split else 2), _Pass(0, 2 * moved, 1 if is_split else 0)
+        return _Pass(0, moved, 0), _Pass(0, 2 * moved, 0), _Pass(0, 2 * moved, 0)
+    return _Pass(0, moved, 1 if is_split else 2), _Pass(0, 2 * moved, 1 if is_split else 0), _Pass(0, 2 * moved, 0)
 
 
-def _block(run: Resolved) -> tuple[_Pass, _Pass]:
+def _block(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     flops, owned = rank_flops(run)[1], rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole
@@ -200,16 +202,21 @@ def _block(run: Resolved) -> tuple[_Pass, _Pass]:
     forward = _Pass(flops, moved, gathers)
     # Selective recomputation does everything again but the products.
     again = 1 if run.plan.recompute == "selective" else 0
-    return forward, _Pass(2 * flops, (2 + again) * moved + 2 * FP32 * matrices, (1 + again) * gathers)
+    # Attention's own products have no weights.
+    attention = 4 * d.T * d.S * d.N * d.H
+    weight = _Pass(flops - attention, 2 * FP32 * matrices, 0)
+    return forward, _Pass(2 * flops, (2 + again) * moved + 2 * FP32 * matrices, (1 + again) * gathers), weight
 
 
-def _head(run: Resolved) -> tuple[_Pass, _Pass]:
+def _head(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
     flops = rank_flops(run)[-1]
     norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
     if has_fused_loss(run):
         # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
-        late = 5 * matrix if zero_stage(run) >= 2 else 0
-        return _Pass(3 * flops, norm + loss + 2 * matrix, 0), _Pass(0, 2 * norm + late, 0)
+        scaled, added = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
+        forward = _Pass(3 * flops, norm + loss + 2 * matrix, 0)
+        return forward, _Pass(0, 2 * norm + scaled + added, 0), _Pass(0, added, 0)
     forward = _Pass(flops, norm + loss, 1 if is_split else 0)
-    return forward, _Pass(2 * flops, 2 * (norm + loss) + 2 * matrix, 1 if is_split else 2)
+    backward = _Pass(2 * flops, 2 * (norm + loss) + 2 * matrix, 1 if is_split else 2)
+    return forward, backward, _Pass(flops, 2 * matrix, 0)

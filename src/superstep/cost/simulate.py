@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from superstep.program.check import issue_order
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -24,6 +25,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -31,6 +33,7 @@ from superstep.program.instructions import (
     Wire,
     lane,
 )
+from superstep.program.issue import issue_order
 from superstep.program.timeline import Arrival, Timeline, TimelineEvent, brings, waits_for
 
 Place: TypeAlias = tuple[int, int]
@@ -45,16 +48,52 @@ class Durations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """What one unit takes; ``transfer_s`` is the way of its input, or the gradient's, between two ranks."""
+    """What one unit takes.
+
+    Attributes:
+        backward_s: the whole backward pass.
+        weight_s: the part of it that BackwardWeight takes; BackwardInput takes the rest.
+        transfer_s: the way of its input, or the gradient's, between two ranks.
+    """
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
     recompute_s: float = 0.0
     fetch_s: float = 0.0
     reduce_s: float = 0.0
     settle_s: float = 0.0
+    replicas_s: float = 0.0
     tie_s: float = 0.0
     transfer_s: float = 0.0
+
+    def of(self, instruction: Instruction) -> float:
+        """The seconds of an instruction on this unit."""
+        match instruction:
+            case Forward():
+                return self.forward_s
+            case Recompute():
+                return self.recompute_s
+            case Backward():
+                return self.backward_s
+            case BackwardInput():
+                return self.backward_s - self.weight_s
+            case BackwardWeight():
+                return self.weight_s
+            case Fetch():
+                return self.fetch_s
+            case Reduce():
+                return self.reduce_s
+            case Settle():
+                return self.settle_s
+            case ReduceReplicas():
+                return self.replicas_s
+            case Tie():
+                return self.tie_s
+            case Send() | Recv():
+                return self.transfer_s
+            case _:
+                return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,28 +107,14 @@ class PerUnit:
     def __call__(self, instruction: Instruction, rank: int, /) -> float:
         """The seconds of one instruction, the same on every rank."""
         match instruction:
-            case Forward(unit):
-                return self.units[unit].forward_s
-            case Recompute(unit):
-                return self.units[unit].recompute_s
-            case Backward(unit):
-                return self.units[unit].backward_s
-            case Fetch(unit):
-                return self.units[unit].fetch_s
-            case Reduce(unit):
-                return self.units[unit].reduce_s
-            case Settle(unit):
-                return self.units[unit].settle_s
-            case Tie(unit):
-                return self.units[unit].tie_s
-            case Send(_, unit) | Recv(_, unit):
-                return self.units[unit].transfer_s
             case ReducePartial():
                 return self.reduce_partial_s
             case Step():
                 return self.step_s
             case Free():
                 return 0.0
+            case _:
+                return self.units[instruction.unit].of(instruction)
 
 
 def simulate(program: Program, durations: Durations) -> Timeline:
@@ -122,7 +147,7 @@ class _Run:
         place = places[0]
         i = self.program.ranks[place[0]][place[1]]
         match i:
-            case Fetch() | Reduce():
+            case Fetch() | Reduce() | ReduceReplicas():
                 self._beside(place, i)
             case Send() | Recv():
                 self._transfer(place, i)
@@ -140,7 +165,7 @@ class _Run:
             self.clock_s[rank] = end_s
             self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
 
-    def _beside(self, place: Place, i: Fetch | Reduce) -> None:
+    def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas) -> None:
         rank = place[0]
         start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
         end_s = start_s + self.durations(i, rank)

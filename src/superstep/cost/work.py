@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
+from superstep.plan.work import block_matrices, forward_flops_per_token
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -66,7 +67,7 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDims:
-    """The dims above for one microbatch on one tensor-parallel rank; ``t`` are tokens of the residual stream there.
+    """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
     With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
     all of T where they are cut over tp, t where they are whole.
@@ -89,7 +90,7 @@ def local_dims(run: Resolved) -> LocalDims:
     """The dims of a run's microbatch as a tensor-parallel rank sees them."""
     shape, plan = run.shape, run.plan
     tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
-    tokens = plan.microbatch * sequence_tokens
+    tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
     part = tokens // tp if plan.sequence_parallel else tokens
 
     def ways(axis: str) -> int:
@@ -135,7 +136,7 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(_block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    block = UnitParameters(block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
 
@@ -147,19 +148,10 @@ def parameters(shape: ModelShape) -> int:
 
 def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
     """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
-    attention = 4 * tokens * sequence_tokens * shape.heads * shape.head_dim
-    block = UnitWork((2 * tokens * _block_matrices(shape) + attention) // tp)
-    head = UnitWork(2 * tokens * shape.width * shape.vocab // tp)
-    return UnitWork(0), *[block] * shape.layers, head
+    return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
 
 
 def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
     """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
     units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
     return sum(unit.forward_flops + unit.backward_flops for unit in units)
-
-
-def _block_matrices(shape: ModelShape) -> int:
-    D, F = shape.width, shape.ffn
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return D * (queries + 2 * keys) + queries * D + 3 * D * F

@@ -27,7 +27,7 @@ from superstep.plan.shape import ModelShape
 class Attend(Protocol):
     """Causal attention. Each key and value head serves N / K neighbouring query heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, /) -> Tensor:
         """The mixed values: [B, S, N, H]."""
 
 
@@ -124,9 +124,10 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(shape.width, shape.ffn, bias=False)
         self.up_proj = nn.Linear(shape.width, shape.ffn, bias=False)
         self.down_proj = nn.Linear(shape.ffn, shape.width, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        out_BSD: Tensor = self.down_proj(self.act_fn(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
         return out_BSD
 
 

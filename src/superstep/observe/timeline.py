@@ -16,7 +16,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from superstep.program.instructions import Backward, Forward, Free, Lane, Program, Recompute, Recv, Step
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Free,
+    Instruction,
+    Lane,
+    Program,
+    Recompute,
+    Recv,
+    Step,
+)
 from superstep.program.timeline import Timeline, TimelineEvent
 
 GUTTER = 9
@@ -43,6 +55,8 @@ class Style:
 FORWARD = Style("forward", "░", (25, 32, 30, 37, 61, 68, 24, 31))
 RECOMPUTE = Style("recompute", "▒", (97, 140, 96, 139))
 BACKWARD = Style("backward", "▓", (130, 172, 136, 178, 94, 137, 131, 173))
+BACKWARD_INPUT = Style("backward, inputs", "▓", BACKWARD.shades)
+BACKWARD_WEIGHT = Style("backward, weights", "▚", (64, 100, 65, 101, 70, 106, 58, 107))
 UPDATE = Style("sums, step", "█", (243,))
 BUBBLE = Style("bubble", "·", (240,), is_line=True)
 EXPOSED = Style("waiting for communication", "!", (203,), is_line=True)
@@ -155,7 +169,28 @@ class _Canvas:
         return "".join(_ink(code, ink * width) for code, ink in inks) + f" {words}"
 
 
-_STYLES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, BUBBLE, EXPOSED, FETCH, REDUCE, SEND_ACT, SEND_GRAD)
+_STYLES = (
+    FORWARD,
+    RECOMPUTE,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    UPDATE,
+    BUBBLE,
+    EXPOSED,
+    FETCH,
+    REDUCE,
+    SEND_ACT,
+    SEND_GRAD,
+)
+# What is computed, and the task it belongs to: what is computed again has its label together with its backward.
+_COMPUTED: dict[type[Instruction], tuple[Style, str]] = {
+    Forward: (FORWARD, "forward"),
+    Recompute: (RECOMPUTE, "backward"),
+    Backward: (BACKWARD, "backward"),
+    BackwardInput: (BACKWARD_INPUT, "backward"),
+    BackwardWeight: (BACKWARD_WEIGHT, "weights"),
+}
 _LANES: dict[str, dict[Lane, Style]] = {
     "fetch": {"fetch": FETCH},
     "reduce": {"reduce": REDUCE},
@@ -180,14 +215,14 @@ def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
 
 def _computed(program: Program, event: TimelineEvent) -> Span:
     match event.instruction:
-        case Forward(unit, m) | Recompute(unit, m) | Backward(unit, m):
+        case (
+            Forward(unit, m) | Recompute(unit, m) | Backward(unit, m) | BackwardInput(unit, m) | BackwardWeight(unit, m)
+        ):
             stage = program.stage_of(unit)
-            chunk = stage // program.pp
-            is_forward = isinstance(event.instruction, Forward)
-            is_again = isinstance(event.instruction, Recompute)
-            style = FORWARD if is_forward else RECOMPUTE if is_again else BACKWARD
+            chunk = program.stages_of(event.rank).index(stage)
+            style, task = _COMPUTED[type(event.instruction)]
             shade = 2 * chunk + m % 2
-            return Span(event.start_s, event.end_s, style, (is_forward, stage, m), str(m), shade)
+            return Span(event.start_s, event.end_s, style, (task, stage, m), str(m), shade)
         case Step():
             return Span(event.start_s, event.end_s, UPDATE, ("step",), "step")
         case _:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 Recompute = Literal["none", "selective", "full"]
+Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
@@ -97,17 +98,25 @@ class PlanConfig:
     dp: int | None = None
     """Data-parallel ranks; none takes what the launched ranks leave."""
     cp: int = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks: they share each sequence."""
+    context: Context = "ring"
+    """How attention sees the whole sequence: keys go round a ring (Liu 2023), or heads and tokens are exchanged
+    (Ulysses, Jacobs 2023)."""
     tp: int = 1
     """Tensor-parallel ranks."""
     ep: int = 1
     """Expert-parallel ranks."""
     zero: int = 0
     """0 replicates over dp; 1 shards the optimizer, 2 gradients too, 3 parameters too (Rajbhandari 2020)."""
+    replicas: int = 1
+    """Hybrid sharding: copies of the parameters, each sharded over its own dp · cp / replicas ranks."""
     schedule: Schedule | None = None
     """The order of microbatches through the stages; none means 1f1b, or interleaved where chunks > 1."""
     chunks: int = 1
-    """Stages on each pipeline rank (the v of Narayanan 2021)."""
+    """Stages on each pipeline rank (the v of Narayanan 2021); 2 for zb-v."""
+    stages: tuple[int, ...] | None = None
+    """How many units each stage has, in model order: the embedding, each block and the head are one each; none means
+    the split whose largest stage has the least work, found anew for each layout."""
     microbatch: int | None = None
     """Sequences that go through the model at once on one data-parallel rank; none takes the largest that
     gives each pipeline rank work."""
@@ -129,6 +138,11 @@ class NumericsConfig:
 
     compute: Dtype = "fp32"
     """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
+    exact: bool = False
+    """The same bits on every layout, for up to twice the time: sums in a fixed order or on a fixed grid."""
+    exact_chunks: int | None = None
+    """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 8, that
+    leave 16 tokens each. Runs that are compared need the same."""
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
 from superstep.plan.axes import outline_of
-from superstep.plan.config import PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.cuts import check_decoder, check_split, rules_of
-from superstep.plan.mesh import MeshShape
+from superstep.plan.grain import Grain, find_grain
+from superstep.plan.mesh import Family, MeshShape
 from superstep.plan.outline import Outline
 from superstep.plan.rules import Rules
 from superstep.plan.shape import ModelShape, shape_of
+from superstep.plan.spread import check_context, check_replicas
+from superstep.plan.stages import place, stages_of
+from superstep.plan.work import forward_flops_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +24,12 @@ class Plan:
     """A layout with nothing left open: what the program is compiled from.
 
     Attributes:
-        stages: unit numbers of each stage, in model order; stage s runs on pipeline rank s mod pp.
+        stages: unit numbers of each stage, in model order.
+        placement: the pipeline rank of each stage.
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
+        grain: exact mode's pieces; None in fast mode.
+        families: those that the model's parameters are of.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
@@ -29,9 +37,11 @@ class Plan:
 
     mesh: MeshShape
     zero: int
+    context: Context
     schedule: Schedule
     chunks: int
     stages: tuple[tuple[int, ...], ...]
+    placement: tuple[int, ...]
     microbatches: int
     microbatch: int
     microbatch_group: int
@@ -39,6 +49,8 @@ class Plan:
     sequence_parallel: bool
     prefetch: int
     rules: Rules
+    grain: Grain | None
+    families: tuple[Family, ...]
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
@@ -104,16 +116,20 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     if shape is not None:
         check_decoder(config, shape, rules)
     check_split(outline, rules, plan.tp)
+    check_context(config, shape, plan)
+    check_replicas(plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
     full = Plan(
-        mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp),
+        mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
+        context=plan.context,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        stages=split_stages(len(outline.units), plan.pp * plan.chunks),
+        stages=stages_of(plan, _work(config, shape, outline)),
+        placement=place(plan.schedule, pp=plan.pp, chunks=plan.chunks),
         microbatches=microbatches,
         microbatch=plan.microbatch,
         microbatch_group=plan.microbatch_group or microbatches,
@@ -121,6 +137,8 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
         rules=rules,
+        grain=find_grain(config, shape, plan),
+        families=("dense",),
         units=outline.names,
         params=outline.reads,
         recomputed=outline.recomputed,
@@ -128,28 +146,13 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)
 
 
-def split_stages(units: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Units in runs as even as can be.
-
-    The first stage also has the first unit (the embedding) and the last stage the last one (the head), so the
-    blocks in between are what is shared out; the middle stages take what is over.
+def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
+    """What each unit's forward pass takes, for sharing units out into stages; of units that are not ours, the elements
+    of what is not looked up stand for it.
     """
-    if stages == 1:
-        return (tuple(range(units)),)
-    blocks = units - 2
-    share, over = divmod(blocks, stages)
-    # The head is the dearest unit and the embedding next: the last and first stage get an extra block last.
-    order = [*range(1, stages - 1), 0, stages - 1]
-    counts = [share] * stages
-    for stage in order[:over]:
-        counts[stage] += 1
-    counts[0] += 1
-    counts[-1] += 1
-    found, start = [], 0
-    for count in counts:
-        found.append(tuple(range(start, start + count)))
-        start += count
-    return tuple(found)
+    if shape is not None:
+        return forward_flops_per_token(shape, config.data.sequence_tokens)
+    return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -172,6 +175,7 @@ def _check_ranges(config: RunConfig) -> None:
         "plan.tp": (config.plan.tp, 1),
         "plan.cp": (config.plan.cp, 1),
         "plan.ep": (config.plan.ep, 1),
+        "plan.replicas": (config.plan.replicas, 1),
         "plan.dp": (1 if config.plan.dp is None else config.plan.dp, 1),
         "plan.microbatch": (1 if config.plan.microbatch is None else config.plan.microbatch, 1),
         "plan.microbatch_group": (
@@ -208,11 +212,10 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bool) -> PlanConfig:
     plan = config.plan
-    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-        if getattr(plan, axis) > 1:
-            degree = getattr(plan, axis)
-            raise ConfigError(f"plan.{axis} = {degree}: {what} arrives later; set plan.{axis} to 1.")
+    if plan.ep > 1:
+        raise ConfigError(f"plan.ep = {plan.ep}: expert parallelism arrives later; set plan.ep to 1.")
     plan = replace(plan, dp=_data_parallel(plan, world))
+    plan = replace(plan, schedule=_schedule(plan, len(outline.units) - 2, is_compiled=config.numerics.compile))
     stages = plan.pp * plan.chunks
     blocks = len(outline.units) - 2
     if 1 < stages > blocks:
@@ -225,15 +228,30 @@ def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bo
             f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and {has}; "
             f"set plan.{field} to one of {list(range(1, max(blocks // max(other, 1), 1) + 1))}."
         )
+    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
+    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
+
+
+def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
     schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
-    if plan.chunks > 1 and schedule in ("gpipe", "1f1b"):
+    if plan.chunks > 1 and schedule in ("gpipe", "1f1b", "zb-h1"):
         raise ConfigError(
             f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; "
             "set plan.chunks to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
         )
-    plan = replace(plan, schedule=schedule)
-    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
-    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
+    if schedule == "zb-v" and (plan.chunks != 2 or layers < 2):
+        raise ConfigError(
+            f"plan.schedule = 'zb-v' runs two stages of a block or more on a rank, and plan.chunks = {plan.chunks}, "
+            f"model.layers = {layers}; set {'plan.chunks' if plan.chunks != 2 else 'model.layers'} to 2, or "
+            "choose another plan.schedule."
+        )
+    if is_compiled and schedule in ("zb-h1", "zb-v"):
+        raise ConfigError(
+            f"plan.schedule = '{schedule}' takes the backward pass in two, and a compiled block (numerics.compile = "
+            f"true) has it in one; set numerics.compile to false, or plan.schedule to "
+            f"'{'1f1b' if plan.chunks == 1 else 'interleaved'}'."
+        )
+    return schedule
 
 
 def _data_parallel(plan: PlanConfig, world: int | None) -> int:
@@ -241,13 +259,13 @@ def _data_parallel(plan: PlanConfig, world: int | None) -> int:
     if plan.dp is None:
         if world is not None and world % others:
             raise ConfigError(
-                f"plan.pp · plan.tp = {others} does not divide the {world} launched ranks; "
+                f"plan.pp · plan.cp · plan.tp = {others} does not divide the {world} launched ranks; "
                 f"choose a product among {divisors(world)}."
             )
         return 1 if world is None else world // others
     if world is not None and others * plan.dp != world:
         raise ConfigError(
-            f"plan.pp · plan.dp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
+            f"plan.pp · plan.dp · plan.cp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
             "leave plan.dp out, or launch as many ranks as the plan has."
         )
     return plan.dp
@@ -278,7 +296,7 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
     assert plan.dp is not None
     assert plan.microbatch is not None
     m = batch // (plan.dp * plan.microbatch)
-    if plan.schedule in ("gpipe", "1f1b"):
+    if plan.schedule not in ("interleaved", "breadth-first"):
         if plan.microbatch_group is not None:
             raise ConfigError(
                 f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "

@@ -61,9 +61,10 @@ def _convert(name: str, value: object, hint: object) -> object:
             if isinstance(value, dict):
                 return tuple(sorted((key, _convert(f"{name}.{key}", word, entry)) for key, word in value.items()))
         elif origin is tuple:
-            if isinstance(value, str):
+            item_type = typing.get_args(option)[0]
+            if type(value) is item_type:
                 return (value,)
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            if isinstance(value, list) and all(type(item) is item_type for item in value):
                 return tuple(value)
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -100,7 +101,7 @@ def describe_type(hint: object) -> str:
         elif (entry := table_entry(option)) is not None:
             parts.append(f"a table, each of its values {describe_type(entry)}")
         elif typing.get_origin(option) is tuple:
-            parts.append("a list of strings")
+            parts.append({str: "a list of strings", int: "a list of whole numbers"}[typing.get_args(option)[0]])
         elif option is not type(None):
             parts.append(words[option])
     return " or ".join(parts)

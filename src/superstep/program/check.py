@@ -1,9 +1,10 @@
 """check: what must hold of every program, asked after each pass.
 
 Each rank on its own (``_Rank``): every unit's forward once for each microbatch, after its input; every
-backward once, after its forward and its gradient; parameters resident where they are used; everything kept,
-received, fetched or reduced is used and let go exactly once. All ranks together: sends and receives match on
-every channel in order, as NCCL delivers them, and no rank waits for ever.
+backward once, after its forward and its gradient, and where it comes in two, that of the weights after that of the
+input; parameters resident where they are used; everything kept, received, fetched or reduced is used and let go exactly
+once. All ranks together: sends and receives match on every channel in order, as NCCL delivers them, and no rank waits
+for ever.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from superstep.errors import SuperstepError
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -24,21 +26,15 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
     Tie,
     Wire,
 )
+from superstep.program.issue import Channel, InvalidProgram, Value, issue_order
 from superstep.program.text import describe
-
-Value = tuple[Wire, int, int]
-Channel = tuple[int, int, Wire]
-Place = tuple[int, int]
-
-
-class InvalidProgram(SuperstepError):
-    """A program breaks a rule; the message names rank, position and instruction."""
 
 
 def check(program: Program) -> Program:
@@ -75,15 +71,18 @@ class _Rank:
         self.has_transfers = "transfers" in program.passes
         self.is_fetched = Fetch in kinds
         self.is_reduced = Reduce in kinds
-        self.is_training = Backward in kinds
+        self.is_replicated = ReduceReplicas in kinds
+        self.is_training = bool(kinds & {Backward, BackwardInput})
         self.values: set[Value] = set()
         self.forwarded: set[tuple[int, int]] = set()
         self.backwarded: set[tuple[int, int]] = set()
         self.kept: dict[tuple[int, int], Keep] = {}
+        self.deferred: set[tuple[int, int]] = set()
         self.resident: set[int] = set()
         self.dirty: set[int] = set()
         self.reducing: set[int] = set()
         self.tied: set[int] = set()
+        self.replicated: set[int] = set()
         self.final: set[int] = set()
         self.is_stepped = False
 
@@ -96,23 +95,21 @@ class _Rank:
                 return self._forward(unit, m, keep)
             case Recompute(unit, m):
                 return self._recompute(unit, m)
-            case Backward(unit, m):
-                return self._backward(unit, m)
+            case Backward(unit, m) | BackwardInput(unit, m):
+                return self._backward(unit, m) or self._weights(unit, m, is_later=isinstance(i, BackwardInput))
+            case BackwardWeight(unit, m):
+                return self._backward_weight(unit, m)
             case Send(wire, unit, m, _):
                 return self._take((wire, unit, m), "what is sent must have been computed, and is sent once")
             case Recv(wire, unit, m, _):
                 return self._receive(wire, unit, m)
             case Fetch(unit) | Free(unit):
                 return self._residency(unit, is_fetch=isinstance(i, Fetch))
-            case Reduce(unit) | Settle(unit):
-                return self._reduction(unit, is_start=isinstance(i, Reduce))
-            case Tie(unit):
-                return self._tie(unit)
-            case ReducePartial():
+            case Reduce() | Settle() | ReduceReplicas() | Tie():
+                return self._sum(i)
+            case ReducePartial() | Step():
                 self.final |= self.held
-                return "gradients are still being reduced" if self.reducing else ""
-            case Step():
-                self.is_stepped = True
+                self.is_stepped = isinstance(i, Step)
                 return "gradients are still being reduced" if self.reducing else ""
 
     def end(self) -> str:
@@ -126,6 +123,7 @@ class _Rank:
         if self.is_training:
             yield from (f"u{u} has no backward for m{m}" for u, m in sorted(expected - self.backwarded))
         yield from (f"what u{u} kept of m{m} is never freed" for u, m in sorted(self.kept))
+        yield from (f"u{u} has no backward-weight for m{m}" for u, m in sorted(self.deferred))
         if self.has_transfers:
             yield from (f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values))
         if self.program.zero == 3:
@@ -133,6 +131,9 @@ class _Rank:
         yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
         if "reductions" in passes and self.is_reduced:
             yield from (f"the gradient of u{u} is never reduced" for u in sorted(self.dirty))
+        if "reductions" in passes and self.is_replicated:
+            missing = sorted(self.held - self.replicated)
+            yield from (f"the gradient of u{u} is never summed over replicas" for u in missing)
         if "reductions" in passes and self.is_training:
             shared = {u for u in self.held if len(self.program.holders(u)) > 1}
             yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
@@ -145,11 +146,16 @@ class _Rank:
         self.values.discard(value)
         return ""
 
-    def _unit(self, unit: int, m: int) -> str:
+    def _known(self, unit: int, m: int) -> str:
         if unit not in self.own:
             return "the unit lives on another rank"
         if not 0 <= m < self.program.microbatches:
             return f"the step has {self.program.microbatches} microbatches"
+        return ""
+
+    def _unit(self, unit: int, m: int) -> str:
+        if broken := self._known(unit, m):
+            return broken
         if self.is_fetched and not set(self.program.params[unit]) <= self.resident:
             return "the unit's parameters are not resident"
         return ""
@@ -191,16 +197,31 @@ class _Rank:
             and self._take(("grad", unit + 1, m), "missing")
         ):
             return "the gradient of the unit's output is not there"
+        del self.kept[unit, m]
+        self.backwarded.add((unit, m))
+        if unit > 0:
+            self.values.add(("grad", unit, m))
+        return ""
+
+    def _backward_weight(self, unit: int, m: int) -> str:
+        if broken := self._known(unit, m):
+            return broken
+        if (unit, m) not in self.deferred:
+            return "a backward-weight comes once, after its backward-input"
+        self.deferred.discard((unit, m))
+        return self._weights(unit, m, is_later=False)
+
+    def _weights(self, unit: int, m: int, *, is_later: bool) -> str:
+        """The parameters' gradients: put off, or added to their buffers."""
+        if is_later:
+            self.deferred.add((unit, m))
+            return ""
         params = set(self.program.params[unit])
         if busy := self.reducing & params:
             return f"the gradient of u{min(busy)} is being reduced"
         if done := self.final & params:
             return f"the gradient of u{min(done)} was already summed over ranks, as only a final one may be"
-        del self.kept[unit, m]
-        self.backwarded.add((unit, m))
         self.dirty |= params
-        if unit > 0:
-            self.values.add(("grad", unit, m))
         return ""
 
     def _receive(self, wire: Wire, unit: int, m: int) -> str:
@@ -219,6 +240,15 @@ class _Rank:
         self.resident ^= {unit}
         return ""
 
+    def _sum(self, i: Reduce | Settle | ReduceReplicas | Tie) -> str:
+        match i:
+            case Reduce(unit) | Settle(unit):
+                return self._reduction(unit, is_start=isinstance(i, Reduce))
+            case ReduceReplicas(unit):
+                return self._replicas(unit)
+            case Tie(unit):
+                return self._tie(unit)
+
     def _reduction(self, unit: int, *, is_start: bool) -> str:
         if is_start:
             if unit not in self.dirty:
@@ -231,6 +261,15 @@ class _Rank:
         self.reducing.discard(unit)
         if self.program.zero < 2:
             self.final.add(unit)
+        return ""
+
+    def _replicas(self, unit: int) -> str:
+        if unit not in self.held:
+            return "the unit lives on another rank"
+        if unit in self.reducing or unit in self.dirty or unit in self.replicated:
+            return "the unit's gradient must be settled first, and is summed over replicas once"
+        self.replicated.add(unit)
+        self.final.add(unit)
         return ""
 
     def _tie(self, unit: int) -> str:
@@ -267,91 +306,3 @@ def _check_channels(program: Program) -> None:
                 f"channel {wire} from rank {source} to rank {target}: number {at} is sent as {ends[0]} and "
                 f"received as {ends[1]}"
             )
-
-
-def issue_order(program: Program) -> Iterator[tuple[Place, ...]]:
-    """Every instruction's place (rank, index), each after everything that it waits for.
-
-    A compute waits for its received input, and that for its send and for what lies ahead on the channel.
-    A tie and the step wait for every rank that takes part, and come as one tuple of all their places.
-
-    Raises:
-        InvalidProgram: some ranks wait for ever; the message says who waits for what.
-    """
-    at = [0] * program.pp
-    channels = _Channels()
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for number, instructions in enumerate(program.ranks):
-            while at[number] < len(instructions):
-                i = instructions[at[number]]
-                members = _members(program, number, i)
-                if channels.missing(number, i) or not all(_stands_at(program, at, o, i) for o in members):
-                    break
-                channels.issue(number, i)
-                yield tuple((o, at[o]) for o in members)
-                for other in members:
-                    at[other] += 1
-                is_moving = True
-    waits = []
-    for number, instructions in enumerate(program.ranks):
-        if at[number] < len(instructions):
-            i = instructions[at[number]]
-            value = channels.missing(number, i)
-            what = f" for {value[0]} u{value[1]} m{value[2]}" if value else ""
-            waits.append(f"rank {number} waits{what} at instruction {at[number]} ({describe(i)})")
-    if waits:
-        raise InvalidProgram("deadlock: " + "; ".join(waits))
-
-
-def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
-    """The ranks that run the instruction together."""
-    match i:
-        case Step():
-            return tuple(range(program.pp))
-        case Tie(unit):
-            return program.holders(unit)
-        case _:
-            return (number,)
-
-
-def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> bool:
-    return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
-
-
-class _Channels:
-    """What was sent, posted and delivered so far. A channel delivers in the order of its sends."""
-
-    def __init__(self) -> None:
-        self.sent: dict[Channel, deque[Value]] = {}
-        self.posted: dict[Channel, set[Value]] = {}
-        self.awaited: dict[int, set[Value]] = {}
-
-    def issue(self, number: int, i: Instruction) -> None:
-        """Advance over a send or a receive."""
-        if not isinstance(i, Send | Recv):
-            return
-        value = (i.wire, i.unit, i.microbatch)
-        source, target = (number, i.peer) if isinstance(i, Send) else (i.peer, number)
-        sent = self.sent.setdefault((source, target, i.wire), deque())
-        posted = self.posted.setdefault((source, target, i.wire), set())
-        if isinstance(i, Send):
-            sent.append(value)
-        else:
-            posted.add(value)
-            self.awaited.setdefault(number, set()).add(value)
-        while sent and sent[0] in posted:
-            posted.discard(sent[0])
-            self.awaited[target].discard(sent.popleft())
-
-    def missing(self, number: int, i: Instruction) -> Value | None:
-        """What the instruction computes with that was posted and has not arrived."""
-        match i:
-            case Forward(unit, m):
-                needed: Value = ("act", unit, m)
-            case Backward(unit, m):
-                needed = ("grad", unit + 1, m)
-            case _:
-                return None
-        return needed if needed in self.awaited.get(number, ()) else None

@@ -13,22 +13,30 @@ def compile_step(plan: Plan) -> Program:
     """The training step of a plan."""
     tasks = order(
         plan.schedule,
-        pp=plan.mesh.pp,
-        chunks=plan.chunks,
+        placement=plan.placement,
         microbatches=plan.microbatches,
         group=plan.microbatch_group,
     )
     program = check(lower(plan, tasks, is_training=True))
     program = check(add_recompute(program))
     program = check(add_transfers(program))
-    program = check(add_reductions(program, dp=plan.mesh.dp, tp=plan.mesh.tp))
-    program = check(add_fetch(program, dp=plan.mesh.dp, prefetch=plan.prefetch))
+    program = check(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
+    program = check(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
     return check(add_step(program))
 
 
 def compile_evaluation(plan: Plan) -> Program:
     """Forward passes over one global batch, for its loss alone."""
-    tasks = forward_order(pp=plan.mesh.pp, chunks=plan.chunks, microbatches=plan.microbatches)
+    tasks = forward_order(placement=plan.placement, microbatches=plan.microbatches)
     program = check(lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
-    return check(add_fetch(program, dp=plan.mesh.dp, prefetch=plan.prefetch))
+    return check(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
+
+
+def _sharers(plan: Plan) -> int:
+    """Ranks that hold the same parameters, of the family that most hold."""
+    return max(plan.mesh.sharers(family) for family in plan.families)
+
+
+def _shards(plan: Plan) -> int:
+    return max(plan.mesh.shards(family) for family in plan.families)

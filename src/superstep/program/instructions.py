@@ -8,9 +8,12 @@ Instructions are issued in order. Those on the compute lane run where they are i
 and run beside the compute until something needs their result:
 
     lane      instructions                                   a later instruction waits for it when it
-    compute   Forward, Recompute, Backward, Settle, Step     -
+    compute   Forward, Recompute, Backward, BackwardInput,   -
+              BackwardWeight, Settle, Tie, ReducePartial,
+              Step, Free
     fetch     Fetch                                          computes with the unit's parameters
     reduce    Reduce                                         settles the unit's gradient
+              ReduceReplicas                                 ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
 """
 
@@ -64,6 +67,25 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Gradient of the unit's input alone; what its parameters' gradients need is kept (Qi 2023, sec. 2: the B pass)."""
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Gradients of the unit's parameters, from what BackwardInput kept; they add to the unit's buffer (the W pass).
+
+    These are products of inputs with output gradients, so the parameters themselves are not read.
+    """
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Start sending to pipeline rank ``peer`` the input of ``unit`` (act), or its gradient (grad)."""
 
@@ -85,7 +107,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start summing the unit's gradient buffer over the data-parallel ranks."""
+    """Start summing the unit's gradient buffer over the ranks that share it out, or that all hold it."""
 
     unit: int
 
@@ -93,6 +115,13 @@ class Reduce:
 @dataclass(frozen=True, slots=True)
 class Settle:
     """Wait for the unit's reduction; with ZeRO 2 and 3 add it to the shard and drop the full buffer."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReplicas:
+    """Start summing the unit's settled shard over the replicas (hybrid sharding)."""
 
     unit: int
 
@@ -115,7 +144,21 @@ class Step:
 
 
 Instruction: TypeAlias = (
-    Fetch | Free | Forward | Recompute | Backward | Send | Recv | Reduce | Settle | Tie | ReducePartial | Step
+    Fetch
+    | Free
+    | Forward
+    | Recompute
+    | Backward
+    | BackwardInput
+    | BackwardWeight
+    | Send
+    | Recv
+    | Reduce
+    | Settle
+    | ReduceReplicas
+    | Tie
+    | ReducePartial
+    | Step
 )
 
 
@@ -125,7 +168,8 @@ class Program:
 
     Attributes:
         units: the unit names, in model order.
-        stages: unit numbers of each stage; stage s runs on pipeline rank s mod pp.
+        stages: unit numbers of each stage.
+        placement: the pipeline rank of each stage.
         params: for each unit, the units whose parameters it reads.
         microbatches: microbatches of the step.
         zero: the ZeRO stage whose fetches and reductions the program has.
@@ -135,6 +179,7 @@ class Program:
 
     units: tuple[str, ...]
     stages: tuple[tuple[int, ...], ...]
+    placement: tuple[int, ...]
     params: tuple[tuple[int, ...], ...]
     microbatches: int
     zero: int
@@ -152,11 +197,15 @@ class Program:
 
     def rank_of(self, unit: int) -> int:
         """The pipeline rank that computes the unit."""
-        return self.stage_of(unit) % self.pp
+        return self.placement[self.stage_of(unit)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on a pipeline rank, in model order."""
+        return tuple(s for s, place in enumerate(self.placement) if place == rank)
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         """The units that a pipeline rank computes."""
-        return tuple(u for s in range(rank, len(self.stages), self.pp) for u in self.stages[s])
+        return tuple(u for s in self.stages_of(rank) for u in self.stages[s])
 
     def held_by(self, rank: int) -> tuple[int, ...]:
         """The units whose parameters a pipeline rank holds: those it computes and those they read."""
@@ -172,7 +221,7 @@ def lane(instruction: Instruction) -> Lane:
     match instruction:
         case Fetch():
             return "fetch"
-        case Reduce():
+        case Reduce() | ReduceReplicas():
             return "reduce"
         case Send(wire=wire) | Recv(wire=wire):
             return wire
@@ -182,4 +231,4 @@ def lane(instruction: Instruction) -> Lane:
 
 def is_compute(instruction: Instruction) -> bool:
     """Whether the instruction computes with a unit's parameters."""
-    return isinstance(instruction, Forward | Recompute | Backward)
+    return isinstance(instruction, Forward | Recompute | Backward | BackwardInput)

@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -38,6 +40,8 @@ class UnitBytes:
         kept_all: what stays for the backward pass, the unit's input included.
         kept_selective: the same without what selective recomputation computes again.
         kept_input: the unit's input alone, where full recomputation starts.
+        product_inputs: what of it BackwardInput leaves for BackwardWeight: the inputs of products with parameters.
+        product_gradients: what it makes for BackwardWeight: the gradients of those products' outputs.
         boundary: the unit's input, on its way there; its gradient on the way back is as large.
     """
 
@@ -46,6 +50,8 @@ class UnitBytes:
     kept_all: int
     kept_selective: int
     kept_input: int
+    product_inputs: int
+    product_gradients: int
     boundary: int
 
     def kept(self, keep: Keep) -> int:
@@ -69,7 +75,7 @@ class Peak:
         index: the first instruction during which the sum is reached.
         params_bytes: parameters fetched and not yet freed (ZeRO 3).
         gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
-        kept_bytes: activations kept for a backward pass.
+        kept_bytes: activations kept for a backward pass, and what is kept for a BackwardWeight.
         boundary_bytes: inputs and gradients between units: received or computed, and not yet used or sent.
     """
 
@@ -147,12 +153,23 @@ class _Held:
             case Recompute(unit, m):
                 self.put("kept", unit, m, size=self.sizes[unit].kept_all)
             case Backward(unit, m):
-                for u in self.program.params[unit] if self.are_gradients_transient else ():
-                    self.put("gradient", u, size=self.sizes[u].gradient)
-                if unit > 0:
-                    self.put("boundary", "grad", unit, m, size=self.sizes[unit].boundary)
+                self._put_gradients(unit)
+                self._put_input_gradient(unit, m)
+            case BackwardInput(unit, m):
+                self.put("kept", "products", unit, m, size=self.sizes[unit].product_gradients)
+                self._put_input_gradient(unit, m)
+            case BackwardWeight(unit, m):
+                self._put_gradients(unit)
             case Recv(wire, unit, m, _):
                 self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
+
+    def _put_gradients(self, unit: int) -> None:
+        for u in self.program.params[unit] if self.are_gradients_transient else ():
+            self.put("gradient", u, size=self.sizes[u].gradient)
+
+    def _put_input_gradient(self, unit: int, m: int) -> None:
+        if unit > 0:
+            self.put("boundary", "grad", unit, m, size=self.sizes[unit].boundary)
 
     def end(self, i: Instruction) -> None:
         """What the instruction used up goes."""
@@ -166,12 +183,21 @@ class _Held:
             case Backward(unit, m):
                 self.drop("kept", unit, m)
                 self.drop("boundary", "grad", unit + 1, m)
+            case BackwardInput(unit, m):
+                self.put("kept", unit, m, size=self.sizes[unit].product_inputs)
+                self.drop("boundary", "grad", unit + 1, m)
+            case BackwardWeight(unit, m):
+                self.drop("kept", unit, m)
+                self.drop("kept", "products", unit, m)
             case Send(wire, unit, m, _):
                 self.drop("boundary", wire, unit, m)
 
 
 def forwards_in_flight(program: Program) -> tuple[int, ...]:
-    """For each pipeline rank, the most (stage, microbatch) pairs at a time between forward and backward."""
+    """For each pipeline rank, the most (stage, microbatch) pairs at a time of which something is kept.
+
+    That is from the forward to the backward, or where it comes in two, to BackwardWeight.
+    """
     return tuple(_most_in_flight(program, rank) for rank in range(program.pp))
 
 
@@ -183,6 +209,6 @@ def _most_in_flight(program: Program, rank: int) -> int:
         if isinstance(i, Forward) and i.unit in first:
             count += 1
             most = max(most, count)
-        elif isinstance(i, Backward) and i.unit in first:
+        elif isinstance(i, Backward | BackwardWeight) and i.unit in first:
             count -= 1
     return most

@@ -1,6 +1,6 @@
 """Passes: functions from Program to Program, each adding one concern.
 
-lower         tasks to units: a stage's forward is its units in order, its backward the same in reverse
+lower         tasks to units: a stage's forward is its units in order, its backward passes the same in reverse
 recompute     before a backward whose unit kept only its input, compute the unit again
 transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
 reductions    gradients over dp as soon as they are final; tied and partial gradients after that
@@ -17,6 +17,8 @@ from itertools import groupby
 from superstep.plan.resolve import Plan
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -27,10 +29,12 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
     Tie,
+    Wire,
     is_compute,
 )
 from superstep.program.schedule import Order, Task
@@ -48,15 +52,21 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         return kept[plan.recompute]
 
     def instructions(task: Task) -> Iterator[Instruction]:
-        units = plan.stages[task.stage]
-        if task.is_forward:
-            yield from (Forward(u, task.microbatch, keep(u)) for u in units)
-        else:
-            yield from (Backward(u, task.microbatch) for u in reversed(units))
+        units, m = plan.stages[task.stage], task.microbatch
+        match task.kind:
+            case "forward":
+                yield from (Forward(u, m, keep(u)) for u in units)
+            case "backward":
+                yield from (Backward(u, m) for u in reversed(units))
+            case "input":
+                yield from (BackwardInput(u, m) for u in reversed(units))
+            case "weight":
+                yield from (BackwardWeight(u, m) for u in reversed(units))
 
     return Program(
         units=plan.units,
         stages=plan.stages,
+        placement=plan.placement,
         params=plan.params,
         microbatches=plan.microbatches,
         zero=plan.zero,
@@ -71,7 +81,7 @@ def add_recompute(program: Program) -> Program:
 
     def rank(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for i in instructions:
-            if isinstance(i, Backward) and kept[i.unit, i.microbatch] == "input":
+            if isinstance(i, Backward | BackwardInput) and kept[i.unit, i.microbatch] == "input":
                 yield Recompute(i.unit, i.microbatch)
             yield i
 
@@ -96,50 +106,53 @@ def add_transfers(program: Program) -> Program:
     return _done(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
-def _task_of(program: Program, i: Instruction) -> tuple[bool, int, int]:
-    assert isinstance(i, Forward | Recompute | Backward)
-    return isinstance(i, Forward), program.stage_of(i.unit), i.microbatch
+def _task_of(program: Program, i: Instruction) -> tuple[Wire | None, int, int]:
+    """The instruction's task: what it passes on (weights' gradients nothing), its stage, its microbatch."""
+    assert isinstance(i, Forward | Recompute | Backward | BackwardInput | BackwardWeight)
+    wire: Wire | None = "act" if isinstance(i, Forward) else None if isinstance(i, BackwardWeight) else "grad"
+    return wire, program.stage_of(i.unit), i.microbatch
 
 
 def _receives(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
-    is_forward, stage, m = _task_of(program, task[0])
-    units = program.stages[stage]
-    if is_forward and stage > 0:
-        peer, wire, unit = program.rank_of(units[0] - 1), "act", units[0]
-    elif not is_forward and stage + 1 < len(program.stages):
-        peer, wire, unit = program.rank_of(units[-1] + 1), "grad", units[-1] + 1
-    else:
+    wire, stage, m = _task_of(program, task[0])
+    source = stage - 1 if wire == "act" else stage + 1
+    if wire is None or not _is_elsewhere(program, source, rank):
         return []
-    return [] if peer == rank else [Recv("act" if wire == "act" else "grad", unit, m, peer)]
+    # What passes between two stages has the number of the later one's first unit.
+    return [Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
 
 
 def _sends(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
-    is_forward, stage, m = _task_of(program, task[0])
-    units = program.stages[stage]
-    if is_forward and stage + 1 < len(program.stages):
-        peer = program.rank_of(units[-1] + 1)
-        return [] if peer == rank else [Send("act", units[-1] + 1, m, peer)]
-    if not is_forward and stage > 0:
-        peer = program.rank_of(units[0] - 1)
-        return [] if peer == rank else [Send("grad", units[0], m, peer)]
-    return []
+    wire, stage, m = _task_of(program, task[0])
+    target = stage + 1 if wire == "act" else stage - 1
+    if wire is None or not _is_elsewhere(program, target, rank):
+        return []
+    return [Send(wire, program.stages[max(stage, target)][0], m, program.placement[target])]
 
 
-def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
+def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
+    """Whether there is such a stage, on another rank."""
+    return 0 <= stage < len(program.stages) and program.placement[stage] != rank
+
+
+def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> Program:
     """Gradients are summed over dp as soon as they are final.
 
-    With ZeRO 0 and 1 a unit's gradient is final after its last backward of the step. With 2 and 3 no rank
-    may keep a full gradient (Rajbhandari 2020, sec. 5.2), so a unit is reduced after every microbatch, and
-    settled into its shard one unit later, beside whose compute the reduction ran. Where a rank has several
-    stages, a stage's gradients may wait for the run of its microbatches to end: breadth-first order makes the
-    runs long and the reductions few (Lamy-Poirier 2023, sec. 4.2).
+    With ZeRO 0 and 1 a unit's gradient is final after its last Backward or BackwardWeight of the step. With 2
+    and 3 no rank may keep a full gradient (Rajbhandari 2020, sec. 5.2), so a unit is reduced after every
+    microbatch, and settled into its shard one unit later, beside whose compute the reduction ran. Where a rank
+    has several stages, a stage's gradients may wait for the run of its microbatches to end: breadth-first order
+    makes the runs long and the reductions few (Lamy-Poirier 2023, sec. 4.2).
+
+    With replicas, what is settled for good is summed over them too.
     """
 
-    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def settled(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         finals = _finals(program, instructions)
         waiting: list[int] = []
         for at, i in enumerate(instructions):
-            if program.zero >= 2 and isinstance(i, Backward) and set(program.params[i.unit]) & set(waiting):
+            added = program.params[i.unit] if isinstance(i, Backward | BackwardWeight) else ()
+            if program.zero >= 2 and set(added) & set(waiting):
                 yield from (Settle(w) for w in waiting)
                 waiting.clear()
             yield i
@@ -150,6 +163,14 @@ def add_reductions(program: Program, *, dp: int, tp: int) -> Program:
             yield from (Reduce(u) for u in final)
             waiting += final
         yield from (Settle(w) for w in waiting)
+
+    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        within = list(settled(number, instructions))
+        last = {i.unit: at for at, i in enumerate(within) if isinstance(i, Settle)} if replicas > 1 else {}
+        for at, i in enumerate(within):
+            yield i
+            if isinstance(i, Settle) and last.get(i.unit) == at:
+                yield ReduceReplicas(i.unit)
         yield from (Tie(u) for u in program.held_by(number) if len(program.holders(u)) > 1)
         if tp > 1:
             yield ReducePartial()
@@ -168,7 +189,7 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
     for at, i in enumerate(instructions):
         if isinstance(i, Forward):
             before = None
-        if not isinstance(i, Backward):
+        if not isinstance(i, Backward | BackwardWeight):
             continue
         now = (program.stage_of(i.unit), 0 if has_chunks else i.microbatch)
         run += now != before
@@ -201,8 +222,13 @@ def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[
 
 
 def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:
-    """For each compute instruction in order, the units whose parameters it reads."""
-    return [program.params[i.unit] for i in instructions if isinstance(i, Forward | Recompute | Backward)]
+    """For each compute instruction in order, the units whose parameters it reads.
+
+    BackwardWeight is none of them: it multiplies inputs with output gradients and reads no parameter.
+    """
+    return [
+        program.params[i.unit] for i in instructions if isinstance(i, Forward | Recompute | Backward | BackwardInput)
+    ]
 
 
 def _fetch_ahead(program: Program, instructions: tuple[Instruction, ...], prefetch: int) -> Iterator[Instruction]:

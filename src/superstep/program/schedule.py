@@ -1,26 +1,29 @@
 """Schedules: the order of microbatches through stages, as the papers draw them.
 
-A schedule gives each pipeline rank its list of tasks. Stage s runs on rank s mod pp; with ``chunks`` v there
-are v · pp stages, and rank r holds stages r, r + pp, r + 2·pp, ... (the loop of Narayanan 2021, fig. 4).
+A schedule gives each pipeline rank its list of tasks, over the stages that ``placement`` puts there. F is a forward
+pass, B a backward pass; where the backward pass comes in two, B is that of the inputs and W that of the weights.
 
-    gpipe, pp=2, m=3            1f1b, pp=2, m=3
-    rank 0  F0 F1 F2 B0 B1 B2   rank 0  F0 F1 B0 F2 B1 B2
-    rank 1  F0 F1 F2 B0 B1 B2   rank 1  F0 B0 F1 B1 F2 B2
+    gpipe, pp=2, m=3            1f1b, pp=2, m=3             zb-h1, pp=2, m=3
+    rank 0  F0 F1 F2 B0 B1 B2   rank 0  F0 F1 B0 F2 B1 B2   rank 0  F0 F1 B0 W0 F2 B1 W1 B2 W2
+    rank 1  F0 F1 F2 B0 B1 B2   rank 1  F0 B0 F1 B1 F2 B2   rank 1  F0 B0 F1 B1 W0 F2 B2 W1 W2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from superstep.plan.config import Schedule
+
+Kind: TypeAlias = Literal["forward", "backward", "input", "weight"]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One stage's forward (``is_forward``) or backward pass over one microbatch."""
+    """One stage's pass over one microbatch: forward, backward, or of the backward one of its halves."""
 
-    is_forward: bool
+    kind: Kind
     stage: int
     microbatch: int
 
@@ -28,79 +31,84 @@ class Task:
 Order = tuple[tuple[Task, ...], ...]
 
 
-def order(name: Schedule, *, pp: int, chunks: int, microbatches: int, group: int) -> Order:
+def order(name: Schedule, *, placement: Sequence[int], microbatches: int, group: int) -> Order:
     """The tasks of each pipeline rank.
 
     Args:
         name: which schedule.
-        pp: pipeline ranks.
-        chunks: stages on each rank; 1 for gpipe and 1f1b.
+        placement: the pipeline rank of each stage; one stage on each for gpipe, 1f1b and zb-h1, two for zb-v.
         microbatches: m.
         group: microbatches that pass one stage before the rank turns to its next stage; divides m, and is at
-            least pp where chunks > 1.
+            least pp where a rank has several stages.
     """
-    ranks = range(pp)
+    stages, m = _stages(placement), microbatches
+    pp = len(stages)
     match name:
         case "gpipe":
-            return tuple(_all_forward_all_backward(r, pp, 1, microbatches, microbatches) for r in ranks)
+            return tuple(_all_forward_all_backward(own, m, m) for own in stages)
         case "1f1b":
-            return tuple(_one_forward_one_backward(r, pp, microbatches) for r in ranks)
+            return tuple(_one_forward_one_backward(own, pp - rank, m) for rank, own in enumerate(stages))
         case "interleaved":
-            return tuple(_interleaved(r, pp, chunks, microbatches, group) for r in ranks)
+            return tuple(_interleaved(own, pp - rank, m, group) for rank, own in enumerate(stages))
         case "breadth-first":
-            return tuple(_all_forward_all_backward(r, pp, chunks, microbatches, group) for r in ranks)
+            return tuple(_all_forward_all_backward(own, m, group) for own in stages)
+        case "zb-h1":
+            return tuple(_zero_bubble(own[0], rank, pp, m) for rank, own in enumerate(stages))
+        case "zb-v":
+            return tuple(_zero_bubble_v(own, rank, pp, m) for rank, own in enumerate(stages))
 
 
-def forward_order(*, pp: int, chunks: int, microbatches: int) -> Order:
+def forward_order(*, placement: Sequence[int], microbatches: int) -> Order:
     """Forward passes only, for validation."""
-    return tuple(tuple(_forwards(r, pp, chunks, range(microbatches))) for r in range(pp))
+    return tuple(tuple(_tasks("forward", own, range(microbatches))) for own in _stages(placement))
 
 
-def _forwards(rank: int, pp: int, chunks: int, microbatches: range) -> Iterator[Task]:
-    for chunk in range(chunks):
+def _stages(placement: Sequence[int]) -> list[list[int]]:
+    """The stages of each pipeline rank, in model order."""
+    return [[s for s, place in enumerate(placement) if place == rank] for rank in range(max(placement) + 1)]
+
+
+def _tasks(kind: Kind, stages: Sequence[int], microbatches: range) -> Iterator[Task]:
+    """Every microbatch through one stage, then through the next: backward through the last stage first."""
+    for stage in stages if kind == "forward" else reversed(stages):
         for m in microbatches:
-            yield Task(is_forward=True, stage=chunk * pp + rank, microbatch=m)
+            yield Task(kind, stage, m)
 
 
-def _backwards(rank: int, pp: int, chunks: int, microbatches: range) -> Iterator[Task]:
-    for chunk in reversed(range(chunks)):
-        for m in microbatches:
-            yield Task(is_forward=False, stage=chunk * pp + rank, microbatch=m)
+def _all_forward_all_backward(stages: Sequence[int], m: int, group: int) -> tuple[Task, ...]:
+    """GPipe (Huang 2019), and with several stages its looped kin, breadth-first (Lamy-Poirier 2023, fig. 4).
 
-
-def _all_forward_all_backward(rank: int, pp: int, chunks: int, m: int, group: int) -> tuple[Task, ...]:
-    """GPipe (Huang 2019), and with chunks its looped kin, breadth-first (Lamy-Poirier 2023, fig. 4).
-
-    A group is forwarded through every chunk, then taken back; smaller groups hold fewer activations and drain
+    A group is forwarded through every stage, then taken back; smaller groups hold fewer activations and drain
     the pipeline more often.
     """
     tasks: list[Task] = []
     for start in range(0, m, group):
         members = range(start, start + group)
-        tasks += [*_forwards(rank, pp, chunks, members), *_backwards(rank, pp, chunks, members)]
+        tasks += [*_tasks("forward", stages, members), *_tasks("backward", stages, members)]
     return tuple(tasks)
 
 
-def _one_forward_one_backward(rank: int, pp: int, m: int) -> tuple[Task, ...]:
-    """PipeDream-Flush (Narayanan 2021, sec. 2.2): at most pp - rank microbatches in flight."""
-    forwards = list(_forwards(rank, pp, 1, range(m)))
-    backwards = list(_backwards(rank, pp, 1, range(m)))
-    return _steady(forwards, backwards, warmup=min(pp - rank - 1, m))
+def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tuple[Task, ...]:
+    """PipeDream-Flush (Narayanan 2021, sec. 2.2): at most ``below`` microbatches in flight, this rank and those after
+    it.
+    """
+    forwards, backwards = list(_tasks("forward", stages, range(m))), list(_tasks("backward", stages, range(m)))
+    return _steady(forwards, backwards, warmup=min(below - 1, m))
 
 
-def _interleaved(rank: int, pp: int, chunks: int, m: int, group: int) -> tuple[Task, ...]:
-    """Interleaved 1F1B (Narayanan 2021, sec. 2.2): groups go depth-first through the chunks of a rank.
+def _interleaved(stages: Sequence[int], below: int, m: int, group: int) -> tuple[Task, ...]:
+    """Interleaved 1F1B (Narayanan 2021, sec. 2.2): groups go depth-first through the stages of a rank.
 
-    The warm-up is what must be in flight before the first backward can reach this rank: all earlier chunks of
-    the first group, and two slots for every rank below.
+    The warm-up is what must be in flight before the first backward can reach this rank: all earlier stages of
+    the first group, and two slots for every rank after it.
     """
     forwards: list[Task] = []
     backwards: list[Task] = []
     for start in range(0, m, group):
         members = range(start, start + group)
-        forwards += _forwards(rank, pp, chunks, members)
-        backwards += _backwards(rank, pp, chunks, members)
-    warmup = 2 * (pp - rank - 1) + (chunks - 1) * group
+        forwards += _tasks("forward", stages, members)
+        backwards += _tasks("backward", stages, members)
+    warmup = 2 * (below - 1) + (len(stages) - 1) * group
     return _steady(forwards, backwards, warmup=min(warmup, len(forwards)))
 
 
@@ -111,3 +119,55 @@ def _steady(forwards: list[Task], backwards: list[Task], *, warmup: int) -> tupl
         tasks += [forward, backwards[i]]
     tasks += backwards[len(forwards) - warmup :]
     return tuple(tasks)
+
+
+def _zero_bubble(stage: int, rank: int, pp: int, m: int) -> tuple[Task, ...]:
+    """ZB-H1 (Qi 2023, sec. 2.1): 1F1B whose weight passes wait, on rank r for r backward passes.
+
+    The later ranks so send their first gradients sooner, and fill the end with what waited. At most pp microbatches
+    have a forward and no weight pass yet, on every rank as on the first of 1F1B.
+    """
+    tasks: list[Task] = []
+    for task in _one_forward_one_backward([stage], pp - rank, m):
+        if task.kind == "forward":
+            tasks.append(task)
+            continue
+        tasks.append(Task("input", stage, task.microbatch))
+        if task.microbatch >= rank:
+            tasks.append(Task("weight", stage, task.microbatch - rank))
+    return (*tasks, *_tasks("weight", [stage], range(max(m - rank, 0), m)))
+
+
+def _zero_bubble_v(stages: Sequence[int], rank: int, pp: int, m: int) -> tuple[Task, ...]:
+    """ZB-V (Qi 2023, sec. 6): a rank has a stage on the way down the V and one on the way up.
+
+    Where F, B and W take the same time, no rank waits from its first task to its last. At most 2·pp stages' activations
+    are kept, as many bytes as 1F1B's first rank keeps. The pattern needs 2·pp - 1 microbatches to unfold; of fewer it
+    is what is left without those that are not there.
+    """
+    down, up = stages
+    tasks: list[Task] = []
+    count = {(kind, stage): 0 for kind in ("forward", "input", "weight") for stage in stages}
+
+    def run(*pattern: tuple[Kind, int], times: int = 1) -> None:
+        """Each pass of the pattern over its next microbatch."""
+        for kind, stage in pattern * times:
+            tasks.append(Task(kind, stage, count[kind, stage]))
+            count[kind, stage] += 1
+
+    total = max(m, 2 * pp - 1)
+    # Until the first microbatch is back up; then until its first gradient has come down to this rank.
+    run(("forward", down), times=2 * (pp - rank) - 1)
+    run(("forward", up), ("forward", down), times=rank)
+    run(("forward", up), ("input", up), ("weight", up), times=pp - rank)
+    # Steady: each forward is paid for by a backward.
+    while count["forward", up] < total:
+        if count["forward", down] < total:
+            run(("forward", down))
+        run(("input", down), ("weight", down), ("forward", up), ("input", up), ("weight", up))
+    # Gradients first while other ranks wait for them, what their weights are owed after.
+    run(("input", down), ("input", up), times=rank)
+    run(("input", down), ("weight", down), times=pp - rank)
+    for stage in (up, down):
+        run(("weight", stage), times=total - count["weight", stage])
+    return tuple(task for task in tasks if task.microbatch < m)

@@ -1,6 +1,6 @@
 """The text form of a program: one instruction a line, to be read, diffed and kept. It round-trips.
 
-program zero=3 microbatches=2 passes=lower,transfers,fetch
+program zero=3 microbatches=2 placement=0 passes=lower,transfers,fetch
 unit 0 embed reads 0 stage 0
 unit 1 head reads 1,0 stage 0
 rank 0
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from superstep.errors import UserError
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -26,6 +28,7 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
@@ -43,12 +46,18 @@ def describe(instruction: Instruction) -> str:
             return f"recompute u{unit} m{m}"
         case Backward(unit, m):
             return f"backward u{unit} m{m}"
+        case BackwardInput(unit, m):
+            return f"backward-input u{unit} m{m}"
+        case BackwardWeight(unit, m):
+            return f"backward-weight u{unit} m{m}"
         case Send(wire, unit, m, peer):
             return f"send {wire} u{unit} m{m} to {peer}"
         case Recv(wire, unit, m, peer):
             return f"recv {wire} u{unit} m{m} from {peer}"
         case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit):
             return f"{type(instruction).__name__.lower()} u{unit}"
+        case ReduceReplicas(unit):
+            return f"reduce-replicas u{unit}"
         case ReducePartial():
             return "reduce-partial"
         case Step():
@@ -58,7 +67,8 @@ def describe(instruction: Instruction) -> str:
 def write_program(program: Program) -> str:
     """The whole program as text."""
     lines = [
-        f"program zero={program.zero} microbatches={program.microbatches} passes={','.join(program.passes)}",
+        f"program zero={program.zero} microbatches={program.microbatches} "
+        f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}",
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
             for u, name in enumerate(program.units)
@@ -79,6 +89,8 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     ),
     (r"recompute u(\d+) m(\d+)", lambda f: Recompute(int(f[1]), int(f[2]))),
     (r"backward u(\d+) m(\d+)", lambda f: Backward(int(f[1]), int(f[2]))),
+    (r"backward-input u(\d+) m(\d+)", lambda f: BackwardInput(int(f[1]), int(f[2]))),
+    (r"backward-weight u(\d+) m(\d+)", lambda f: BackwardWeight(int(f[1]), int(f[2]))),
     (
         r"send (act|grad) u(\d+) m(\d+) to (\d+)",
         lambda f: Send(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
@@ -91,6 +103,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (r"free u(\d+)", lambda f: Free(int(f[1]))),
     (r"reduce u(\d+)", lambda f: Reduce(int(f[1]))),
     (r"settle u(\d+)", lambda f: Settle(int(f[1]))),
+    (r"reduce-replicas u(\d+)", lambda f: ReduceReplicas(int(f[1]))),
     (r"tie u(\d+)", lambda f: Tie(int(f[1]))),
     (r"reduce-partial", lambda f: ReducePartial()),
     (r"step", lambda f: Step()),
@@ -117,9 +130,10 @@ def read_program(text: str) -> Program:
         UserError: a line that is no part of a program, with its number.
     """
     lines = text.splitlines()
-    head = re.fullmatch(r"program zero=(\d) microbatches=(\d+) passes=([\w,]*)", lines[0] if lines else "")
+    form = r"program zero=(\d) microbatches=(\d+) placement=(\d+(?:,\d+)*) passes=([\w,]*)"
+    head = re.fullmatch(form, lines[0] if lines else "")
     if head is None:
-        raise UserError("line 1: a program starts with 'program zero=Z microbatches=M passes=...'.")
+        raise UserError("line 1: a program starts with 'program zero=Z microbatches=M placement=R,... passes=...'.")
     names: list[str] = []
     params: list[tuple[int, ...]] = []
     stages: dict[int, list[int]] = {}
@@ -141,9 +155,10 @@ def read_program(text: str) -> Program:
     return Program(
         units=tuple(names),
         stages=tuple(tuple(stages[s]) for s in sorted(stages)),
+        placement=tuple(int(rank) for rank in head[3].split(",")),
         params=tuple(params),
         microbatches=int(head[2]),
         zero=int(head[1]),
-        passes=tuple(p for p in head[3].split(",") if p),
+        passes=tuple(p for p in head[4].split(",") if p),
         ranks=tuple(tuple(r) for r in ranks),
     )

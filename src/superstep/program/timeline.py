@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
     Fetch,
     Forward,
     Free,
@@ -21,8 +22,10 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
+    Step,
     Tie,
     lane,
 )
@@ -37,7 +40,7 @@ def brings(instruction: Instruction) -> Arrival | None:
     match instruction:
         case Fetch(unit):
             return "fetch", unit, None
-        case Reduce(unit):
+        case Reduce(unit) | ReduceReplicas(unit):
             return "reduce", unit, None
         case Recv(wire, unit, m, _):
             return wire, unit, m
@@ -52,10 +55,12 @@ def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
             return [("act", unit, m), *(("fetch", u, None) for u in program.params[unit])]
         case Recompute(unit, _):
             return [("fetch", u, None) for u in program.params[unit]]
-        case Backward(unit, m):
+        case Backward(unit, m) | BackwardInput(unit, m):
             return [("grad", unit + 1, m), *(("fetch", u, None) for u in program.params[unit])]
         case Settle(unit):
             return [("reduce", unit, None)]
+        case Tie() | ReducePartial() | Step():
+            return [("reduce", u, None) for u in range(len(program.units))]
         case _:
             return []
 

@@ -2,54 +2,128 @@
 
 Autograd would make a new tensor for a weight's gradient and then add it to the buffer: one more pass over memory as
 large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These do the
-sum in the product, or in the rows that were looked up.
+sum in the product, or in the rows that were looked up; and they can leave it for later, when the backward pass comes
+in two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+Sum = Callable[[], object]
+"""Adds to a gradient buffer."""
+
+Adder = Callable[[Tensor], object]
+"""Adds what it is given to a gradient buffer."""
+
+
+class Sums:
+    """Where the layers of a rank leave their sums: done at once, or put off while ``put_off`` lasts."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sum] | None = None
+
+    def do(self, add: Sum) -> None:
+        """Run ``add`` now, or note it."""
+        if self._waiting is None:
+            add()
+        else:
+            self._waiting.append(add)
+
+    @contextmanager
+    def put_off(self) -> Iterator[list[Sum]]:
+        """The sums that come up within the block, in their order, to be run by the caller."""
+        noted: list[Sum] = []
+        self._waiting = noted
+        try:
+            yield noted
+        finally:
+            self._waiting = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where a parameter's gradient goes: the part of a gradient buffer, and who says when."""
+
+    into: Tensor
+    sums: Sums
+
+
+def input_gradient(
+    x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: Sums
+) -> tuple[Tensor | None, list[Sum]]:
+    """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the sums put off.
+
+    Linears and embeddings put off their product or their rows. What autograd gives for other parameters, such as the
+    weights of norms, is made now and added later; for a layer with products of its own that is its whole gradient.
+
+    Args:
+        x: where the graph begins; tokens have no gradient.
+        end: where it ends, and ``gradient`` is that of.
+        parameters: all that the graph may reach, and what adds a gradient to the buffer of each.
+        sums: where the layers leave what they add.
+    """
+    ends = [parameter for parameter, _ in parameters]
+    inputs = [x, *ends] if x.requires_grad else ends
+    with sums.put_off() as later:
+        found = torch.autograd.grad([end], inputs, [gradient], allow_unused=True)
+    of_parameters = found[len(inputs) - len(ends) :]
+    later += [partial(add, grad) for (_, add), grad in zip(parameters, of_parameters, strict=True) if grad is not None]
+    return found[0] if x.requires_grad else None, later
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
-        ctx.into = into
+        ctx.into, ctx.sums = into, sums
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        if rows.dtype == ctx.into.dtype:
-            ctx.into.addmm_(rows.t(), x.flatten(0, -2))
-        else:
-            ctx.into.add_(rows.t() @ x.flatten(0, -2))
-        return (rows @ weight).view_as(x), None, None
+        ctx.sums.do(partial(_add_product, ctx.into, rows, x.flatten(0, -2)))
+        return (rows @ weight).view_as(x), None, None, None
+
+
+def _add_product(into: Tensor, rows: Tensor, x: Tensor) -> None:
+    if rows.dtype == into.dtype:
+        into.addmm_(rows.t(), x)
+    else:
+        into.add_(rows.t() @ x)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(tokens)
-        ctx.into = into
+        ctx.into, ctx.sums = into, sums
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # noqa: ANN401
         (tokens,) = ctx.saved_tensors
-        rows = grad.flatten(0, -2).to(ctx.into.dtype)
-        # index_put sorts on a GPU, so that its sum has one order; index_add would use atomics there.
-        if rows.is_cuda:
-            ctx.into.index_put_((tokens.flatten(),), rows, accumulate=True)
-        else:
-            ctx.into.index_add_(0, tokens.flatten(), rows)
-        return None, None, None
+        ctx.sums.do(partial(_add_rows, ctx.into, tokens.flatten(), grad.flatten(0, -2)))
+        return None, None, None, None
+
+
+def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
+    rows = grad.to(into.dtype)
+    # index_put sorts on a GPU, so that its sum has one order; index_add would use atomics there.
+    if rows.is_cuda:
+        into.index_put_((tokens,), rows, accumulate=True)
+    else:
+        into.index_add_(0, tokens, rows)
 
 
 def accumulate_after(module: nn.Module) -> None:
@@ -73,35 +147,35 @@ def _adds_to(into: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def accumulate_straight(module: nn.Module) -> None:
+def accumulate_straight(module: nn.Module, sums: Sums) -> None:
     """Change the forward of the module's linears and embeddings so. Their weights' ``.grad`` must be there."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
-            _replace(layer, _linear(layer))
+            _replace(layer, _linear(layer, sums))
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
-            _replace(layer, _embedding(layer))
+            _replace(layer, _embedding(layer, sums))
 
 
 def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
     layer.forward = forward
 
 
-def _linear(layer: nn.Linear) -> Any:  # noqa: ANN401
+def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, layer.weight, layer.bias)
-        out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
         return out if layer.bias is None else out + layer.bias
 
     return forward
 
 
-def _embedding(layer: nn.Embedding) -> Any:  # noqa: ANN401
+def _embedding(layer: nn.Embedding, sums: Sums) -> Any:  # noqa: ANN401
     def forward(tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)
         # Tokens carry no gradient, so the graph hangs on the weight; its own gradient is left as it is.
-        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad)  # type: ignore[no-untyped-call]
+        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
         return out
 
     return forward

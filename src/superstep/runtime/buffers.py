@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.unit import initial
+from superstep.numerics.fixed_point import PARAMETER
 from superstep.runtime.device import Device
 from superstep.runtime.layout import BufferLayout, Slot
 
@@ -46,9 +47,10 @@ class UnitBuffers:
         compute: the dtype of the parameters that modules see.
         device: where the buffers lie.
         seed: of the first values.
+        is_exact: gradients are integers on a fixed grid, as exact mode sums them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         layout: BufferLayout,
         *,
@@ -58,6 +60,7 @@ class UnitBuffers:
         compute: torch.dtype,
         device: Device,
         seed: int,
+        is_exact: bool = False,
     ) -> None:
         self.layout = layout
         self.zero = zero if shards > 1 else 0
@@ -72,9 +75,15 @@ class UnitBuffers:
         self.master = self._first_master(seed)
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
-        self.gradient = torch.zeros(layout.padded, dtype=torch.float32, device=device.torch)
-        self.gradient_shard = torch.zeros_like(self.master) if self.zero >= 2 else self._part(self.gradient)
+        self._is_exact = is_exact
+        summed = torch.int64 if is_exact else torch.float32
+        self.gradient = torch.zeros(layout.padded, dtype=summed, device=device.torch)
+        self.gradient_shard = (
+            torch.zeros_like(self.master, dtype=summed) if self.zero >= 2 else self._part(self.gradient)
+        )
+        self.reduced = torch.zeros_like(self.master) if is_exact else self.gradient_shard
         self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
+        self.sinks = {slot.local: self._sink(slot) for slot in layout.slots}
         self._is_gradient_there = True
         if self.zero >= 2:
             self.drop_gradient()
@@ -103,8 +112,18 @@ class UnitBuffers:
         # autograd should complain of.
         param = nn.Parameter(self.full.data[slot.start : slot.stop].view(slot.local_shape))
         param.grad_dtype = torch.float32
-        param.grad = self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+        if not self._is_exact:
+            param.grad = self._sink(slot)
         return param
+
+    def _sink(self, slot: Slot) -> Tensor:
+        """The part of the gradient buffer that a parameter's gradient is added to."""
+        return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+
+    def finish_gradient(self) -> None:
+        """Have ``reduced``, the own part of the summed gradient, in fp32: what the optimizer reads."""
+        if self._is_exact:
+            self.reduced.copy_(PARAMETER.take(self.gradient_shard))
 
     def refresh(self) -> None:
         """Write the master weights into the own part of the parameters that modules see."""
@@ -124,7 +143,7 @@ class UnitBuffers:
     def ready_gradient(self) -> None:
         """Have a gradient buffer to add to; a new one is zero."""
         if not self._is_gradient_there:
-            self.gradient.untyped_storage().resize_(self.gradient.numel() * 4)
+            self.gradient.untyped_storage().resize_(self.gradient.numel() * self.gradient.element_size())
             self.gradient.zero_()
             self._is_gradient_there = True
 

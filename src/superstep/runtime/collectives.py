@@ -153,10 +153,7 @@ def sum_over_all(values: Tensor) -> Tensor:
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """[B, s, ...] of every rank, side by side along the sequence: [B, s · size, ...]."""
-    size = group.size()
-    out = x.new_empty(size, *x.shape)
-    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
-    return out[0] if size == 1 else torch.cat(tuple(out), dim=1)
+    return torch.cat(stack_ranks(x, group).unbind(), dim=1)
 
 
 def scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -169,3 +166,10 @@ def scatter_sequence(x: Tensor, group: Group) -> Tensor:
         return out
     dist.all_reduce(parts, group=group)
     return parts[me].clone()
+
+
+def stack_ranks(x: Tensor, group: Group) -> Tensor:
+    """Every rank's tensor, in rank order: [size, ...]."""
+    out = x.new_empty(group.size(), *x.shape)
+    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+    return out

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from superstep.model.decoder import Attend, flash
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
+from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.loss import IGNORE
 from superstep.plan.cuts import has_cut_output
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.runtime.accumulate import Adder, Sink, Sums
+from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.exact import Exact, build_exact_loss, require_exact
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
@@ -58,10 +61,13 @@ class Engine:
     ) -> None:
         self.run = run
         self.mesh = mesh
+        self.specs = tuple(specs)
         self.step_program = compile_step(run.plan)
         self.evaluation_program = compile_evaluation(run.plan)
         plan, config = run.plan, run.config
         compute = DTYPES[config.numerics.compute]
+        if plan.grain is not None:
+            require_exact(compute, mesh.device)
         layouts = lay_out(tuple(specs), plan.mesh, mesh.at, plan.rules, sequence_parallel=plan.sequence_parallel)
         self.buffers = {
             unit: tuple(
@@ -73,6 +79,7 @@ class Engine:
                     compute=compute,
                     device=mesh.device,
                     seed=config.train.seed,
+                    is_exact=plan.grain is not None,
                 )
                 for layout in layouts[unit]
             )
@@ -87,9 +94,9 @@ class Engine:
                 weight_decay=config.train.weight_decay,
                 clip_norm=config.train.clip_norm,
             ),
+            is_exact=plan.grain is not None,
         )
-        self._attend: Attend = flash
-        self._positions: torch.Tensor | None = None
+        self._attend, self._positions = build_attend(run, mesh)
         self._executor = Executor(self._machine(specs, compute, example), self._update)
         self._lr = 0.0
         self._tokens = 0
@@ -109,6 +116,8 @@ class Engine:
             for local, param in b.params.items()
             if local == slot.local
         }
+        sums = Sums()
+        exact = self._exact(sums)
         # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
         is_compiled = config.numerics.compile
         modules = {
@@ -117,13 +126,14 @@ class Engine:
                 {local: shared[p.name] for local, p in specs[unit].params.items()},
                 mesh.tp,
                 plan.rules,
+                sums=sums,
                 sequence_parallel=plan.sequence_parallel,
                 is_first=unit == 0,
                 is_compiled=is_compiled and plan.recomputed[unit],
+                exact=exact,
             )
             for unit in self.step_program.units_of(mesh.at.pp)
         }
-        last = len(specs) - 1
         compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
         for unit, module in modules.items():
             fill_buffers(module, specs[unit], mesh.device.torch, compute)
@@ -131,8 +141,11 @@ class Engine:
             mesh=mesh,
             buffers=self.buffers,
             compute=compute_of,
-            selective={unit: selective(module) for unit, module in compute_of.items()},
-            loss=self._loss(specs[last], modules.get(last, torch.nn.Identity())),
+            parameters={unit: tuple(self._adders(module, exact)) for unit, module in modules.items()},
+            sums=sums,
+            selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
+            loss=self._loss(modules, specs, exact),
+            loss_dtype=torch.float32 if exact is None else torch.float64,
             boundaries=self._boundaries(specs, compute, example),
         )
 
@@ -142,16 +155,43 @@ class Engine:
         """The shape and dtype of each unit's input on this rank."""
         plan = self.run.plan
         if example is None:
-            example = torch.empty(1, self.run.config.data.sequence_tokens // plan.mesh.cp, dtype=torch.long)
-        rows = torch.empty(plan.microbatch, *example.shape[1:], dtype=example.dtype, device="meta")
+            example = torch.empty(1, self.run.config.data.sequence_tokens, dtype=torch.long)
+        # Context-parallel ranks have a part of what is a sequence.
+        dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
+        rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
         found = passed(specs, rows, compute, "the model")
         ways = plan.mesh.tp if plan.sequence_parallel else 1
         return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
 
-    def _loss(self, spec: UnitSpec, head: torch.nn.Module) -> Loss:
+    def _exact(self, sums: Sums) -> Exact | None:
+        grain = self.run.plan.grain
+        if grain is None:
+            return None
+        return Exact(
+            grain=grain,
+            rules=self.run.plan.rules,
+            chunks=grain.chunks // self.mesh.shape.cp,
+            group=self.mesh.tp,
+            sinks={param: Sink(b.sinks[local], sums) for _, b in self._each() for local, param in b.params.items()},
+        )
+
+    @staticmethod
+    def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
+        """For each parameter, what adds a gradient to its buffer."""
+        for param in module.parameters():
+            if exact is not None:
+                yield param, functools.partial(PARAMETER.add, exact.sinks[param].into)
+            elif param.grad is not None:
+                yield param, param.grad.add_
+
+    def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
+        last = len(specs) - 1
+        if exact is not None and last in modules:
+            return build_exact_loss(modules[last], specs[last], exact)
         is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
         tp = self.mesh.tp if self._is_output_cut else None
-        loss = build_loss(head, tp, is_straight=is_straight, given=spec.loss)
+        head = modules.get(last, torch.nn.Identity())
+        loss = build_loss(head, tp, is_straight=is_straight, given=specs[last].loss)
         return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
 
     @property
@@ -219,7 +259,7 @@ class Engine:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
         self._executor.run(self.evaluation_program, microbatches, scale=1.0)
         valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
-        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.mesh.shape.pp - 1
+        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
         loss = self._counted_loss()
         both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
         total = sum_over_all(both).tolist()
@@ -234,7 +274,7 @@ class Engine:
                     "weight": b.master,
                     "exp_avg": b.exp_avg,
                     "exp_avg_sq": b.exp_avg_sq,
-                    "gradient": b.gradient_shard,
+                    "gradient": b.reduced,
                 }[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.model.inspect import Passed
 from superstep.program.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Fetch,
     Forward,
     Free,
@@ -26,12 +28,14 @@ from superstep.program.instructions import (
     Recv,
     Reduce,
     ReducePartial,
+    ReduceReplicas,
     Send,
     Settle,
     Step,
     Tie,
     Wire,
 )
+from superstep.runtime.accumulate import Adder, Sum, Sums, input_gradient
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import (
     DONE,
@@ -57,16 +61,22 @@ class Machine:
         mesh: place and groups.
         buffers: of every unit this rank holds, one for each family of its parameters.
         compute: unit number to its module, for the units this rank computes.
+        parameters: of each of these modules, and what adds to the gradient of each.
+        sums: where their layers leave what is added to gradient buffers.
         selective: the same, keeping less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
+        loss_dtype: of its result.
         boundaries: shape and dtype of each unit's input.
     """
 
     mesh: Mesh
     buffers: Mapping[int, tuple[UnitBuffers, ...]]
     compute: Mapping[int, Compute]
+    parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
+    sums: Sums
     selective: Mapping[int, Compute]
     loss: Loss
+    loss_dtype: torch.dtype
     boundaries: Sequence[Passed]
 
 
@@ -96,6 +106,7 @@ class _Flight:
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
+    put_off: dict[Key, list[Sum]] = field(default_factory=dict)
     arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
     fetching: dict[int, Pending] = field(default_factory=dict)
     reducing: dict[int, Pending] = field(default_factory=dict)
@@ -116,7 +127,7 @@ class Executor:
         self._flight = _Flight()
         self._microbatches: Sequence[Microbatch] = ()
         self._scale = 1.0
-        self.loss = torch.zeros((), dtype=torch.float32, device=machine.mesh.device.torch)
+        self.loss = torch.zeros((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
         self._one = torch.ones_like(self.loss)
 
     def run(
@@ -160,11 +171,14 @@ class Executor:
                 flight.arriving.pop(("act", unit, m), DONE).wait()
             case Recompute(unit, _):
                 self._arrived(unit)
-            case Backward(unit, m):
+            case Backward(unit, m) | BackwardInput(unit, m):
                 self._arrived(unit)
                 flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
             case Settle(unit):
                 flight.reducing.pop(unit).wait()
+            case Tie() | ReducePartial() | Step():
+                together(list(flight.reducing.values())).wait()
+                flight.reducing.clear()
             case Free(unit):
                 flight.fetching.pop(unit, DONE).wait()
             case _:
@@ -180,6 +194,10 @@ class Executor:
                 self._recompute(unit, m)
             case Backward(unit, m):
                 self._backward(unit, m)
+            case BackwardInput(unit, m):
+                self._backward_input(unit, m)
+            case BackwardWeight(unit, m):
+                self._backward_weight(unit, m)
             case Send(wire, unit, m, peer):
                 self._send(wire, unit, m, peer)
             case Recv(wire, unit, m, peer):
@@ -191,6 +209,8 @@ class Executor:
                     buffers.drop_full()
             case Reduce(unit):
                 self._reduce(unit)
+            case ReduceReplicas(unit):
+                self._reduce_replicas(unit)
             case Settle(unit):
                 for buffers in self._machine.buffers[unit]:
                     buffers.settle()
@@ -234,18 +254,38 @@ class Executor:
         self._flight.kept[unit, m] = (x, get_gradient_edge(y))
 
     def _backward(self, unit: int, m: int) -> None:
-        flight = self._flight
-        for read in self._reads[unit]:
-            for buffers in self._machine.buffers[read]:
-                buffers.ready_gradient()
-        x, edge = flight.kept.pop((unit, m))
-        assert edge is not None, "check lets no backward through without its forward"
-        gradient = self._one if unit == self._last_unit else flight.gradients.pop((unit + 1, m))
+        self._ready_gradients(unit)
+        x, edge, gradient = self._going_back(unit, m)
         torch.autograd.backward(edge, gradient)
         if unit > 0:
             assert x.grad is not None
-            flight.gradients[unit, m] = x.grad
+            self._flight.gradients[unit, m] = x.grad
             x.grad = None
+
+    def _backward_input(self, unit: int, m: int) -> None:
+        x, edge, gradient = self._going_back(unit, m)
+        found, later = input_gradient(x, edge, gradient, self._machine.parameters[unit], self._machine.sums)
+        if found is not None:
+            self._flight.gradients[unit, m] = found
+        self._flight.put_off[unit, m] = later
+
+    def _backward_weight(self, unit: int, m: int) -> None:
+        self._ready_gradients(unit)
+        with torch.no_grad():
+            for add in self._flight.put_off.pop((unit, m)):
+                add()
+
+    def _ready_gradients(self, unit: int) -> None:
+        for read in self._reads[unit]:
+            for buffers in self._machine.buffers[read]:
+                buffers.ready_gradient()
+
+    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge, Tensor]:
+        """The unit's input, where its graph ends, and the gradient there."""
+        x, edge = self._flight.kept.pop((unit, m))
+        assert edge is not None, "check lets no backward through without its forward"
+        gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
+        return x, edge, gradient
 
     def _values(self, wire: Wire) -> dict[Key, Tensor]:
         return self._flight.inputs if wire == "act" else self._flight.gradients
@@ -298,6 +338,14 @@ class Executor:
                 started.append(reduce_scatter(buffers.gradient, group, tag=unit))
             elif group is not None:
                 started.append(all_reduce(buffers.gradient, group))
+        self._flight.reducing[unit] = together(started)
+
+    def _reduce_replicas(self, unit: int) -> None:
+        started: list[Pending] = []
+        for buffers in self._machine.buffers[unit]:
+            group = self._machine.mesh.sharers[buffers.layout.family].replicas
+            if group is not None:
+                started.append(all_reduce(buffers.gradient_shard, group))
         self._flight.reducing[unit] = together(started)
 
     def _reduce_partial(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -83,11 +84,21 @@ class Mesh:
                 dist.destroy_process_group(group)
 
 
+def routes(placement: tuple[int, ...]) -> list[tuple[int, int, Wire]]:
+    """The channels (from, to, wire) between pipeline ranks: activations to the next stage's, gradients back."""
+    found: dict[tuple[int, int, Wire], None] = {}
+    for here, there in pairwise(placement):
+        if here != there:
+            found |= {(here, there, "act"): None, (there, here, "grad"): None}
+    return list(found)
+
+
 def build_mesh(
     shape: MeshShape,
     rank: int,
     device: Device,
     *,
+    placement: tuple[int, ...],
     ties: tuple[tuple[int, ...], ...],
     timeout: timedelta,
     has_experts: bool = False,
@@ -98,6 +109,7 @@ def build_mesh(
         shape: the degrees; their product is the number of launched ranks.
         rank: this rank's number.
         device: where this rank computes.
+        placement: the pipeline rank of each stage.
         ties: the sets of pipeline ranks that share parameters.
         timeout: how long a collective may wait.
         has_experts: whether the model has experts, which other ranks share than the dense parameters.
@@ -139,13 +151,10 @@ def build_mesh(
             tie_groups[places] = group
     channels: dict[tuple[int, int, Wire], Group] = {}
     if device.backend == "nccl" and shape.pp > 1:
-        wires: tuple[Wire, ...] = ("act", "grad")
-        for wire in wires:
-            for source in range(shape.pp):
-                target = (source + 1) % shape.pp if wire == "act" else (source - 1) % shape.pp
-                group = mine([[ranks[source], ranks[target]] for ranks in shape.groups("pp")])
-                if group is not None:
-                    channels[source, target, wire] = group
+        for source, target, wire in routes(placement):
+            group = mine([[ranks[source], ranks[target]] for ranks in shape.groups("pp")])
+            if group is not None:
+                channels[source, target, wire] = group
     return Mesh(
         shape=shape,
         rank=rank,

@@ -7,43 +7,58 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+import superstep.runtime.ring_attention  # noqa: F401 - the operator that selective recomputation keeps
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
-from superstep.runtime.accumulate import accumulate_after, accumulate_straight
+from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
+from superstep.runtime.exact import Exact, make_exact
 from superstep.runtime.mesh import Group
-from superstep.runtime.tensor_parallel import part, split, vocabulary_cross_entropy_sum
+from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, part, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_module(
+def build_module(  # noqa: PLR0913
     spec: UnitSpec,
     params: Mapping[str, nn.Parameter],
     tp: Group | None,
     rules: Rules,
     *,
+    sums: Sums,
     sequence_parallel: bool,
     is_first: bool,
     is_compiled: bool,
+    exact: Exact | None = None,
 ) -> nn.Module:
-    """The unit's module with the given parameters in place, wrapped for tensor parallelism."""
+    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
+
+    What its layers add to gradient buffers goes through ``sums``.
+    """
     with torch.device("meta"):
         module = spec.build()
     for local in spec.params:
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, params[local])
-    if is_compiled:
+    if exact is not None:
+        make_exact(module, spec, exact)
+    elif is_compiled:
         accumulate_after(module)
     else:
-        accumulate_straight(module)
+        accumulate_straight(module, sums)
     if tp is not None:
-        split(module, spec, tp, rules, sequence_parallel=sequence_parallel, is_first=is_first)
+        seams = OVER_TP if exact is None else EXACT_OVER_TP
+        split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
     if is_compiled:
         module.compile(dynamic=False)
     return module
@@ -71,6 +86,7 @@ _SAVED = frozenset(
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
+        torch.ops.superstep.ring_attention.default,
     }
 )
 
@@ -79,13 +95,15 @@ def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(module: Compute) -> Compute:
+def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
     computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
+
+    Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
     """
 
     def compute(x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
         out: Tensor = checkpoint(module, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
         return out
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superstep.numerics.fixed_point import from_square_sum, square_sum
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import sum_over_all
 
@@ -39,11 +40,14 @@ class AdamW:
     Args:
         units: everything this rank holds.
         hyper: the settings.
+        is_exact: the same bits however the parameters are cut: no fused kernel, whose vectors and last few elements
+            differ, and a norm that is summed as integers.
     """
 
-    def __init__(self, units: Sequence[Owned], hyper: Hyper) -> None:
+    def __init__(self, units: Sequence[Owned], hyper: Hyper, *, is_exact: bool = False) -> None:
         self._units = units
         self._hyper = hyper
+        self._is_exact = is_exact
         self.steps = 0
         # A pipeline rank may have units without parameters only.
         device = units[0].buffers.master.device if units else torch.device("cpu")
@@ -54,17 +58,24 @@ class AdamW:
             b = unit.buffers
             border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
             for lists, part in ((self._decayed, slice(0, border)), (self._plain, slice(border, None))):
-                tensors = [buffer[part] for buffer in (b.master, b.gradient_shard, b.exp_avg, b.exp_avg_sq)]
+                tensors = [buffer[part] for buffer in (b.master, b.reduced, b.exp_avg, b.exp_avg_sq)]
                 if tensors[0].numel():
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
     def sums(self, loss: Tensor) -> tuple[float, float]:
         """The squared gradient norm and the loss, each summed over all ranks in one collective."""
-        square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for unit in self._units:
-            for low, high in unit.ranges:
-                square += _square(unit.buffers.gradient_shard[low:high])
+            unit.buffers.finish_gradient()
+        parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
+        if self._is_exact:
+            squares = torch.zeros(2, dtype=torch.int64, device=loss.device)
+            for part in parts:
+                squares += square_sum(part)
+            return from_square_sum(sum_over_all(squares)), float(sum_over_all(loss.double()))
+        square = torch.zeros((), dtype=torch.float64, device=loss.device)
+        for part in parts:
+            square += _square(part)
         both = torch.stack((square, loss.double()))
         total = sum_over_all(both).tolist()
         return total[0], total[1]
@@ -82,7 +93,10 @@ class AdamW:
         # The fused kernel divides gradients by grad_scale, so that clipping costs no pass of its own.
         scale = self._count.new_tensor(max(norm / h.clip_norm, 1.0))
         for (params, grads, first, second), decay in ((self._decayed, h.weight_decay), (self._plain, 0.0)):
-            if params:
+            if self._is_exact:
+                for tensors in zip(params, grads, first, second, strict=True):
+                    self._update(*tensors, lr=lr, decay=decay, scale=max(norm / h.clip_norm, 1.0))
+            elif params:
                 torch._fused_adamw_(
                     params,
                     grads,
@@ -103,6 +117,17 @@ class AdamW:
         for unit in self._units:
             if unit.buffers.zero == 0:
                 unit.buffers.refresh()
+
+    def _update(
+        self, param: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float, scale: float
+    ) -> None:
+        """The same update by operations that IEEE 754 rounds one way."""
+        h = self._hyper
+        grad = grad / scale
+        first.mul_(h.beta1).add_(grad * (1 - h.beta1))
+        second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
+        size = second.sqrt().mul_((1 - h.beta2**self.steps) ** -0.5).add_(h.eps)
+        param.mul_(1 - lr * decay).sub_((first / size).mul_(lr / (1 - h.beta1**self.steps)))
 
 
 def _square(values: Tensor) -> Tensor:

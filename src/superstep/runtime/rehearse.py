@@ -119,7 +119,7 @@ def _scattered(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size(), 1)[0]
 
 
-_SHAPES = Seams(whole=Seam(_same, _same), split=Seam(_gathered, _scattered), end=_scattered)
+_SHAPES = Seams(whole=Seam(_same, _same, _same), split=Seam(_gathered, _scattered, _scattered), end=_scattered)
 
 
 def _how(resolved: Resolved) -> str:

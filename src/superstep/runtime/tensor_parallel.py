@@ -32,6 +32,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence, scatter_sequence
+from superstep.runtime.exact import GatherWhole, KeepOwn, pass_on
 from superstep.runtime.layout import is_cut
 from superstep.runtime.mesh import Group
 
@@ -113,10 +114,11 @@ def part(x: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """How a tensor enters what is cut, and how it leaves."""
+    """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
 
     enter: Callable[[Tensor, Group], Tensor]
     leave: Callable[[Tensor, Group], Tensor]
+    leave_lookup: Callable[[Tensor, Group], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,17 @@ class Seams:
     end: Callable[[Tensor, Group], Tensor]
 
 
-OVER_TP = Seams(whole=Seam(_Enter.apply, _Leave.apply), split=Seam(_Gather.apply, _Scatter.apply), end=_Part.apply)
+OVER_TP = Seams(
+    whole=Seam(_Enter.apply, _Leave.apply, _Leave.apply),
+    split=Seam(_Gather.apply, _Scatter.apply, _Scatter.apply),
+    end=_Part.apply,
+)
+EXACT_OVER_TP = Seams(
+    whole=Seam(pass_on, pass_on, _Leave.apply),
+    split=Seam(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
+    end=_Part.apply,
+)
+"""Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
 
 
 class _Entrance:
@@ -174,7 +186,7 @@ def split(
     for path, cut in _cut_layers(spec, rules).items():
         layer = module.get_submodule(path)
         if isinstance(layer, nn.Embedding):
-            _replace(layer, _vocabulary_lookup(layer, group, seam.leave))
+            _replace(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
         elif isinstance(layer, nn.Linear) and cut == 1:
             _replace(layer, _rows(layer, group, seam.leave))
         elif isinstance(layer, nn.Linear) and path not in regions:
@@ -253,6 +265,7 @@ def _rows(layer: nn.Linear, group: Group, leave: Callable[[Tensor, Group], Tenso
     # Without its bias the layer gives the product alone; every rank adds the whole bias to the whole sum.
     inner, bias = layer.forward, layer.bias
     layer.register_parameter("bias", None)
+    layer.register_parameter("bias_of_sum", bias)
 
     def forward(x: Tensor) -> Tensor:
         out = leave(inner(x), group)

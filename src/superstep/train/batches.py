@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.sequence import positions
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
 
@@ -16,16 +17,19 @@ def rows(plan: Plan, mesh: Mesh) -> slice:
 
 
 def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """This rank's rows, cut into microbatches on its device."""
+    """This rank's tokens of its rows, cut into microbatches on its device."""
     device = mesh.device.torch
+    if mesh.shape.cp > 1:
+        held = list(positions(tokens_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
+        tokens_BS, targets_BS = tokens_BS[:, held], targets_BS[:, held]
     pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
     return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
 
 
 def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: first and last, for a tied head."""
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
     plan = run.plan
-    rank_of = {unit: stage % plan.mesh.pp for stage, units in enumerate(plan.stages) for unit in units}
+    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
     readers: dict[int, set[int]] = {}
     for unit, reads in enumerate(plan.params):
         for owner in reads:

@@ -108,7 +108,14 @@ def prove(
     units of a model that the run's configuration does not name.
     """
     specs = specs or units_of(run)
-    mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=timedelta(seconds=120))
+    mesh = build_mesh(
+        run.plan.mesh,
+        world.rank,
+        world.device,
+        placement=run.plan.placement,
+        ties=ties(run),
+        timeout=timedelta(seconds=120),
+    )
     try:
         differences, bits = _run(mesh, run, specs, batches, folder)
         is_deterministic = None

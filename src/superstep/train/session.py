@@ -101,6 +101,15 @@ class RankPeers:
         return gather(value)
 
 
+def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shape of every global tensor, in the order of the model. Every rank calls this together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+        shapes |= part
+    names = dict.fromkeys(p.name for unit in engine.specs for p in unit.params.values())
+    return {name: shapes[name] for name in names}
+
+
 class Session:
     """Everything the loop drives.
 
@@ -117,9 +126,10 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
-        self._mesh = build_mesh(run.plan.mesh, world.rank, world.device, ties=ties(run), timeout=MESH_TIMEOUT)
-        self._specs = units_of(run)
-        self._engine = Engine(run, self._specs, self._mesh)
+        self._mesh = build_mesh(
+            run.plan.mesh, world.rank, world.device, placement=run.plan.placement, ties=ties(run), timeout=MESH_TIMEOUT
+        )
+        self._engine = Engine(run, units_of(run), self._mesh)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._train, self._validation = (
@@ -221,17 +231,12 @@ class Session:
     def save(self, position: Position) -> tuple[Path, int]:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
         place = checkpoint_at(self.folder.checkpoints, position.step)
-        specs = {p.name: p for unit in self._specs for p in unit.params.values()}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for part in gather({p.name: p.shape for p in self._engine.pieces(("weight",))}):
-            shapes |= part
-        ordered = {name: shapes[name] for name in specs}
         size = save(
             place,
             list(self._engine.pieces(STATE)),
             position,
             self._peers,
-            tensors=dict.fromkeys(STATE, ordered),
+            tensors=dict.fromkeys(STATE, tensor_shapes(self._engine)),
             beside={
                 **self._hf_config(),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
@@ -255,7 +260,7 @@ class Session:
     def _write_trace(self, step: int) -> None:
         at = self._mesh.at
         mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
-        parts = gather(mine if at.dp == 0 and at.tp == 0 else None)
+        parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
         if self._peers.rank == 0:
             trace = {"step": step, "ranks": [part for part in parts if part is not None]}
             write_whole(self.folder.trace, json.dumps(trace))

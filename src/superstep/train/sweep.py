@@ -1,8 +1,8 @@
 """Every layout that fits a number of ranks, for ``prove --all``.
 
 The mesh, the ZeRO stage and the schedule are crossed in full. What is independent of them (recompute, sequence
-parallelism, rules that leave matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch)
-is dealt out in turn, so that every value meets every axis without a product of all.
+parallelism, rules that leave matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch,
+stages that are not even) is dealt out in turn, so that every value meets every axis without a product of all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import product
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, Recompute, Rule, RunConfig, Schedule
+from superstep.plan.config import PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.resolve import Resolved, divisors
+from superstep.plan.shape import shape_of
 from superstep.train.model import resolved
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -27,43 +28,53 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
         if world % (pp * tp):
             continue
         dp = world // (pp * tp)
-        for zero, (schedule, chunks, group) in product(range(4) if dp > 1 else (0,), list(_schedules(pp))):
+        for zero, way in product(range(4) if dp > 1 else (0,), list(_schedules(pp))):
             found = None
             for microbatch in _microbatches(config.train.batch_sequences // dp, pp, number):
-                plan = PlanConfig(
+                plan = replace(
+                    way,
                     pp=pp,
                     dp=dp,
                     tp=tp,
                     zero=zero,
-                    schedule=schedule,
-                    chunks=chunks,
                     microbatch=microbatch,
-                    microbatch_group=group,
                     recompute=RECOMPUTE[number % 3],
                     sequence_parallel=number % 4 != 3,
                     rules=_rules(config, number) if tp > 1 else config.plan.rules,
                 )
-                found = found or _resolved(config, plan, number, world)
+                found = found or _resolved(config, _uneven(config, plan) if number % 5 == 4 else plan, number, world)
             if found is not None:
                 number += 1
                 yield found
 
 
 def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
-    """The run's own; of a decoder of ours, in turn with others over them."""
+    """The run's own; of a decoder of ours in fast mode, in turn with others over them."""
     own = dict(config.plan.rules)
-    return tuple(sorted((own if config.model.source else own | dict(RULES[number // 2 % 4])).items()))
+    is_varied = config.model.source is None and not config.numerics.exact
+    return tuple(sorted((own | dict(RULES[number // 2 % 4]) if is_varied else own).items()))
 
 
-def _schedules(pp: int) -> Iterator[tuple[Schedule, int, int | None]]:
-    yield "1f1b", 1, None
-    yield "breadth-first", 2, None
+def _schedules(pp: int) -> Iterator[PlanConfig]:
+    yield PlanConfig(schedule="1f1b")
+    yield PlanConfig(schedule="breadth-first", chunks=2)
+    yield PlanConfig(schedule="zb-v", chunks=2)
     if pp > 1:
-        yield "gpipe", 1, None
-        yield "interleaved", 2, None
-        yield "breadth-first", 2, pp
+        yield PlanConfig(schedule="zb-h1")
+        yield PlanConfig(schedule="gpipe")
+        yield PlanConfig(schedule="interleaved", chunks=2)
+        yield PlanConfig(schedule="breadth-first", chunks=2, microbatch_group=pp)
     else:
-        yield "interleaved", 3, 2
+        yield PlanConfig(schedule="interleaved", chunks=3, microbatch_group=2)
+
+
+def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
+    """The plan with as many units as can be on its first stage; of a decoder of ours."""
+    if config.model.source is not None:
+        return plan
+    others = plan.pp * plan.chunks - 1
+    units = shape_of(config.model).layers + 2
+    return replace(plan, stages=(units - others, *[1] * others)) if units > others else plan
 
 
 def _microbatches(share: int, pp: int, number: int) -> list[int]:

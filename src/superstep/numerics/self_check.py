@@ -1,0 +1,70 @@
+"""Whether this machine computes what exact mode builds on: asked with numbers, not by the processor's name.
+
+An element of a product must depend on its own row and column alone, and an element of a function or of a row's sum on
+that element or row alone, whatever else is computed beside it. ``numerics.pieces`` says what was measured where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from superstep.numerics.pieces import PIECE, product
+
+INNER = (8, 44, 64, 176, PIECE, 2 * PIECE + 40)
+OUTER = (2, 5, 16, 33, 64)
+WHOLE = 192
+LENGTHS = (1, 7, 16, 31, 63, 100)
+
+
+def first_difference(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What exact mode needs and this machine does not keep; None where it keeps everything."""
+    return next(_differences(dtype, device), None)
+
+
+def _differences(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    random = torch.Generator("cpu").manual_seed(0)
+    for inner in INNER:
+        left = torch.randn(WHOLE, inner, generator=random).to(device, dtype)
+        right = torch.randn(inner, WHOLE, generator=random).to(device, dtype)
+        for form, (a, b) in _forms(left, right).items():
+            whole = product(a, b)
+            for size in OUTER:
+                if not torch.equal(product(_like(a[:size], a), b), whole[:size]):
+                    yield f"a {form} product over {inner} of {size} rows has other bits than of more"
+                if not torch.equal(product(a, _like(b[:, -size:], b)), whole[:, -size:]):
+                    yield f"a {form} product over {inner} of {size} columns has other bits than of more"
+    for name, function in _functions().items():
+        values = torch.randn(WHOLE, PIECE, generator=random).to(device)
+        whole = function(values)
+        for count in LENGTHS:
+            if not torch.equal(function(values[:count].clone()), whole[:count]):
+                yield f"{name} of {count} rows has other bits than of more"
+
+
+def _forms(left: Tensor, right: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """How the factors lie in a layer's forward pass, and in the two products of its backward pass."""
+    return {
+        "forward": (left, right.t().contiguous().t()),
+        "backward": (left, right),
+        "gradient's": (left.t().contiguous().t(), right),
+    }
+
+
+def _like(part: Tensor, whole: Tensor) -> Tensor:
+    """The part in memory of its own, laid out as the whole is."""
+    return part.contiguous() if whole.is_contiguous() else part.t().contiguous().t()
+
+
+def _functions() -> dict[str, Callable[[Tensor], Tensor]]:
+    return {
+        "an exponential": torch.exp,
+        "a logarithm": lambda x: x.abs().add(1.0).log(),
+        "a root": lambda x: x.abs().sqrt(),
+        "a softmax": lambda x: torch.softmax(x, -1),
+        "a sum": lambda x: x.sum(-1),
+        "a norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+        "a cosine": torch.cos,
+    }

@@ -1,0 +1,64 @@
+"""What must divide what, so that sequences, experts and copies of the parameters can be spread over ranks."""
+
+from __future__ import annotations
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.sequence import cp_of_heads, cp_of_tokens, multiple
+from superstep.plan.shape import ModelShape
+
+
+def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether context-parallel ranks can share a sequence.
+
+    Raises:
+        ConfigError: its length or the heads do not divide.
+    """
+    tp = plan.tp if plan.sequence_parallel else 1
+    tokens = config.data.sequence_tokens
+    if plan.cp > 1 and tokens % multiple(plan.cp, tp):
+        raise ConfigError(
+            f"data.sequence_tokens = {tokens} must be a multiple of {multiple(plan.cp, tp)}: plan.cp = {plan.cp} cuts "
+            f"it into {2 * plan.cp} chunks{f', two of which plan.tp = {tp} shares out' if tp > 1 else ''}; "
+            f"set plan.cp to one of {cp_of_tokens(tokens, tp)}."
+        )
+    if plan.cp == 1 or plan.context == "ring":
+        return
+    if shape is None:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and a model of one's "
+            "own does not say how many it has; set plan.context to 'ring'."
+        )
+    choices = cp_of_heads(shape.heads, shape.kv_heads, plan.tp)
+    if config.numerics.exact:
+        # A key head on several ranks would have its gradient summed in an order that depends on cp.
+        choices = [n for n in choices if shape.kv_heads // plan.tp % n == 0]
+    if plan.cp not in choices:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and plan.tp = "
+            f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
+            f"set plan.cp to one of {choices}, or plan.context to 'ring'."
+        )
+
+
+def check_replicas(plan: PlanConfig) -> None:
+    """Whether the ranks that hold the same parameters fall into so many copies.
+
+    Raises:
+        ConfigError: they do not, or nothing is sharded that could be replicated.
+    """
+    if plan.replicas == 1:
+        return
+    assert plan.dp is not None
+    sharers = plan.dp * plan.cp
+    choices = [n for n in range(1, sharers) if sharers % n == 0] or [1]
+    if plan.replicas not in choices:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} must leave two or more of the plan.dp · plan.cp = {sharers} ranks to "
+            f"each copy, and divide them; set plan.replicas to one of {choices}."
+        )
+    if plan.zero == 0:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} with plan.zero = 0: every rank is a replica then; "
+            "set plan.replicas to 1, or plan.zero to one of [1, 2, 3]."
+        )

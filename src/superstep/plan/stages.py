@@ -1,0 +1,101 @@
+"""Stages: which units each one has, and which pipeline rank it is on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, Schedule
+
+
+def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage.
+
+    Stages go around the ranks (the loop of Narayanan 2021, fig. 4), with zb-v down and up again (Qi 2023, sec. 6):
+
+        pp=3, chunks=2      loop  0 1 2 0 1 2       V  0 1 2 2 1 0
+    """
+    if schedule == "zb-v":
+        return (*range(pp), *reversed(range(pp)))
+    return tuple(range(pp)) * chunks
+
+
+def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The unit numbers of each stage: as many as the plan says, or those whose largest stage has the least work.
+
+    Args:
+        plan: the layout.
+        work: of each unit's forward pass.
+
+    Raises:
+        ConfigError: the plan's numbers are not one for each stage, or do not share out the units.
+    """
+    count = plan.pp * plan.chunks
+    if plan.stages is None:
+        return _runs(even_split(work, count))
+    if len(plan.stages) != count or sum(plan.stages) != len(work) or min(plan.stages) < 1:
+        raise ConfigError(
+            f"plan.stages = {list(plan.stages)} must have {count} numbers (plan.pp · plan.chunks), each at least 1, "
+            f"that add up to {len(work)} units (the embedding, {len(work) - 2} blocks, the head); leave it out, or set "
+            f"plan.stages to {list(even_split(work, count))}."
+        )
+    return _runs(plan.stages)
+
+
+def even_split(work: Sequence[int], stages: int) -> tuple[int, ...]:
+    """How many units each of ``stages`` runs has, at least one, so that the largest work of a run is smallest.
+
+    Among those splits the most even one is taken (the least sum of squares), and among equals the one with the
+    fewest units in front: the first stages keep the most microbatches.
+    """
+    before = [0, *accumulate(work)]
+    limit = _smallest_limit(work, before, stages)
+    units = len(work)
+    # least[i]: the least sum of squares, and the units of the first run, of units i ... split into `count` runs.
+    least: list[tuple[int, int] | None] = [None] * units + [(0, 0)]
+    chosen: list[list[tuple[int, int] | None]] = []
+    for _ in range(stages):
+        least = [_best(before, least, start, limit) for start in range(units)] + [None]
+        chosen.append(least)
+    counts, start = [], 0
+    for row in reversed(chosen):
+        found = row[start]
+        assert found is not None, "a limit that was found can be kept"
+        counts.append(found[1])
+        start += found[1]
+    return tuple(counts)
+
+
+def _best(
+    before: Sequence[int], rest: Sequence[tuple[int, int] | None], start: int, limit: int
+) -> tuple[int, int] | None:
+    """The first run from ``start`` that, with the best of the rest, has the least sum of squares."""
+    best: tuple[int, int] | None = None
+    for end in range(start + 1, len(before)):
+        load = before[end] - before[start]
+        if load > limit:
+            break
+        after = rest[end]
+        if after is not None and (best is None or load * load + after[0] < best[0]):
+            best = load * load + after[0], end - start
+    return best
+
+
+def _smallest_limit(work: Sequence[int], before: Sequence[int], stages: int) -> int:
+    """The least work that the largest run can have."""
+
+    def fits(limit: int) -> bool:
+        runs, start = 0, 0
+        for unit in range(len(work)):
+            if before[unit + 1] - before[start] > limit:
+                runs, start = runs + 1, unit
+        return runs < stages
+
+    return bisect_left(range(before[-1]), x=True, lo=max(work), key=fits)
+
+
+def _runs(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    ends = list(accumulate(counts))
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))

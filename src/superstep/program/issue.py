@@ -1,0 +1,121 @@
+"""issue_order: the program's instructions in an order in which they can run, all ranks together.
+
+What one rank waits for comes from another: a compute for its received input, a sum or the step for all ranks that take
+part. A program in which some wait for ever has no such order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from superstep.errors import SuperstepError
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    Instruction,
+    Program,
+    Recv,
+    Send,
+    Step,
+    Tie,
+    Wire,
+)
+from superstep.program.text import describe
+
+Value = tuple[Wire, int, int]
+Channel = tuple[int, int, Wire]
+Place = tuple[int, int]
+
+
+class InvalidProgram(SuperstepError):
+    """A program breaks a rule; the message names rank, position and instruction."""
+
+
+def issue_order(program: Program) -> Iterator[tuple[Place, ...]]:
+    """Every instruction's place (rank, index), each after everything that it waits for.
+
+    A compute waits for its received input, and that for its send and for what lies ahead on the channel.
+    A tie and the step wait for every rank that takes part, and come as one tuple of all their places.
+
+    Raises:
+        InvalidProgram: some ranks wait for ever; the message says who waits for what.
+    """
+    at = [0] * program.pp
+    channels = _Channels()
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for number, instructions in enumerate(program.ranks):
+            while at[number] < len(instructions):
+                i = instructions[at[number]]
+                members = _members(program, number, i)
+                if channels.missing(number, i) or not all(_stands_at(program, at, o, i) for o in members):
+                    break
+                channels.issue(number, i)
+                yield tuple((o, at[o]) for o in members)
+                for other in members:
+                    at[other] += 1
+                is_moving = True
+    waits = []
+    for number, instructions in enumerate(program.ranks):
+        if at[number] < len(instructions):
+            i = instructions[at[number]]
+            value = channels.missing(number, i)
+            what = f" for {value[0]} u{value[1]} m{value[2]}" if value else ""
+            waits.append(f"rank {number} waits{what} at instruction {at[number]} ({describe(i)})")
+    if waits:
+        raise InvalidProgram("deadlock: " + "; ".join(waits))
+
+
+def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
+    """The ranks that run the instruction together."""
+    match i:
+        case Step():
+            return tuple(range(program.pp))
+        case Tie(unit):
+            return program.holders(unit)
+        case _:
+            return (number,)
+
+
+def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> bool:
+    return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
+
+
+class _Channels:
+    """What was sent, posted and delivered so far. A channel delivers in the order of its sends."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Channel, deque[Value]] = {}
+        self.posted: dict[Channel, set[Value]] = {}
+        self.awaited: dict[int, set[Value]] = {}
+
+    def issue(self, number: int, i: Instruction) -> None:
+        """Advance over a send or a receive."""
+        if not isinstance(i, Send | Recv):
+            return
+        value = (i.wire, i.unit, i.microbatch)
+        source, target = (number, i.peer) if isinstance(i, Send) else (i.peer, number)
+        sent = self.sent.setdefault((source, target, i.wire), deque())
+        posted = self.posted.setdefault((source, target, i.wire), set())
+        if isinstance(i, Send):
+            sent.append(value)
+        else:
+            posted.add(value)
+            self.awaited.setdefault(number, set()).add(value)
+        while sent and sent[0] in posted:
+            posted.discard(sent[0])
+            self.awaited[target].discard(sent.popleft())
+
+    def missing(self, number: int, i: Instruction) -> Value | None:
+        """What the instruction computes with that was posted and has not arrived."""
+        match i:
+            case Forward(unit, m):
+                needed: Value = ("act", unit, m)
+            case Backward(unit, m) | BackwardInput(unit, m):
+                needed = ("grad", unit + 1, m)
+            case _:
+                return None
+        return needed if needed in self.awaited.get(number, ()) else None

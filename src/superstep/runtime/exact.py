@@ -1,0 +1,160 @@
+"""Exact mode put on a plain module from outside: its layers' sums become those of ``exact_linear``.
+
+A layer gives whole results on every tensor-parallel rank, so that entering and leaving a region where heads or ffn are
+split (see ``tensor_parallel``) adds nothing up: with sequence parallelism they gather and cut, else they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superstep.errors import ConfigError
+from superstep.model.decoder import Head
+from superstep.model.norm import RMSNorm
+from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.self_check import first_difference
+from superstep.plan.grain import Grain
+from superstep.plan.rules import Rules
+from superstep.runtime.accumulate import Sink
+from superstep.runtime.collectives import gather_sequence
+from superstep.runtime.device import Device
+from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
+from superstep.runtime.exact_loss import exact_loss
+from superstep.runtime.mesh import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What a rank's layers need to know in exact mode.
+
+    Attributes:
+        grain: the pieces of every sum.
+        rules: what is cut over tp, on whatever degree.
+        chunks: chunks of the sequence that this rank holds.
+        group: the tp ranks; None where tp = 1.
+        sinks: for each parameter, where its gradient is added: int64, of its shape.
+    """
+
+    grain: Grain
+    rules: Rules
+    chunks: int
+    group: Group | None
+    sinks: Mapping[nn.Parameter, Sink]
+
+    def cut(self, param: ParamSpec) -> Cut:
+        """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
+        is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
+        cells = self.grain.cells // (1 if self.group is None else self.group.size())
+        return Cut(
+            cells_in=cells if is_cut_in else 1,
+            cells_out=cells if is_cut_out else 1,
+            is_cut_in=is_cut_in,
+            is_cut_out=is_cut_out,
+            chunks=self.chunks,
+            group=self.group,
+        )
+
+
+def require_exact(compute: torch.dtype, device: Device) -> None:
+    """See that exact mode's promise can be kept here, on one thread: more would order sums as they come.
+
+    Raises:
+        ConfigError: this machine orders some sum by what is computed beside it.
+    """
+    if device.kind == "cpu":
+        torch.set_num_threads(1)
+    broken = first_difference(compute, device.torch)
+    if broken is not None:
+        raise ConfigError(
+            f"numerics.exact = true cannot be kept on this machine ({device.name}): {broken}. "
+            "Set numerics.exact = false; prove then compares within a tolerance."
+        )
+
+
+def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
+    """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
+    gives them: the same bits for any split of the batch, not of a tensor.
+    """
+    for local, param in spec.params.items():
+        layer = module.get_submodule(local.rpartition(".")[0])
+        weight = module.get_parameter(local)
+        sink = exact.sinks[weight]
+        if isinstance(layer, nn.Linear) and layer.bias is None:
+            _replace(layer, exact_linear(layer, sink, exact.cut(param)))
+        elif isinstance(layer, nn.Embedding):
+            _replace(layer, exact_embedding(layer, sink))
+        elif isinstance(layer, RMSNorm):
+            _replace(layer, exact_norm(weight, sink, layer.eps))
+        else:
+            weight.register_post_accumulate_grad_hook(_adds_to(sink.into))
+    for layer in module.modules():
+        if isinstance(layer, nn.SiLU):
+            _replace(layer, exact_silu)
+
+
+def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
+    layer.forward = forward
+
+
+def _adds_to(into: Tensor) -> Any:  # noqa: ANN401
+    def add(param: Tensor) -> None:
+        assert param.grad is not None
+        PARAMETER.add(into, param.grad)
+        param.grad = None
+
+    return add
+
+
+def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
+    assert isinstance(head, Head)
+    linear = head.lm_head
+    weight = head.get_parameter("lm_head.weight")
+    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
+    linear.forward = _same  # type: ignore[method-assign,assignment]
+
+    def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
+        return exact_loss(h, weight, targets, scale, sink, cut)
+
+    return loss
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class GatherWhole(torch.autograd.Function):
+    """Forward gathers the sequence over tp; the gradient is whole already, and each rank keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None
+
+
+class KeepOwn(torch.autograd.Function):
+    """Forward keeps this rank's part of the sequence, backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return x.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return gather_sequence(grad, ctx.group), None
+
+
+def pass_on(x: Tensor, group: Group) -> Tensor:
+    """Nothing is left to sum."""
+    return x

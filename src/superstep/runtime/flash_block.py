@@ -1,0 +1,90 @@
+"""Attention of some queries to some keys with torch's fused kernels, whose parts can be put together.
+
+    B  sequences    N  query heads           S  queries    H  width of one head
+                    K  key and value heads   T  keys
+
+Softmax over parts of the keys needs of each part its output and its log-sum-exp (lse) alone. Going back, each part's
+gradients follow from the output and lse of the *whole*, as scores are computed again (Dao 2022, alg. 4):
+P = exp(scores - lse), dScores = P · (dP - rowsum(dOut · out)).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+_EFFICIENT_ALIGN = 32
+"""The memory-efficient kernel keeps lse in rows of a multiple of this."""
+
+
+def attend_block(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument."""
+    if not q_BNSH.is_cuda:
+        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
+        return out, lse
+    if _is_half(q_BNSH):
+        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
+        return out, lse
+    k_BNTH, v_BNTH = _expand(k_BKTH, q_BNSH), _expand(v_BKTH, q_BNSH)
+    op = _ATEN._scaled_dot_product_efficient_attention
+    out, lse, *_ = op(q_BNSH, k_BNTH, v_BNTH, None, compute_log_sumexp=True, is_causal=is_causal)
+    return out, lse[..., : q_BNSH.shape[2]]
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a part of the keys to the output and the lse of those before, in place; ``out`` and ``lse`` are fp32.
+
+    The part's weight is exp(part_lse) / (exp(lse) + exp(part_lse)): as a sigmoid it cannot overflow.
+    """
+    out.lerp_(part.float(), torch.sigmoid(part_lse - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def attend_block_backward(
+    grad_BNSH: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of ``inputs`` (q, k, v).
+
+    Args:
+        grad_BNSH: the gradient of the whole output, as are the next two of all keys and not of this block's.
+        inputs: as they went forward.
+        out_BNSH: the output.
+        lse_BNS: its lse.
+        is_causal: as it went forward.
+    """
+    q, k, v = inputs
+    out, lse = out_BNSH, lse_BNS.contiguous()
+    if not q.is_cuda:
+        op = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = op(grad_BNSH, q, k, v, out, lse, 0.0, is_causal)
+        return dq, dk, dv
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # without dropout the kernels do not look at it
+    if _is_half(q):
+        op = _ATEN._scaled_dot_product_flash_attention_backward
+        longest = q.shape[2], k.shape[2]
+        dq, dk, dv = op(grad_BNSH, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed)
+        return dq, dk, dv
+    op = _ATEN._scaled_dot_product_efficient_attention_backward
+    lse = F.pad(lse, (0, -lse.shape[2] % _EFFICIENT_ALIGN), value=torch.inf)
+    wide = _expand(k, q), _expand(v, q)
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = op(grad_BNSH, q, *wide, None, out, lse, no_seed, no_seed, 0.0, wanted, is_causal)
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+
+
+def _is_half(x: Tensor) -> bool:
+    # The flash kernel takes 16-bit numbers alone, in heads of a multiple of 8; it knows grouped queries itself.
+    return x.element_size() == 2 and x.shape[-1] % 8 == 0
+
+
+def _expand(x_BKTH: Tensor, q_BNSH: Tensor) -> Tensor:
+    """Each head for all of its query heads."""
+    return x_BKTH.repeat_interleave(q_BNSH.shape[1] // x_BKTH.shape[1], dim=1)
