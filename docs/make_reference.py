@@ -47,7 +47,6 @@ WORDS = {
     "model.heads": "Query heads (N).",
     "model.kv_heads": "Key and value heads (K); divides the query heads.",
     "model.head_dim": "Width of one head (H), even.",
-    "model.ffn": "Inner width of the gated feed-forward (F).",
     "model.vocab": "Rows of the embedding (V); the tokenizer has at most as many ids.",
     "train.steps": "Optimizer steps of the whole run.",
     "train.lr": "The highest learning rate, reached at the end of the warm-up.",

@@ -13,8 +13,8 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
+from superstep.plan.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
-from superstep.plan.shape import to_hf_config
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import gather

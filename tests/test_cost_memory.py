@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from superstep.cost.memory import rank_bytes, unit_bytes
 from superstep.model.axes import units
+from superstep.model.exchange import Local, Now
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve
@@ -51,7 +53,8 @@ def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, **layout):
 
 @st.composite
 def runs(draw):
-    model = replace(ODD, tied=draw(st.booleans()), qk_norm=draw(st.booleans()))
+    moe = draw(st.sampled_from([{}, {"experts": 3, "router": "noisy-topk", "shared_experts": 1}]))
+    model = replace(ODD, tied=draw(st.booleans()), qk_norm=draw(st.booleans()), **moe)
     return run_of(
         model=model,
         compute=draw(st.sampled_from(["fp32", "bf16"])),
@@ -60,18 +63,26 @@ def runs(draw):
         tp=draw(st.sampled_from([1, 2])),
         zero=draw(st.sampled_from([0, 1, 2, 3])),
         sequence_parallel=draw(st.booleans()),
-        rules=draw(st.sampled_from([(), FFN, VOCAB, FFN + VOCAB])),
+        rules=draw(st.sampled_from([(), VOCAB] if model.experts else [(), FFN, VOCAB, FFN + VOCAB])),
     )
 
 
 def buffers(run, at, unit):
-    """A unit's buffers as the rank at ``at`` has them."""
+    """A unit's buffers as the rank at ``at`` has them: one for each family of its parameters."""
     plan = run.plan
     layouts = lay_out(units(run.shape), plan.mesh, at, plan.rules, sequence_parallel=plan.sequence_parallel)
-    compute = DTYPES[run.config.numerics.compute]
-    return UnitBuffers(
-        *layouts[unit], zero=plan.zero, shards=plan.mesh.dp, place=at.dp, compute=compute, device=Device("cpu"), seed=0
-    )
+    return [
+        UnitBuffers(
+            layout,
+            zero=plan.zero,
+            shards=plan.mesh.shards(layout.family),
+            place=plan.mesh.sharer(layout.family, at) % plan.mesh.shards(layout.family),
+            compute=DTYPES[run.config.numerics.compute],
+            device=Device("cpu"),
+            seed=0,
+        )
+        for layout in layouts[unit]
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -79,7 +90,7 @@ def buffers(run, at, unit):
 def test_buffers_are_predicted_to_the_byte(run, data):
     program = compile_step(run.plan)
     at = run.plan.mesh.at(data.draw(st.integers(0, run.plan.mesh.world - 1)))
-    made = [buffers(run, at, unit).bytes() for unit in program.held_by(at.pp)]
+    made = [b.bytes() for unit in program.held_by(at.pp) for b in buffers(run, at, unit)]
     predicted = rank_bytes(run, program)[at.pp]
     assert predicted.params == sum(b.params for b in made)
     assert predicted.gradients == sum(b.gradients for b in made)
@@ -92,11 +103,12 @@ def test_buffers_are_predicted_to_the_byte(run, data):
 def test_what_a_step_fetches_and_gathers_is_predicted_to_the_byte(run):
     at = Coordinate(pp=0, dp=0, cp=0, tp=0)
     for number, sizes in enumerate(unit_bytes(run)):
-        unit = buffers(run, at, number)
-        unit.restore_full()
-        unit.ready_gradient()
-        assert unit.full.untyped_storage().nbytes() == sizes.params
-        assert unit.gradient.untyped_storage().nbytes() == sizes.gradient
+        made = buffers(run, at, number)
+        for b in made:
+            b.restore_full()
+            b.ready_gradient()
+        assert sum(b.full.untyped_storage().nbytes() for b in made) == sizes.params
+        assert sum(b.gradient.untyped_storage().nbytes() for b in made) == sizes.gradient
 
 
 def test_the_fullest_rank_holds_all_its_categories_at_once():
@@ -148,12 +160,12 @@ class Built:
 
 def built(run, unit, *, group=None, is_selective=False):
     mesh, last = run.plan.mesh, len(run.plan.units) - 1
-    made = {u: buffers(run, mesh.at(0), u) for u in run.plan.params[unit]}
-    for b in made.values():
+    made = [b for u in run.plan.params[unit] for b in buffers(run, mesh.at(0), u)]
+    for b in made:
         b.restore_full()
         b.ready_gradient()
     spec = units(run.shape)[unit]
-    shared = {slot.spec.name: b.params[slot.local] for b in made.values() for slot in b.layout.slots}
+    shared = {slot.spec.name: b.params[slot.local] for b in made for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
     sums = Sums()
     module = build_module(
@@ -166,11 +178,14 @@ def built(run, unit, *, group=None, is_selective=False):
         is_first=unit == 0,
         is_compiled=run.config.numerics.compile,
     )
+    exchange = Local(Now(sequences=tuple(range(run.plan.microbatch)), step=0))
+    given = {"exchange": exchange} if "exchange" in spec.takes else {}
     is_cut = run.plan.rules.cut("vocab") is not None
     loss = build_loss(module, group if is_cut else None, is_straight=run.plan.zero < 2 or mesh.dp == 1)
     if group is not None and not is_cut and run.plan.sequence_parallel:
         loss = on_part(loss, group)
-    compute = selective(module) if is_selective else module
+    whole = functools.partial(module, **given)
+    compute = selective(whole) if is_selective else whole
     rows, tokens = run.plan.microbatch, run.config.data.sequence_tokens
     targets = torch.randint(run.shape.vocab, (rows, tokens))
     x = torch.randint(run.shape.vocab, (rows, tokens))
@@ -180,9 +195,10 @@ def built(run, unit, *, group=None, is_selective=False):
 
     def forward():
         y = compute(x)
+        exchange.told()  # lets go of the counts, which stay until they are asked for
         return loss(y, targets, 0.5) if unit == last else y
 
-    own = {t.untyped_storage().data_ptr() for b in made.values() for t in (b.full, b.gradient)}
+    own = {t.untyped_storage().data_ptr() for b in made for t in (b.full, b.gradient)}
     own.add(targets.untyped_storage().data_ptr())
     return Built(forward, x, own, [(p, p.grad.add_) for p in module.parameters()], sums)
 
@@ -261,6 +277,27 @@ def test_a_block_keeps_what_is_predicted(compute, qk_norm):
     assert outlived(run, 1, is_selective=True) == sizes.kept_selective
 
 
+ROUTED = [
+    {"router": "dropless", "shared_experts": 2},
+    {"router": "dropless", "renormalise": False, "experts_per_token": 3},
+    {"router": "switch", "capacity_factor": 9.0},
+    {"router": "top2", "capacity_factor": 9.0},
+    {"router": "noisy-topk"},
+]
+
+
+@COMPUTE
+@pytest.mark.parametrize("fields", ROUTED, ids=str)
+def test_a_block_with_experts_keeps_what_is_predicted(compute, fields):
+    run = run_of(model=replace(MODEL, experts=5, ffn=48, **fields), compute=compute)
+    sizes = unit_bytes(run)[1]
+    assert saved(run, 1) == sizes.kept_all
+    assert outlived(run, 1) == sizes.kept_all
+    selectively = outlived(run, 1, is_selective=True)
+    # Of top2 some second choices are not taken, and their rows not computed.
+    assert sizes.kept_selective * (0.95 if fields["router"] == "top2" else 1) <= selectively <= sizes.kept_selective
+
+
 @COMPUTE
 @QK_NORM
 @SPLIT
@@ -319,6 +356,16 @@ def test_between_the_halves_of_its_backward_a_block_keeps_what_is_predicted(comp
     run = run_of(model=replace(MODEL, qk_norm=qk_norm), compute=compute)
     sizes = unit_bytes(run)[1]
     assert between(run, 1, is_selective=is_selective) == sizes.product_inputs + sizes.product_gradients
+
+
+@COMPUTE
+@pytest.mark.parametrize("fields", ROUTED, ids=str)
+def test_between_the_halves_a_block_with_experts_keeps_what_is_predicted(compute, fields):
+    run = run_of(model=replace(MODEL, experts=5, ffn=48, **fields), compute=compute)
+    sizes = unit_bytes(run)[1]
+    kept = between(run, 1)
+    predicted = sizes.product_inputs + sizes.product_gradients
+    assert predicted * (0.9 if fields["router"] == "top2" else 1) <= kept <= predicted
 
 
 @COMPUTE

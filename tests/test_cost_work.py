@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from superstep.cost.work import local_dims, model_flops_per_token, parameters, unit_parameters, unit_work
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
+from superstep.model.exchange import Local
+from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.model import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.shape import SHAPES
 
@@ -72,9 +75,58 @@ def test_parameters_are_those_of_the_modules(shape):
         assert owned[number].vectors == sum(p.numel() for p in module.parameters() if p.dim() == 1)
 
 
+# Every token counts its k experts, whatever the router; products over rows that depend on data need real tensors.
+MIXTURES = [
+    replace(TINY, moe=shape_of(ModelConfig(name="tiny", experts=6, router=router, **more)).moe)
+    for router, more in [
+        ("dropless", {"experts_per_token": 3, "shared_experts": 2}),
+        ("switch", {"capacity_factor": 9.0}),
+        ("top2", {"capacity_factor": 9.0}),
+        ("noisy-topk", {}),
+    ]
+]
+MIXTURE = pytest.mark.parametrize("shape", MIXTURES, ids=lambda shape: shape.moe.router)
+
+
+@MIXTURE
+def test_a_mixtures_forward_is_what_torch_counts(shape):
+    mlp = MixtureOfExperts(shape, 0)
+    x = torch.randn(B, S, shape.width)
+    forward = sum(counted(lambda: mlp(x, exchange=Local())).values())
+    dense = replace(shape, moe=None, ffn=0)
+    rest = unit_work(dense, tokens=B * S, sequence_tokens=S)[1].forward_flops
+    block = unit_work(shape, tokens=B * S, sequence_tokens=S)[1]
+    assert block.forward_flops == forward + rest
+
+
+@MIXTURE
+def test_parameters_of_a_mixture_are_those_of_its_module(shape):
+    mlp = MixtureOfExperts(shape, 0)
+    block = unit_parameters(shape)[1]
+    experts = sum(p.numel() for p in mlp.experts.parameters())
+    assert block.experts == experts
+    assert block.whole == sum(p.numel() for p in mlp.parameters()) - experts
+    with torch.device("meta"):
+        assert parameters(shape) == sum(p.numel() for p in Decoder(shape).parameters())
+    assert block.on_rank(tp=2, ep=3) == block.matrices // 2 + block.whole + block.vectors + experts // 3
+
+
+def test_a_token_costs_what_its_experts_cost():
+    """Mixtral has 47 billion parameters and computes with 13 billion (Jiang 2024, sec. 2.1)."""
+    shape = SHAPES["mixtral-8x7b"]
+    dense = model_flops_per_token(replace(shape, moe=None, ffn=2 * shape.ffn), 4096)
+    router = 6 * shape.layers * (8 * shape.width + 2 * shape.width)
+    assert model_flops_per_token(shape, 4096) == dense + router
+    active = parameters(replace(shape, moe=None, ffn=2 * shape.ffn))
+    assert (round(parameters(shape) / 1e9), round(active / 1e9)) == (47, 13)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("llama3-8b", 8_030_261_248),
         ("llama3.1-70b", 70_553_706_496),
         ("llama3.1-405b", 405_853_388_800),

@@ -5,10 +5,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import small
 from superstep.plan.resolve import resolve
-from superstep.runtime import collectives, executor, optimizer, tensor_parallel
+from superstep.plan.sequence import blocks
+from superstep.program.instructions import BackwardWeight
+from superstep.runtime import (
+    attention,
+    buffers,
+    collectives,
+    executor,
+    optimizer,
+    ring_attention,
+    tensor_parallel,
+    ulysses,
+)
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World
@@ -98,6 +110,51 @@ def _lost_microbatch():
     return mock.patch.object(executor.Executor, "_backward", backward)
 
 
+def _same_keys_all_round():
+    def round_(kv, group):
+        for block in blocks(group.rank(), group.size()):
+            yield block, kv[:, :, block.keys(kv.shape[2])].transpose(2, 3)
+
+    return mock.patch.object(ring_attention, "_round", round_)
+
+
+def _positions_of_the_first_rank():
+    inner = attention.positions
+    return mock.patch.object(attention, "positions", lambda tokens, *, cp, rank: inner(tokens, cp=cp, rank=0))
+
+
+def _heads_not_brought_back():
+    def backward(ctx, grad):
+        return grad, None
+
+    return mock.patch.object(ulysses._Exchange, "backward", staticmethod(backward))
+
+
+def _own_seed():
+    inner = buffers.initial
+
+    def initial(spec, shape, seed):
+        return inner(spec, shape, seed + dist.get_rank())
+
+    return mock.patch.object(buffers, "initial", initial)
+
+
+def _replicas_apart():
+    return mock.patch.object(executor.Executor, "_reduce_replicas")
+
+
+def _lost_put_off_sum():
+    inner = executor.Executor._issue
+
+    def issue(self, instruction):
+        if instruction == BackwardWeight(1, 0):
+            self._flight.put_off.pop((1, 0))
+        else:
+            inner(self, instruction)
+
+    return mock.patch.object(executor.Executor, "_issue", issue)
+
+
 FAULTS = {
     "gradients not summed over dp": (
         lambda: mock.patch.object(executor, "all_reduce", _no_reduction),
@@ -122,6 +179,12 @@ FAULTS = {
     ),
     "vocabulary looked up at the wrong offset": (_wrong_vocabulary_offset, {"tp": 2}, "loss"),
     "one microbatch's gradient lost": (_lost_microbatch, {"pp": 2, "microbatch": 1}, "gradient"),
+    "each rank starts from its own seed": (_own_seed, {"dp": 2}, "loss"),
+    "keys do not go round the ring": (_same_keys_all_round, {"cp": 2}, "loss"),
+    "each rank turns by the first rank's positions": (_positions_of_the_first_rank, {"cp": 2}, "loss"),
+    "gradients of heads not brought back": (_heads_not_brought_back, {"cp": 2, "context": "ulysses"}, "gradient"),
+    "replicas keep their own gradients": (_replicas_apart, {"dp": 4, "zero": 2, "replicas": 2}, "gradient"),
+    "a put-off gradient lost": (_lost_put_off_sum, {"pp": 2, "schedule": "zb-h1", "microbatch": 1}, "gradient"),
 }
 
 
@@ -136,7 +199,7 @@ def _prove_with(rank, world, fault, run, folder):
 def test_a_planted_fault_is_caught_and_named(pool, references, fault):  # noqa: F811
     _, plan, kind = FAULTS[fault]
     run = resolve(small.config(packed=False, **plan))
-    verdict = pool.run(2, _prove_with, fault, run, references(run), timeout_s=60)[0]
+    verdict = pool.run(run.plan.mesh.world, _prove_with, fault, run, references(run), timeout_s=60)[0]
     assert not verdict.is_proven
     assert verdict.first is not None
     assert verdict.first.kind == kind, verdict.first.describe()

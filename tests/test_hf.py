@@ -13,17 +13,39 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights, open_weights, save_weights
 from superstep.model.unit import global_tensors
-from superstep.plan.shape import SHAPES, RopeScaling, from_hf_config, to_hf_config
+from superstep.plan.hf_config import from_hf_config, to_hf_config
+from superstep.plan.shape import SHAPES, MoeShape, RopeScaling
 
 transformers = pytest.importorskip("transformers")
 
 LLAMA = replace(SHAPES["tiny"], tied=False)
 QWEN = replace(LLAMA, family="qwen3", qk_norm=True, head_dim=32, norm_eps=1e-6)
+EXPERTS = MoeShape(
+    router="dropless",
+    experts=6,
+    experts_per_token=2,
+    shared_experts=0,
+    renormalise=True,
+    capacity_factor=None,
+    balance_weight=0.02,
+    z_weight=0.0,
+)
+MIXTRAL = replace(LLAMA, moe=EXPERTS, ffn=48)
+QWEN_MOE = replace(QWEN, moe=EXPERTS, ffn=48)
 LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=64)
 SHAPE = pytest.mark.parametrize(
     "shape",
-    [LLAMA, replace(LLAMA, tied=True), replace(LLAMA, rope_scaling=LONG), QWEN, replace(QWEN, tied=True)],
-    ids=["llama", "llama-tied", "llama-long", "qwen3", "qwen3-tied"],
+    [
+        LLAMA,
+        replace(LLAMA, tied=True),
+        replace(LLAMA, rope_scaling=LONG),
+        QWEN,
+        replace(QWEN, tied=True),
+        MIXTRAL,
+        QWEN_MOE,
+        replace(QWEN_MOE, moe=replace(EXPERTS, renormalise=False), tied=True),
+    ],
+    ids=["llama", "llama-tied", "llama-long", "qwen3", "qwen3-tied", "mixtral", "qwen3-moe", "qwen3-moe-tied"],
 )
 
 # Both sides compute in fp32 and differ in the order of sums over 64 to 160 products: a few units of 6e-8 of
@@ -66,7 +88,7 @@ def test_hugging_face_reads_what_we_save(shape, tmp_path):
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM")
+    assert type(theirs).__name__ == to_hf_config(shape)["architectures"][0]
     assert not any(told.values())
     torch.testing.assert_close(logits(decoder, shape), logits(theirs.eval(), shape), rtol=0, atol=ATOL)
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.hf_config import from_hf_config, to_hf_config
 from superstep.plan.mesh import AXES, MeshShape
+from superstep.plan.model import shape_of
 from superstep.plan.resolve import divisors, resolve
-from superstep.plan.shape import SHAPES, from_hf_config, shape_of, to_hf_config
+from superstep.plan.shape import SHAPES
 from superstep.plan.stages import even_split, place
 from superstep.plan.toml import read_config, table_entry, write_config
 
@@ -223,6 +225,38 @@ def test_a_named_shape_survives_hugging_face_json(name, tmp_path):
     path.write_text(json.dumps(to_hf_config(SHAPES[name])), encoding="utf-8")
     assert from_hf_config(path) == SHAPES[name]
     assert shape_of(ModelConfig(name=str(path))) == SHAPES[name]
+
+
+ROUTED = [
+    {"router": "switch", "capacity_factor": 1.5},
+    {"router": "top2", "qk_norm": True},
+    {"router": "noisy-topk", "experts_per_token": 4, "z_weight": 1e-3},
+    {"router": "dropless", "shared_experts": 1},
+    {"router": "dropless", "renormalise": False},
+    {"router": "dropless", "renormalise": False, "qk_norm": True},
+]
+
+
+@pytest.mark.parametrize("fields", ROUTED, ids=str)
+def test_a_mixture_survives_json_whatever_its_router(fields, tmp_path):
+    shape = shape_of(ModelConfig(name="demo", experts=8, **fields))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf_config(shape)), encoding="utf-8")
+    assert replace(from_hf_config(path), family="llama") == shape
+
+
+def test_a_router_brings_its_own_number_of_experts_and_its_capacity():
+    def moe(**fields):
+        return shape_of(ModelConfig(name="demo-moe", **fields)).moe
+
+    assert (moe().router, moe().experts, moe().experts_per_token, moe().capacity_factor) == ("dropless", 8, 2, None)
+    switch = moe(router="switch", z_weight=1e-3)
+    assert (switch.experts, switch.experts_per_token, switch.renormalise) == (8, 1, False)
+    assert (switch.capacity_factor, switch.z_weight) == (1.25, 1e-3)
+    # Fedus 2021, eq. 3: 64 / 8 tokens and a quarter more; a fraction of a place is a place.
+    assert (switch.capacity(64), switch.capacity(66)) == (10, 11)
+    assert moe(router="top2", capacity_factor=1.0).capacity(64) == 16
+    assert moe(router="noisy-topk").capacity(64) is None
 
 
 def test_a_changed_width_brings_its_head_dim_and_heads_their_kv_heads():

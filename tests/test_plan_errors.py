@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 from plans import SCHEDULES, examples
 from superstep.errors import ConfigError
 from superstep.plan import cuts as cuts_module
+from superstep.plan import hf_config as hf_config_module
+from superstep.plan import model as model_module
 from superstep.plan import resolve as resolve_module
 from superstep.plan import shape as shape_module
 from superstep.plan import stages as stages_module
 from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.hf_config import to_hf_config
+from superstep.plan.model import shape_of
 from superstep.plan.outline import Outline, Parameter, Unit
 from superstep.plan.resolve import resolve
-from superstep.plan.shape import shape_of, to_hf_config
 from superstep.plan.toml import read_config
 
 
@@ -60,7 +63,17 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         None,
         ["numerics.exact = true", "plan.rules = {'ffn': 'none'}", "leave plan.rules out", "numerics.exact = false"],
     ),
-    ({"plan__ep": 2}, None, ["plan.ep = 2", "expert parallelism", "set plan.ep to 1"]),
+    (
+        {"model__experts": 4, "plan__rules": (("experts", "none"),)},
+        None,
+        ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
+    ),
+    ({"plan__ep": 2}, None, ["plan.ep = 2", "model.name = 'demo' has none", "set plan.ep to 1"]),
+    (
+        {"model__experts": 6, "plan__ep": 4, "plan__dp": 4},
+        None,
+        ["plan.ep = 4", "model.experts = 6", "= 4 ranks", "set plan.ep to one of [1, 2]"],
+    ),
     ({"plan__pp": 5}, None, ["= 5 stages", "model.layers = 4", "set plan.pp to one of [1, 2, 3, 4]"]),
     ({"plan__pp": 4, "plan__chunks": 2}, None, ["= 8 stages", "set plan.pp to one of [1, 2]"]),
     ({"plan__pp": 2, "plan__chunks": 5}, None, ["= 10 stages", "set plan.chunks to one of [1, 2]"]),
@@ -224,6 +237,48 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["model.kv_heads = 3", "model.heads = 4", "set model.kv_heads to one of [1, 2, 4]"],
     ),
     ({"model__head_dim": 33}, None, ["model.head_dim = 33", "even", "set model.head_dim to 34"]),
+    ({"model__experts": 0}, None, ["model.experts = 0", "at least 1"]),
+    (
+        {"model__z_weight": 0.1},
+        None,
+        ["model.z_weight = 0.1", "model.name = 'demo' has none", "set model.experts to 8"],
+    ),
+    (
+        {"model__experts": 8, "model__router": "best"},
+        None,
+        ["model.router = 'best'", "set model.router to one of 'dropless', 'switch', 'top2', 'noisy-topk'"],
+    ),
+    (
+        {"model__experts": 8, "model__router": "switch", "model__experts_per_token": 2},
+        None,
+        ["model.experts_per_token = 2", "model.router = 'switch'", "set model.experts_per_token to 1"],
+    ),
+    (
+        {"model__experts": 4, "model__experts_per_token": 5},
+        None,
+        ["model.experts = 4", "too few", "model.experts_per_token = 5", "set model.experts to 5"],
+    ),
+    (
+        {"model__experts": 4, "model__experts_per_token": 4, "model__router": "noisy-topk"},
+        None,
+        ["model.experts = 4", "model.router = 'noisy-topk'", "set model.experts to 5"],
+    ),
+    (
+        {"model__experts": 8, "model__router": "top2", "model__renormalise": False},
+        None,
+        ["model.renormalise = false", "model.router = 'top2'", "leave it out, or choose 'dropless'"],
+    ),
+    (
+        {"model__experts": 8, "model__capacity_factor": 2.0},
+        None,
+        ["model.capacity_factor = 2.0", "model.router = 'dropless'", "leave it out, or choose 'switch' or 'top2'"],
+    ),
+    (
+        {"model__experts": 8, "model__router": "switch", "model__capacity_factor": 0.0},
+        None,
+        ["model.capacity_factor = 0.0", "above 0"],
+    ),
+    ({"model__experts": 8, "model__balance_weight": -1.0}, None, ["model.balance_weight = -1.0", "at least 0"]),
 ]
 
 
@@ -398,9 +453,12 @@ def test_a_missing_toml_file_is_refused(tmp_path):
 
 
 HF: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "mixtral"}, "model_type = 'mixtral' is not supported; it must be 'llama' or 'qwen3'"),
-    ({"attention_bias": True}, "attention_bias = true is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
+    ({"model_type": "bert"}, "model_type = 'bert' is not supported; it must be one of 'llama', 'qwen3', 'mixtral'"),
+    ({"attention_bias": True}, "attention_bias = true is not supported; it must be false"),
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be "silu"'),
+    ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window = 4096 is not supported; it must be null"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported; it must be []"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
     ({"hidden_size": None}, "a key has a value of the wrong type"),
 ]
@@ -466,9 +524,9 @@ def test_no_refusal_is_without_a_test(tmp_path):
         except ConfigError as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             reached.add((Path(frame.filename).name, frame.lineno))
-    known = set().union(*map(raise_lines, (cuts_module, resolve_module, shape_module, stages_module, toml_module)))
+    modules = (cuts_module, hf_config_module, model_module, resolve_module, shape_module, stages_module, toml_module)
+    known = set().union(*map(raise_lines, modules))
     # Unreadable files have a test of their own.
-    lines = Path(shape_module.__file__).read_text(encoding="utf-8").splitlines()
+    lines = {Path(m.__file__).name: Path(m.__file__).read_text(encoding="utf-8").splitlines() for m in modules}
     files = re.compile("cannot be read|is not JSON|is missing")
-    left = {(name, at) for name, at in known - reached if name != "shape.py" or not files.search(lines[at - 1])}
-    assert left == set()
+    assert {(name, at) for name, at in known - reached if not files.search(lines[name][at - 1])} == set()

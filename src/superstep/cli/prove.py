@@ -5,10 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from superstep.cli.describe import layout_text
 from superstep.cli.options import DEMO, read_flags
+from superstep.cli.prove_exact import ExactCase, prove_bits
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
 from superstep.errors import ConfigError, StateError
@@ -33,6 +35,8 @@ class Options(RunConfig):
     """Ranks of the sweep; none takes the plan's."""
     steps: int = 2
     """Steps to compare."""
+    exact: bool = False
+    """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,35 @@ def main(argv: Sequence[str]) -> int:
     for name, value in (("steps", options.steps), ("world", options.world)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} = {value} must be at least 1.")
+    if options.exact:
+        options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolved(options)
     with _corpus(options, vocab_of(run)) as corpus:
+        if options.exact:
+            return _exact(options, run, corpus)
         if not options.all:
             return run_one(run, corpus, steps=options.steps)
         return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
+
+
+def _exact(options: Options, run: Resolved, corpus: Path) -> int:
+    """Bits of one layout, or of every layout of a world."""
+    if options.steps < 2:
+        raise ConfigError("--steps = 1 leaves none after a restart; --exact needs at least 2.")
+    world = options.world or run.plan.mesh.world
+    runs = list(layouts(options, world)) if options.all else [run]
+    if not runs:
+        raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
+    opened = open_corpus(corpus)
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        return prove_bits(
+            [ExactCase(run, _batches(run, opened, options.steps), Path(folder) / _kind(run)) for run in runs]
+        )
+
+
+def _kind(run: Resolved) -> str:
+    """What a reference depends on beside the sizes: the model and the batches."""
+    return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
 
 
 def _base(path: Path) -> RunConfig:
@@ -98,7 +126,7 @@ def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     if verdict.first is not None:
         _say(f"  first wrong: {verdict.first.describe()}")
     _say(
-        f"{'PROVEN' if verdict.is_proven else 'NOT PROVEN'}: {_name(run)}: {verdict.compared} comparisons over "
+        f"{'PROVEN' if verdict.is_proven else 'NOT PROVEN'}: {layout_text(run)}: {verdict.compared} comparisons over "
         f"{steps} steps, largest difference {_largest(verdict):.1%} of what is allowed, rerun {held}."
     )
     return 0 if verdict.is_proven else 1
@@ -113,7 +141,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
         cases = []
         for number, run in enumerate(runs):
             # The reference depends on the model and on the batches alone.
-            reference = Path(folder) / f"tied={_is_tied(run)} packed={run.config.data.packed}"
+            reference = Path(folder) / _kind(run)
             batches = _batches(run, opened, steps)
             if not reference.exists():
                 reference.mkdir()
@@ -123,7 +151,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
         verdicts = launch(world, _rank, tuple(cases))
     failed = [(run, v) for run, v in zip(runs, verdicts, strict=True) if not v.is_proven]
     for run, verdict in failed:
-        _say(f"  {_name(run)}: {verdict.first.describe() if verdict.first else 'a rerun gave other bits'}")
+        _say(f"  {layout_text(run)}: {verdict.first.describe() if verdict.first else 'a rerun gave other bits'}")
     worst = max(_largest(verdict) for verdict in verdicts)
     _say(
         f"{'NOT PROVEN' if failed else 'PROVEN'}: {len(runs) - len(failed)} of {len(runs)} layouts on {world} ranks, "
@@ -144,7 +172,7 @@ def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:
             )
             held = {True: "same", False: "DIFFERS", None: "-"}[verdict.is_deterministic]
             mark = "  " if verdict.is_proven else "✗ "
-            _say(f"{mark}{_name(case.run):74}{figures}  {held}")
+            _say(f"{mark}{layout_text(case.run):74}{figures}  {held}")
     return found
 
 
@@ -169,11 +197,6 @@ def _reference(run: Resolved, batches: tuple[Batch, ...], folder: Path) -> None:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
 
 
-def _is_tied(run: Resolved) -> bool:
-    """Whether units share parameters."""
-    return any(len(reads) > 1 for reads in run.plan.params)
-
-
 def _row(worst: Difference) -> str:
     name = worst.name or f"step {worst.step}"
     mark = "✗" if worst.is_wrong else " "
@@ -182,28 +205,6 @@ def _row(worst: Difference) -> str:
 
 def _largest(verdict: Verdict) -> float:
     return max(w.relative / w.allowed for w in verdict.worst)
-
-
-def _name(run: Resolved) -> str:
-    plan, mesh = run.plan, run.plan.mesh
-    parts = [
-        f"pp={mesh.pp}",
-        f"dp={mesh.dp}",
-        f"tp={mesh.tp}",
-        f"zero={plan.zero}",
-        plan.schedule,
-        f"chunks={plan.chunks}" if plan.chunks > 1 else "",
-        f"group={plan.microbatch_group}" if plan.schedule in ("interleaved", "breadth-first") else "",
-        f"stages={','.join(map(str, run.config.plan.stages))}" if run.config.plan.stages else "",
-        f"m={plan.microbatches}x{plan.microbatch}",
-        "" if plan.recompute == "none" else plan.recompute,
-        "sp" if plan.sequence_parallel else "",
-        *(f"{axis}={rule}" for axis, rule in run.config.plan.rules),
-        "tied" if _is_tied(run) else "untied",
-        "" if run.config.data.packed else "padded",
-        "" if run.config.numerics.compute == "fp32" else run.config.numerics.compute,
-    ]
-    return " ".join(part for part in parts if part)
 
 
 def _say(text: str) -> None:

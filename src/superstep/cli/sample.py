@@ -21,7 +21,7 @@ from superstep.model.hf import load_weights
 from superstep.model.source import load_units
 from superstep.model.unit import Row, global_tensors
 from superstep.plan.config import RunConfig
-from superstep.plan.shape import from_hf_config
+from superstep.plan.hf_config import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.checkpoint import checkpoints
 from superstep.train.sample import Model, generate
@@ -112,4 +112,4 @@ def _decoder(checkpoint: Path) -> tuple[Model, Mapping[str, Tensor]]:
 def _own(config: RunConfig) -> tuple[Model, Mapping[str, Tensor]]:
     """The units of a user's file, in a row."""
     model = Row(load_units(config), config.train.seed)
-    return model, model.tensors
+    return model, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)}

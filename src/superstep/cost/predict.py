@@ -34,6 +34,7 @@ from superstep.cost.memory import (
     buffer_numel,
     has_fused_loss,
     rank_bytes,
+    share_numel,
     zero_stage,
 )
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
@@ -115,14 +116,9 @@ def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
         units=tuple(_seconds(run, program, machine, unit) for unit in range(len(owned))),
         reduce_partial_s=max(machine.all_reduce_s(FP32 * _partial(run, units), run.plan.mesh.tp) for units in held),
         # Every rank waits for the fullest one.
-        step_s=max(8 * FP32 * sum(_share(run, unit) for unit in units) for units in held) / machine.memory_bytes_per_s,
+        step_s=max(8 * FP32 * sum(share_numel(run, unit) for unit in units) for units in held)
+        / machine.memory_bytes_per_s,
     )
-
-
-def _share(run: Resolved, unit: UnitParameters) -> int:
-    """Elements of the unit that one rank updates."""
-    numel = buffer_numel(run, unit)
-    return numel // run.plan.mesh.shards("dense") if zero_stage(run) else numel
 
 
 def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
@@ -155,7 +151,7 @@ class _Pass:
 def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> UnitSeconds:
     d, e, mesh = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.mesh
     owned = rank_parameters(run)[unit]
-    share, gradient = _share(run, owned), FP32 * buffer_numel(run, owned)
+    share, gradient = share_numel(run, owned), FP32 * buffer_numel(run, owned)
     forward, backward, weight = _passes(run, unit)
 
     def seconds(way: _Pass) -> float:

@@ -1,19 +1,27 @@
 """Work: how many parameters each unit has, and the floating-point operations that it takes.
 
     T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
-    S  tokens of a sequence         F  inner width of the feed-forward
+    S  tokens of a sequence         F  inner width of the feed-forward, or of one expert
     D  width                        V  vocabulary
+    E, k, s  experts: all, those of one token, those that every token visits
 
     unit     matrices                          vectors           operations of a forward pass
     embed    V·D                                                 0: it looks up
     block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
     head     D·V, unless tied                  D                 2·T·D·V
 
+A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
+
+             3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
+             D·E + 3·D·F·s                                       2·T · matrices
+
+so that k + s of them count for a token, as if none was dropped.
+
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
 sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
 convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
 every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
-everything, or where the sequence is split, its tokens.
+everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
-from superstep.plan.work import block_matrices, forward_flops_per_token
+from superstep.plan.work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -36,16 +44,22 @@ class UnitParameters:
     Attributes:
         matrices: cut over tp.
         vectors: weights of norms, whole on each tp rank.
-        whole: matrices that the plan's rules leave whole on each tp rank.
+        whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
+        experts: matrices of experts, cut over ep.
     """
 
     matrices: int
     vectors: int = 0
     whole: int = 0
+    experts: int = 0
 
-    def on_rank(self, tp: int) -> int:
-        """What one tensor-parallel rank holds of them."""
+    def dense_on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of all but the experts."""
         return self.matrices // tp + self.whole + self.vectors
+
+    def on_rank(self, tp: int, ep: int = 1) -> int:
+        """What one rank holds."""
+        return self.dense_on_rank(tp) + self.experts // ep
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +84,13 @@ class LocalDims:
     """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
     With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
-    all of T where they are cut over tp, t where they are whole.
+    all of T where they are cut over tp, t where they are whole. ``m`` are the tokens that a rank brings to a mixture of
+    experts.
     """
 
     T: int
     t: int
+    m: int
     Tf: int
     Tv: int
     S: int
@@ -99,6 +115,7 @@ def local_dims(run: Resolved) -> LocalDims:
     return LocalDims(
         T=tokens,
         t=part,
+        m=tokens // tp,
         Tf=tokens if plan.rules.cut("ffn") == "tp" else part,
         Tv=tokens if plan.rules.cut("vocab") == "tp" else part,
         S=sequence_tokens,
@@ -106,7 +123,7 @@ def local_dims(run: Resolved) -> LocalDims:
         N=shape.heads // ways("heads"),
         K=shape.kv_heads // ways("kv_heads"),
         H=shape.head_dim,
-        F=shape.ffn // ways("ffn"),
+        F=shape.ffn if shape.moe else shape.ffn // ways("ffn"),
         V=shape.vocab // ways("vocab"),
     )
 
@@ -117,6 +134,7 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     return tuple(
         UnitParameters(
             matrices=sum(math.prod(p.dims) for p in owned if "tp" in map(rules.cut, p.axes)),
+            experts=sum(math.prod(p.dims) for p in owned if "ep" in map(rules.cut, p.axes)),
             vectors=sum(math.prod(p.dims) for p in owned if len(p.dims) < 2 and not rules.cuts_any(p.axes)),
             whole=sum(math.prod(p.dims) for p in owned if len(p.dims) > 1 and not rules.cuts_any(p.axes)),
         )
@@ -128,15 +146,25 @@ def rank_flops(run: Resolved) -> tuple[int, ...]:
     """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
     d = local_dims(run)
     attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * d.S * d.N * d.H
-    block = attention + 6 * d.Tf * d.D * d.F
-    return 0, *[block] * run.shape.layers, 2 * d.Tv * d.D * d.V
+    shape = run.shape
+    inner = 6 * d.Tf * d.D * d.F
+    if shape.moe:
+        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
+        inner = 2 * d.m * (whole_matrices(shape) + experts)
+    block = attention + inner
+    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
 
 
 def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(block_matrices(shape), 2 * D + (2 * H if shape.qk_norm else 0))
+    block = UnitParameters(
+        cut_matrices(shape),
+        2 * D + (2 * H if shape.qk_norm else 0),
+        whole_matrices(shape),
+        shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+    )
     head = UnitParameters(0 if shape.tied else table, D)
     return UnitParameters(table), *[block] * shape.layers, head
 

@@ -15,25 +15,21 @@ from superstep.plan.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_n
 from superstep.plan.shape import ModelShape
 
 STD = 0.02
-RESIDUAL = frozenset({"self_attn.o_proj.weight", "mlp.down_proj.weight"})
-"""What is added to the residual stream. It starts at STD / sqrt(2 · layers), so that depth does not grow the
-stream's variance (Radford 2019)."""
+RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
+"""How the names end of what is added to the residual stream. It starts at STD / sqrt(2 · layers), so that depth does
+not grow the stream's variance (Radford 2019)."""
 
 
 def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
     """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's."""
     rope = Rope(shape)
     table = block_axes(shape)
-    small = STD / math.sqrt(2 * shape.layers)
+    takes = ("attend", "positions", "exchange") if shape.moe else ("attend", "positions")
 
     def block(layer: int) -> UnitSpec:
         names = block_names(shape, layer)
-        params = {
-            local: _spec(names[local], axes, small if local in RESIDUAL else STD) for local, axes in table.items()
-        }
-        return UnitSpec(
-            name=f"block.{layer}", build=partial(Block, shape, rope), params=params, takes=("attend", "positions")
-        )
+        params = {local: _block_spec(shape, names[local], local, axes) for local, axes in table.items()}
+        return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope, layer), params=params, takes=takes)
 
     embed = {local: _spec(embed_names()[local], axes, STD) for local, axes in EMBED_AXES.items()}
     head = {local: _spec(head_names(shape)[local], axes, STD) for local, axes in HEAD_AXES.items()}
@@ -42,6 +38,18 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
         *(block(layer) for layer in range(shape.layers)),
         UnitSpec(name="head", build=partial(Head, shape), params=head),
     )
+
+
+def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSpec:
+    std = STD / math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else STD
+    if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
+        std = 0.0  # with no signal and all noise the load starts even (Shazeer 2017, appendix A)
+    if axes[0] != "experts":
+        return _spec(name, axes, std)
+    assert shape.moe is not None
+    start, end = name.split(".experts.")
+    stack = tuple(f"{start}.experts.{expert}.{end}" for expert in range(shape.moe.experts))
+    return ParamSpec(name=name, axes=axes, std=std, stack=stack)
 
 
 def _spec(name: str, axes: Axes, std: float) -> ParamSpec:

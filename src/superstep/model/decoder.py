@@ -1,7 +1,8 @@
 """A Llama- or Qwen3-style decoder, as one would write it for one device.
 
 Nothing here knows of parallelism. Two habits let ``runtime`` cut the modules from outside: the number of
-heads is read off the projection's output, never off the shape, and attention is an argument.
+heads is read off the projection's output, never off the shape; attention, and the exchange of a mixture of
+experts, are arguments.
 
     B  sequences              D  width of the residual stream
     S  positions              F  inner width of the feed-forward
@@ -20,6 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from superstep.model.exchange import Exchange, Local
+from superstep.model.feedforward import FeedForward
+from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.plan.shape import ModelShape
 
@@ -116,21 +120,6 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.ffn, bias=False)
-        self.up_proj = nn.Linear(shape.width, shape.ffn, bias=False)
-        self.down_proj = nn.Linear(shape.ffn, shape.width, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(self.act_fn(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return out_BSD
-
-
 class Embedding(nn.Module):
     """Tokens to the residual stream."""
 
@@ -144,18 +133,26 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each added to the residual stream."""
+    """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, rope: Rope) -> None:
+    def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape, rope)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn)
 
-    def forward(self, h_BSD: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        h_BSD: Tensor,
+        *,
+        attend: Attend = flash,
+        positions: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
-        h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD))
+        given = {"exchange": exchange or Local()} if isinstance(self.mlp, MixtureOfExperts) else {}
+        h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD), **given)
         return h_BSD
 
 
@@ -179,15 +176,22 @@ class Decoder(nn.Module):
         super().__init__()
         rope = Rope(shape)
         self.embed = Embedding(shape)
-        self.block = nn.ModuleList(Block(shape, rope) for _ in range(shape.layers))
+        self.block = nn.ModuleList(Block(shape, rope, layer) for layer in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
             self.head.lm_head.weight = self.embed.embed_tokens.weight
 
-    def forward(self, tokens_BS: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        attend: Attend = flash,
+        positions: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         """The logits: [B, S, V]."""
         h_BSD = self.embed(tokens_BS)
         for block in self.block:
-            h_BSD = block(h_BSD, attend=attend, positions=positions)
+            h_BSD = block(h_BSD, attend=attend, positions=positions, exchange=exchange)
         logits_BSV: Tensor = self.head(h_BSD)
         return logits_BSV

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import StateError
-from superstep.plan.shape import ModelShape, to_hf_config
+from superstep.plan.hf_config import to_hf_config
+from superstep.plan.shape import ModelShape
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

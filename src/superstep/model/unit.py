@@ -7,8 +7,8 @@ the head. Its module takes one tensor and returns one tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ class ParamSpec:
     """The first values are normal(0, std); None means ones, 0 zeros."""
     values: Tensor | None = field(default=None, compare=False)
     """The first values themselves, where they are given: the same on every rank."""
+    stack: tuple[str, ...] = ()
+    """Where the parameter is many global tensors of one shape along its first dim, the experts' say: the name of
+    each. None of them is called ``name`` then."""
+
+    @property
+    def each(self) -> tuple[ParamSpec, ...]:
+        """One for each global tensor: itself, or those of its stack."""
+        return tuple(replace(self, name=name, axes=self.axes[1:], stack=()) for name in self.stack) or (self,)
+
+    def views(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The global tensors in one that holds the whole parameter, by name, without a copy."""
+        return zip(self.stack, whole, strict=True) if self.stack else iter([(self.name, whole)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +69,13 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The first values of the whole global tensor, fp32 on the CPU.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a
-    rank draws the whole tensor and keeps its slice. Values that are given count whatever the seed.
+    rank draws the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Values that are
+    given count whatever the seed.
     """
     if spec.values is not None:
         return spec.values.detach().to("cpu", torch.float32)
+    if spec.stack:
+        return torch.stack([initial(one, shape[1:], seed) for one in spec.each])
     if spec.std is None:
         return torch.ones(tuple(shape), dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
@@ -69,28 +84,40 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     return values.normal_(0.0, spec.std, generator=generator)
 
 
-def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, nn.Parameter]:
-    """The parameters of a whole model, which holds each unit under its name, by their global names."""
+def parameters(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, tuple[ParamSpec, nn.Parameter]]:
+    """The parameters of a whole model, which holds each unit under its name; a tied one once."""
     return {
-        spec.name: whole.get_parameter(f"{unit.name}.{local}") for unit in units for local, spec in unit.params.items()
+        spec.name: (spec, whole.get_parameter(f"{unit.name}.{local}"))
+        for unit in units
+        for local, spec in unit.params.items()
     }
+
+
+def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, Tensor]:
+    """The global tensors of a whole model by their names: its parameters, or views of them."""
+    return {name: view for spec, param in parameters(whole, units).values() for name, view in spec.views(param)}
+
+
+def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
+    """What each global tensor is, by its name."""
+    return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}
 
 
 class Row(nn.Module):
     """Units one after the other: a whole model on one device, with what units share shared.
 
-    Parameters have their global names in ``tensors``, and the first values of ``seed``.
+    Parameters stand in ``parts`` by their global names, with the first values of ``seed``.
     """
 
     def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
-        self.tensors: dict[str, nn.Parameter] = {}
+        self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
         for unit, module in zip(units, self.units, strict=True):
             for local, spec in unit.params.items():
                 path, _, leaf = local.rpartition(".")
-                param = self.tensors.setdefault(spec.name, module.get_parameter(local))
+                _, param = self.parts.setdefault(spec.name, (spec, module.get_parameter(local)))
                 setattr(module.get_submodule(path), leaf, param)
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))

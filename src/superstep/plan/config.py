@@ -13,6 +13,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb
 Recompute = Literal["none", "selective", "full"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
+Router = Literal["noisy-topk", "top2", "switch", "dropless"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
 Rule = Literal["tp", "ep", "none"]
@@ -32,11 +33,29 @@ class ModelConfig:
     kv_heads: int | None = None
     head_dim: int | None = None
     ffn: int | None = None
+    """Inner width of the gated feed-forward, of one expert in a mixture (F)."""
     vocab: int | None = None
     tied: bool | None = None
     """Whether the head uses the embedding's matrix."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised per head (Qwen3)."""
+    experts: int | None = None
+    """Experts in each block (E), in the place of its one feed-forward."""
+    experts_per_token: int | None = None
+    """Experts that a token is sent to (k)."""
+    shared_experts: int | None = None
+    """Experts that every token visits besides."""
+    router: Router | None = None
+    """How a token's experts are chosen: dropless (the best k, as Mixtral), switch (the best one, Fedus 2021), top2
+    (GShard: the second at random, Lepikhin 2020) or noisy-topk (Shazeer 2017)."""
+    renormalise: bool | None = None
+    """dropless: whether the weights of a token's experts sum to one."""
+    capacity_factor: float | None = None
+    """switch, top2: an expert's room in a sequence, as a multiple of its even share; tokens beyond it are dropped."""
+    balance_weight: float | None = None
+    """Weight of the loss that spreads tokens over the experts."""
+    z_weight: float | None = None
+    """Weight of the loss that keeps the router's logits small (Zoph 2022)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

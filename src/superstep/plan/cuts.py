@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.plan.config import PlanConfig, Rule, RunConfig
+from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.outline import Outline, Parameter, Unit
 from superstep.plan.rules import DEFAULT, Rules
 from superstep.plan.shape import ModelShape
@@ -63,11 +63,11 @@ def _check_axes(parameters: Sequence[Parameter], plan: PlanConfig) -> None:
                 f"plan.rules.{axis} = '{rule}': no parameter of the model has an axis '{axis}'"
                 + (did_you_mean(axis, known) if known else ", nor any other; leave plan.rules out.")
             )
-        if (rule == "ep") != (axis == "experts") and rule != "none":
-            other: Rule = "ep" if axis == "experts" else "tp"
+        if (rule == "ep") != (axis == "experts"):
+            other = "'ep'" if axis == "experts" else "'tp' or 'none'"
             raise ConfigError(
                 f"plan.rules.{axis} = '{rule}': experts alone are cut over ep, and over nothing else; "
-                f"set plan.rules.{axis} to '{other}' or 'none'."
+                f"set plan.rules.{axis} to {other}."
             )
 
 
@@ -153,18 +153,16 @@ def check_decoder(config: RunConfig, shape: ModelShape, rules: Rules) -> None:
     plan = config.plan
     if plan.tp == 1:
         return
-    sizes = {
-        f"model.{axis}": getattr(shape, axis)
-        for axis in ("heads", "kv_heads", "ffn", "vocab")
-        if rules.cut(axis) == "tp"
-    }
-    if plan.sequence_parallel:
+    cut = ("heads", "kv_heads", "vocab") if shape.moe else ("heads", "kv_heads", "ffn", "vocab")
+    sizes = {f"model.{axis}": getattr(shape, axis) for axis in cut if rules.cut(axis) == "tp"}
+    # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
+    if plan.sequence_parallel or shape.moe:
         sizes["data.sequence_tokens"] = config.data.sequence_tokens
-        if rules.cut("heads") is None:
-            raise ConfigError(
-                "plan.rules.heads = 'none' leaves attention whole, and plan.sequence_parallel = true splits the "
-                "sequence that it reads; set plan.sequence_parallel to false."
-            )
+    if plan.sequence_parallel and rules.cut("heads") is None:
+        raise ConfigError(
+            "plan.rules.heads = 'none' leaves attention whole, and plan.sequence_parallel = true splits the "
+            "sequence that it reads; set plan.sequence_parallel to false."
+        )
     for name, size in sizes.items():
         if size % plan.tp:
             axis = name.partition(".")[2]

@@ -106,6 +106,10 @@ class MeshShape:
         """Every group of ranks that hold all experts together, each in the order of the experts."""
         return self._grouped(lambda at: (at.pp, self.sharer("experts", at)))
 
+    def sequence_groups(self) -> list[list[int]]:
+        """Every group of ranks that hold parts of the same sequences, cp slower than tp."""
+        return self._grouped(lambda at: (at.pp, at.dp))
+
     def shard_groups(self, family: Family) -> list[list[int]]:
         """Every group of ranks that shares out one copy of the same parameters, in the order of the shards."""
         shards = self.shards(family)

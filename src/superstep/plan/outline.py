@@ -70,6 +70,11 @@ class Outline:
         )
 
     @property
+    def is_tied(self) -> bool:
+        """Whether units share parameters."""
+        return any(len(reads) > 1 for reads in self.reads)
+
+    @property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each unit, the units whose parameters it reads: itself first, then the owners of what it shares."""
         owners = self._owners()

@@ -10,11 +10,12 @@ from superstep.plan.axes import outline_of
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.cuts import check_decoder, check_split, rules_of
 from superstep.plan.grain import Grain, find_grain
-from superstep.plan.mesh import Family, MeshShape
+from superstep.plan.mesh import FAMILIES, Family, MeshShape
+from superstep.plan.model import shape_of
 from superstep.plan.outline import Outline
 from superstep.plan.rules import Rules
-from superstep.plan.shape import ModelShape, shape_of
-from superstep.plan.spread import check_context, check_replicas
+from superstep.plan.shape import ModelShape
+from superstep.plan.spread import check_context, check_experts, check_replicas
 from superstep.plan.stages import place, stages_of
 from superstep.plan.work import forward_flops_per_token
 
@@ -117,6 +118,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         check_decoder(config, shape, rules)
     check_split(outline, rules, plan.tp)
     check_context(config, shape, plan)
+    check_experts(config, shape, plan)
     check_replicas(plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
@@ -138,7 +140,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         prefetch=plan.prefetch,
         rules=rules,
         grain=find_grain(config, shape, plan),
-        families=("dense",),
+        families=FAMILIES if shape and shape.moe else FAMILIES[:1],
         units=outline.names,
         params=outline.reads,
         recomputed=outline.recomputed,
@@ -212,8 +214,6 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bool) -> PlanConfig:
     plan = config.plan
-    if plan.ep > 1:
-        raise ConfigError(f"plan.ep = {plan.ep}: expert parallelism arrives later; set plan.ep to 1.")
     plan = replace(plan, dp=_data_parallel(plan, world))
     plan = replace(plan, schedule=_schedule(plan, len(outline.units) - 2, is_compiled=config.numerics.compile))
     stages = plan.pp * plan.chunks

@@ -1,18 +1,18 @@
 """ModelShape: the numbers of a decoder, and the catalogue of named sizes.
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes are those
-of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files.
+of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files; Mixtral's are those of
+``mistralai/Mixtral-8x7B-v0.1/config.json`` (Jiang 2024, table 1).
 """
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from superstep.errors import ConfigError, did_you_mean
-from superstep.plan.config import ModelConfig
+from superstep.errors import ConfigError
+from superstep.plan.config import Router
 
 Family = Literal["llama", "qwen3"]
 
@@ -28,13 +28,76 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeShape:
+    """The mixture of experts that stands for the feed-forward of every block.
+
+    Attributes:
+        router: how a token's experts are chosen.
+        experts: experts to choose from (E), each a feed-forward of the model's ``ffn``.
+        experts_per_token: experts that a token is sent to (k).
+        shared_experts: experts that every token visits besides, side by side.
+        renormalise: whether the weights of a token's experts sum to one; dropless alone leaves it open.
+        capacity_factor: room of an expert over its even share of a sequence; None where nothing is dropped.
+        balance_weight: of the loss that spreads tokens over the experts.
+        z_weight: of the loss that keeps the router's logits small (Zoph 2022, eq. 5).
+    """
+
+    router: Router
+    experts: int
+    experts_per_token: int
+    shared_experts: int
+    renormalise: bool
+    capacity_factor: float | None
+    balance_weight: float
+    z_weight: float
+
+    @property
+    def logits(self) -> int:
+        """Numbers that the router computes for a token: one for each expert, and the noise's spread with noisy-topk."""
+        return 2 * self.experts if self.router == "noisy-topk" else self.experts
+
+    def capacity(self, tokens: int) -> int | None:
+        """Tokens of one sequence of ``tokens`` that an expert has room for; None for all of them."""
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * self.experts_per_token * tokens / self.experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterRule:
+    """What a router leaves open.
+
+    Attributes:
+        experts_per_token: the one number that it takes, or None for any.
+        spare_experts: experts that it needs beyond those of one token.
+        renormalise: the one way in which it weighs, or None for either.
+        has_capacity: whether it drops tokens.
+    """
+
+    experts_per_token: int | None = None
+    spare_experts: int = 0
+    renormalise: bool | None = None
+    has_capacity: bool = False
+
+
+_ROUTER_RULES: dict[Router, RouterRule] = {
+    "dropless": RouterRule(),
+    "switch": RouterRule(experts_per_token=1, renormalise=False, has_capacity=True),
+    "top2": RouterRule(experts_per_token=2, renormalise=True, has_capacity=True),
+    # Its load asks how far a choice was from the best expert that was not chosen.
+    "noisy-topk": RouterRule(spare_experts=1, renormalise=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A Llama- or Qwen3-style decoder, whole.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.
-        ffn: the inner width of the gated feed-forward (F).
+        ffn: the inner width of the gated feed-forward, of one expert in a mixture (F).
         max_tokens: the longest sequence the published model was trained for.
+        moe: the experts of each block; None for one feed-forward.
     """
 
     family: Family
@@ -51,6 +114,7 @@ class ModelShape:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_tokens: int
+    moe: MoeShape | None = None
 
 
 def _llama(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
@@ -74,9 +138,29 @@ def _qwen3(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
 _LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
 _LONG_SMALL = replace(_LONG, factor=32.0)
 
+
+def _dropless(experts: int, experts_per_token: int, balance_weight: float) -> MoeShape:
+    return MoeShape(
+        router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=0,
+        renormalise=True, capacity_factor=None, balance_weight=balance_weight, z_weight=0.0,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, ModelShape] = {
     "tiny": _llama(2, 64, 4, 160, kv_heads=2, vocab=512, tied=True, rope_theta=10000.0, max_tokens=1024),
     "demo": _llama(4, 128, 4, 352, kv_heads=2, vocab=2048, tied=True, rope_theta=10000.0, max_tokens=2048),
+    "demo-moe": _llama(
+        4,
+        128,
+        4,
+        176,
+        kv_heads=2,
+        vocab=2048,
+        tied=True,
+        rope_theta=10000.0,
+        max_tokens=2048,
+        moe=_dropless(8, 2, 0.01),
+    ),
     "bench": _llama(8, 512, 8, 1376, vocab=4096, rope_theta=10000.0, max_tokens=2048),
     "llama3-8b": _llama(32, 4096, 32, 14336),
     "llama3-70b": _llama(80, 8192, 64, 28672),
@@ -91,42 +175,32 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_dropless(128, 8, 0.001)),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_dropless(128, 8, 0.001)),
+    "mixtral-8x7b": _llama(
+        32, 4096, 32, 14336, vocab=32000, rope_theta=1000000.0, max_tokens=32768, moe=_dropless(8, 2, 0.02)
+    ),
 }
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
-    """The whole shape that a ``[model]`` section means.
+def router_rule(router: Router) -> RouterRule:
+    """What a router leaves open.
 
     Raises:
-        ConfigError: an unknown name, an unreadable or foreign config.json, or numbers that do not fit.
+        ConfigError: there is no such router.
     """
-    if config.name in SHAPES:
-        base = SHAPES[config.name]
-    elif config.name.endswith(".json"):
-        base = from_hf_config(Path(config.name))
-    else:
-        raise ConfigError(
-            f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
-            + did_you_mean(config.name, SHAPES)
-        )
-    fields = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qk_norm")
-    over = {name: getattr(config, name) for name in fields if getattr(config, name) is not None}
-    if "head_dim" not in over and ("width" in over or "heads" in over) and base.family == "llama":
-        width, heads = over.get("width", base.width), over.get("heads", base.heads)
-        if heads < 1 or width % heads:
-            raise ConfigError(
-                f"model.width = {width} does not split into model.heads = {heads} heads; "
-                "set model.head_dim, or heads to a divisor of the width."
-            )
-        over["head_dim"] = width // heads
-    if "heads" in over and "kv_heads" not in over and over["heads"] % base.kv_heads:
-        over["kv_heads"] = over["heads"]
-    shape = replace(base, **over)
-    _check(shape)
-    return shape
+    if router not in _ROUTER_RULES:
+        known = ", ".join(repr(each) for each in _ROUTER_RULES)
+        raise ConfigError(f"model.router = {router!r} is unknown; set model.router to one of {known}.")
+    return _ROUTER_RULES[router]
 
 
-def _check(shape: ModelShape) -> None:
+def check_shape(shape: ModelShape) -> None:
+    """Hold a decoder's numbers against each other.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
     for name in ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
         if getattr(shape, name) < 1:
             raise ConfigError(f"model.{name} = {getattr(shape, name)} must be at least 1.")
@@ -141,103 +215,38 @@ def _check(shape: ModelShape) -> None:
             f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; "
             f"set model.head_dim to {shape.head_dim + 1}."
         )
+    if shape.moe:
+        _check_moe(shape.moe)
 
 
-def from_hf_config(path: Path) -> ModelShape:
-    """The shape in a Hugging Face ``config.json`` of the Llama or Qwen3 family.
-
-    Raises:
-        ConfigError: the file cannot be read, is another family, or asks for what the decoder does not have.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"model.name = '{path}' cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(f"model.name = '{path}' is not JSON: {error}.") from error
-    family = raw.get("model_type") if isinstance(raw, dict) else None
-    if family not in ("llama", "qwen3"):
-        raise ConfigError(f"{path}: model_type = {family!r} is not supported; it must be 'llama' or 'qwen3'.")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(key):
-            raise ConfigError(f"{path}: {key} = true is not supported; this decoder has no such part.")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path}: hidden_act = {raw['hidden_act']!r} is not supported; it must be 'silu'.")
-    try:
-        return _read_hf(raw, family)
-    except KeyError as error:
-        raise ConfigError(f"{path}: the key {error} is missing.") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a key has a value of the wrong type: {error}.") from error
-
-
-def _read_hf(raw: dict[str, Any], family: Family) -> ModelShape:
-    # transformers 5 moved rope_theta into rope_parameters; older files have it beside rope_scaling.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r} is not supported; it must be 'default' or 'llama3'.")
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_tokens=int(rope["original_max_position_embeddings"]),
+def _check_moe(moe: MoeShape) -> None:
+    for name, least in (("experts", 1), ("experts_per_token", 1), ("shared_experts", 0)):
+        if getattr(moe, name) < least:
+            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least {least}.")
+    rule = router_rule(moe.router)
+    if rule.experts_per_token not in (None, moe.experts_per_token):
+        raise ConfigError(
+            f"model.experts_per_token = {moe.experts_per_token} is not what model.router = '{moe.router}' takes; "
+            f"set model.experts_per_token to {rule.experts_per_token}."
         )
-    heads = int(raw["num_attention_heads"])
-    shape = ModelShape(
-        family=family,
-        layers=int(raw["num_hidden_layers"]),
-        width=int(raw["hidden_size"]),
-        heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-        ffn=int(raw["intermediate_size"]),
-        vocab=int(raw["vocab_size"]),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
-        norm_eps=float(raw["rms_norm_eps"]),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-        rope_scaling=scaling,
-        max_tokens=int(raw["max_position_embeddings"]),
-    )
-    _check(shape)
-    return shape
-
-
-def to_hf_config(shape: ModelShape) -> dict[str, Any]:
-    """The ``config.json`` that Hugging Face's loaders read back as this shape."""
-    # A Llama with QK-norm is a Qwen3 to every other loader.
-    qwen = shape.qk_norm
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if shape.rope_scaling:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": shape.rope_theta,
-            "factor": shape.rope_scaling.factor,
-            "low_freq_factor": shape.rope_scaling.low_freq_factor,
-            "high_freq_factor": shape.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": shape.rope_scaling.original_tokens,
-        }
-    return {
-        "architectures": ["Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"],
-        "model_type": "qwen3" if qwen else "llama",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": rope,
-        "rope_scaling": rope if shape.rope_scaling else None,
-        "max_position_embeddings": shape.max_tokens,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-    }
+    least = moe.experts_per_token + rule.spare_experts
+    if moe.experts < least:
+        raise ConfigError(
+            f"model.experts = {moe.experts} are too few for model.router = '{moe.router}' with "
+            f"model.experts_per_token = {moe.experts_per_token}; set model.experts to {least}."
+        )
+    if rule.renormalise not in (None, moe.renormalise):
+        raise ConfigError(
+            f"model.renormalise = {str(moe.renormalise).lower()} has no meaning for model.router = '{moe.router}'; "
+            "leave it out, or choose 'dropless'."
+        )
+    if (moe.capacity_factor is None) == rule.has_capacity:
+        raise ConfigError(
+            f"model.capacity_factor = {moe.capacity_factor} has no meaning for model.router = '{moe.router}'; "
+            "leave it out, or choose 'switch' or 'top2'."
+        )
+    if moe.capacity_factor is not None and not 0 < moe.capacity_factor < math.inf:
+        raise ConfigError(f"model.capacity_factor = {moe.capacity_factor} must be above 0.")
+    for name in ("balance_weight", "z_weight"):
+        if not 0 <= getattr(moe, name) < math.inf:
+            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least 0.")

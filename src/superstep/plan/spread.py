@@ -14,7 +14,7 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
     Raises:
         ConfigError: its length or the heads do not divide.
     """
-    tp = plan.tp if plan.sequence_parallel else 1
+    tp = plan.tp if plan.sequence_parallel or (shape and shape.moe) else 1
     tokens = config.data.sequence_tokens
     if plan.cp > 1 and tokens % multiple(plan.cp, tp):
         raise ConfigError(
@@ -38,6 +38,29 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
             f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and plan.tp = "
             f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
             f"set plan.cp to one of {choices}, or plan.context to 'ring'."
+        )
+
+
+def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether expert-parallel ranks can share out the experts, and tp ranks the tokens.
+
+    Raises:
+        ConfigError: there are none, or they do not divide.
+    """
+    assert plan.dp is not None
+    if shape is None or shape.moe is None:
+        if plan.ep > 1:
+            raise ConfigError(
+                f"plan.ep = {plan.ep} shares out experts, and model.name = '{config.model.name}' has none; "
+                "set plan.ep to 1, or model.experts to the number of experts."
+            )
+        return
+    ranks = plan.dp * plan.cp * plan.tp
+    choices = [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.moe.experts % n == 0]
+    if plan.ep not in choices:
+        raise ConfigError(
+            f"plan.ep = {plan.ep} must divide the model.experts = {shape.moe.experts} and the plan.dp · plan.cp · "
+            f"plan.tp = {ranks} ranks; set plan.ep to one of {choices}."
         )
 
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
+
 Sum = Callable[[], object]
 """Adds to a gradient buffer."""
 
@@ -154,6 +156,8 @@ def accumulate_straight(module: nn.Module, sums: Sums) -> None:
             _replace(layer, _linear(layer, sums))
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
             _replace(layer, _embedding(layer, sums))
+        elif isinstance(layer, GroupedLinear):
+            _replace(layer, _grouped(layer, sums))
 
 
 def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
@@ -166,6 +170,19 @@ def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
             return F.linear(x, layer.weight, layer.bias)
         out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
         return out if layer.bias is None else out + layer.bias
+
+    return forward
+
+
+def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
+    def forward(x: Tensor, rows_E: Tensor) -> Tensor:
+        into = layer.weight.grad
+        assert into is not None
+
+        def add(grad: Tensor, x: Tensor, rows_E: Tensor) -> None:
+            sums.do(partial(add_outer_products, into, grad, x, rows_E))
+
+        return grouped_linear(x, layer.weight, rows_E, add)
 
     return forward
 

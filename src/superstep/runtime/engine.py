@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from superstep.model.exchange import Now
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import PARAMETER
@@ -22,6 +23,7 @@ from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.exact import Exact, build_exact_loss, require_exact
 from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
+from superstep.runtime.expert_parallel import build_exchange
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
@@ -97,6 +99,8 @@ class Engine:
             is_exact=plan.grain is not None,
         )
         self._attend, self._positions = build_attend(run, mesh)
+        self._exchange = build_exchange(run, mesh)
+        self._is_training = False
         self._executor = Executor(self._machine(specs, compute, example), self._update)
         self._lr = 0.0
         self._tokens = 0
@@ -147,6 +151,7 @@ class Engine:
             loss=self._loss(modules, specs, exact),
             loss_dtype=torch.float32 if exact is None else torch.float64,
             boundaries=self._boundaries(specs, compute, example),
+            begin=self._begin,
         )
 
     def _boundaries(
@@ -159,7 +164,11 @@ class Engine:
         # Context-parallel ranks have a part of what is a sequence.
         dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
         rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
-        found = passed(specs, rows, compute, "the model")
+        if self.run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
+            stream = torch.Size((*rows.shape, self.run.decoder.width))
+            found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
+        else:
+            found = passed(specs, rows, compute, "the model")
         ways = plan.mesh.tp if plan.sequence_parallel else 1
         return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
 
@@ -205,8 +214,19 @@ class Engine:
 
     def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
         """The module with the keyword arguments that it takes."""
-        given = {"attend": self._attend, "positions": self._positions}
+        given = {"attend": self._attend, "positions": self._positions, "exchange": self._exchange}
         return functools.partial(module, **{name: given[name] for name in spec.takes}) if spec.takes else module
+
+    def _begin(self, m: int) -> None:
+        """Tell the exchange which sequences come next."""
+        plan, train = self.run.plan, self.run.config.train
+        first = (self.mesh.at.dp * plan.microbatches + m) * plan.microbatch
+        self._exchange.now = Now(
+            sequences=tuple(range(first, first + plan.microbatch)),
+            batch_sequences=train.batch_sequences,
+            seed=train.seed,
+            step=self.optimizer.steps if self._is_training else None,
+        )
 
     def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
         """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
@@ -236,7 +256,7 @@ class Engine:
             inspect: called when the gradients are final, before the update.
             record: where to note when each instruction ran.
         """
-        self._lr, self._tokens, self._inspect = lr, valid_tokens, inspect
+        self._lr, self._tokens, self._inspect, self._is_training = lr, valid_tokens, inspect, True
         for _, b in self._each():
             b.zero_gradient()
         self._executor.run(self.step_program, microbatches, scale=1.0 / valid_tokens, record=record)
@@ -257,6 +277,7 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
+        self._is_training = False
         self._executor.run(self.evaluation_program, microbatches, scale=1.0)
         valid = sum(int((m.targets != IGNORE).sum()) for m in microbatches)
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
@@ -278,21 +299,8 @@ class Engine:
                 }[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start
-                    yield self._piece(
-                        kind, slot, low, b.view(buffer, slot, low, high), (start, start + high - low) in owned
-                    )
-
-    @staticmethod
-    def _piece(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Piece:
-        return Piece(
-            kind=kind,
-            name=slot.spec.name,
-            shape=slot.shape,
-            index=slot.index,
-            low=low,
-            values=values,
-            is_owner=is_owner,
-        )
+                    values = b.view(buffer, slot, low, high)
+                    yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
 
     def loaded(self, steps: int) -> None:
         """To be called after the state was written to from outside: parameters follow the master weights.
@@ -319,3 +327,23 @@ class Engine:
 def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
     """[B, S, ...] with the sequence split."""
     return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape
+
+
+def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:
+    """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
+    stacked = 1 if slot.spec.stack else 0
+    names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
+    numel = math.prod(slot.local_shape[stacked:])
+    high = low + values.numel()
+    for number, name in enumerate(names):
+        start, stop = max(low, number * numel), min(high, (number + 1) * numel)
+        if start < stop:
+            yield Piece(
+                kind=kind,
+                name=name,
+                shape=slot.shape[stacked:],
+                index=slot.index[stacked:],
+                low=start - number * numel,
+                values=values[start - low : stop - low],
+                is_owner=is_owner,
+            )

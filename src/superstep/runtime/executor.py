@@ -67,6 +67,7 @@ class Machine:
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
         boundaries: shape and dtype of each unit's input.
+        begin: told the number of a microbatch before any computation with it.
     """
 
     mesh: Mesh
@@ -78,6 +79,7 @@ class Machine:
     loss: Loss
     loss_dtype: torch.dtype
     boundaries: Sequence[Passed]
+    begin: Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +240,7 @@ class Executor:
         return self._microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
 
     def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
+        self._machine.begin(m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
@@ -282,6 +285,7 @@ class Executor:
 
     def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge, Tensor]:
         """The unit's input, where its graph ends, and the gradient there."""
+        self._machine.begin(m)
         x, edge = self._flight.kept.pop((unit, m))
         assert edge is not None, "check lets no backward through without its forward"
         gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))

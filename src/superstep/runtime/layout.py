@@ -149,14 +149,14 @@ def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel:
 def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool) -> bool:
     """Whether a tp rank sees only a part of a parameter's gradient.
 
-    Routers see their rank's tokens, and with a split sequence so does all that is whole; but for a first unit that is
-    cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of queries and keys
-    do, sees its rank's heads.
+    Routers and shared experts see their rank's tokens, and with a split sequence so does all that is whole; but for a
+    first unit that is cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of
+    queries and keys do, sees its rank's heads.
     """
     axes = spec.params[local].axes
     if rules.cuts_any(axes):
         return False
-    if sees_part or "router" in axes:
+    if sees_part or "router" in axes or "shared_ffn" in axes:
         return True
     beside = local.rpartition(".")[0].rpartition(".")[0]
     return "head_dim" in axes and any(

@@ -54,6 +54,7 @@ class Mesh:
         cp: the cp ranks' group; None where cp = 1.
         tp: the tp ranks' group; None where tp = 1.
         ep: the group of ranks that hold all experts together; None where ep = 1.
+        sequence: the cp and tp ranks that hold parts of the same sequences; None without experts, or where alone.
         pp: the pp ranks' group; None where pp = 1.
         channels: NCCL only: the group of each channel this rank takes part in.
         ties: for each set of pipeline ranks that share parameters, the group of those at this dp and tp place.
@@ -67,6 +68,7 @@ class Mesh:
     cp: Group | None
     tp: Group | None
     ep: Group | None
+    sequence: Group | None
     pp: Group | None
     channels: dict[tuple[int, int, Wire], Group]
     ties: dict[tuple[int, ...], Group]
@@ -78,7 +80,16 @@ class Mesh:
     def destroy(self) -> None:
         """Give the groups back."""
         shared = [g for s in self.sharers.values() for g in (s.fetch, s.reduce, s.replicas)]
-        groups = [*shared, self.cp, self.tp, self.ep, self.pp, *self.channels.values(), *self.ties.values()]
+        groups = [
+            *shared,
+            self.cp,
+            self.tp,
+            self.ep,
+            self.sequence,
+            self.pp,
+            *self.channels.values(),
+            *self.ties.values(),
+        ]
         for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -144,6 +155,7 @@ def build_mesh(
     shared = {family: sharers(family) for family in (FAMILIES if has_experts else FAMILIES[:1])}
     cp, tp, pp = axis("cp"), axis("tp"), axis("pp")
     ep = mine(shape.expert_groups()) if has_experts else None
+    sequence = mine(shape.sequence_groups()) if has_experts else None
     tie_groups: dict[tuple[int, ...], Group] = {}
     for places in ties:
         group = mine([[ranks[p] for p in places] for ranks in shape.groups("pp")])
@@ -164,6 +176,7 @@ def build_mesh(
         cp=cp,
         tp=tp,
         ep=ep,
+        sequence=sequence,
         pp=pp,
         channels=channels,
         ties=tie_groups,

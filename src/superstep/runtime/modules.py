@@ -16,11 +16,13 @@ from torch.utils.checkpoint import (
 
 import superstep.runtime.ring_attention  # noqa: F401 - the operator that selective recomputation keeps
 from superstep.model.decoder import Head
+from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.exact import Exact, make_exact
+from superstep.runtime.expert_parallel import split_tokens
 from superstep.runtime.mesh import Group
 from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, part, split, vocabulary_cross_entropy_sum
 
@@ -59,6 +61,12 @@ def build_module(  # noqa: PLR0913
     if tp is not None:
         seams = OVER_TP if exact is None else EXACT_OVER_TP
         split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
+    for layer in module.modules():
+        if isinstance(layer, MixtureOfExperts):
+            if tp is not None and not sequence_parallel:
+                split_tokens(layer, tp)
+            if is_compiled:  # how many rows an expert has is known when it runs
+                layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
     if is_compiled:
         module.compile(dynamic=False)
     return module
@@ -81,6 +89,7 @@ _SAVED = frozenset(
         _ATEN.mm.default,
         _ATEN.addmm.default,
         _ATEN.bmm.default,
+        _ATEN._grouped_mm.default,
         _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_flash_attention.default,

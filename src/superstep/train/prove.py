@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.data.stream import Batch
-from superstep.model.unit import UnitSpec, initial
+from superstep.model.unit import UnitSpec, global_specs, initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import TrainConfig
 from superstep.plan.resolve import Resolved
@@ -114,6 +114,7 @@ def prove(
         world.device,
         placement=run.plan.placement,
         ties=ties(run),
+        has_experts="experts" in run.plan.families,
         timeout=timedelta(seconds=120),
     )
     try:
@@ -173,7 +174,7 @@ class _Compare:
         self._step = step
         self._path = None if folder is None else folder / f"{step}.safetensors"
         self._allowed = TOLERANCE[run.config.numerics.compute]
-        self._specs = {p.name: p for unit in specs for p in unit.params.values()}
+        self._specs = global_specs(specs)
 
     def step(self, result: StepResult) -> list[Difference]:
         if self._path is None:

@@ -6,7 +6,7 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from superstep.data.stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.unit import Row, UnitSpec, global_tensors, initial
+from superstep.model.exchange import Local, Now
+from superstep.model.unit import ParamSpec, Row, UnitSpec, initial, parameters
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import TrainConfig
 from superstep.plan.shape import ModelShape
@@ -24,7 +25,9 @@ from superstep.train.schedule import rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """One step as one device computes it: what the layout must reproduce."""
+    """One step as one device computes it: what the layout must reproduce. The loss is the cross entropy alone; the
+    routers' losses are in the gradients.
+    """
 
     loss: float
     grad_norm: float
@@ -40,32 +43,40 @@ def reference_steps(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         train: the optimisation.
         batches: one for each step, with all rows of the global batch.
     """
+    exchange = Local()
     model = Decoder(shape)
-    tensors = global_tensors(model, units(shape))
-    specs = {p.name: p for unit in units(shape) for p in unit.params.values()}
+    specs = list(parameters(model, units(shape)).values())
     with torch.no_grad():
-        for name, param in tensors.items():
-            param.copy_(initial(specs[name], param.shape, train.seed))
-    yield from _steps(model, tensors, cross_entropy_sum, train, batches)
+        for spec, param in specs:
+            param.copy_(initial(spec, param.shape, train.seed))
+
+    def forward(tokens: Tensor, now: Now) -> Tensor:
+        exchange.now = now
+        logits: Tensor = model(tokens, exchange=exchange)
+        return logits
+
+    yield from _steps(forward, specs, cross_entropy_sum, train, batches)
 
 
 def unit_steps(specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch]) -> Iterator[ReferenceStep]:
     """The same for units of anyone's: each row's input goes through them one after the other."""
     model = Row(specs, train.seed)
-    yield from _steps(model, model.tensors, specs[-1].loss or cross_entropy_sum, train, batches)
+    loss_sum = specs[-1].loss or cross_entropy_sum
+    yield from _steps(lambda x, _: model(x), list(model.parts.values()), loss_sum, train, batches)
 
 
 def _steps(
-    model: nn.Module,
-    tensors: Mapping[str, nn.Parameter],
+    forward: Callable[[Tensor, Now], Tensor],
+    specs: Sequence[tuple[ParamSpec, nn.Parameter]],
     loss_sum: Callable[[Tensor, Tensor], Tensor],
     train: TrainConfig,
     batches: Sequence[Batch],
 ) -> Iterator[ReferenceStep]:
+    params = [param for _, param in specs]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in tensors.values() if p.ndim > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in tensors.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ],
         betas=(train.beta1, train.beta2),
         eps=train.eps,
@@ -74,12 +85,13 @@ def _steps(
         optimizer.zero_grad()
         loss = torch.zeros(())
         # Row by row: nothing of how a layout splits the batch is repeated here.
-        for tokens, targets in zip(batch.tokens_BS, batch.targets_BS, strict=True):
-            row = loss_sum(model(tokens[None]), targets[None]) / batch.valid_tokens
+        for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
+            now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
+            row = loss_sum(forward(tokens[None], now), targets[None]) / batch.valid_tokens
             row.backward()
             loss += row.detach()
-        gradients = {name: p.grad.clone() for name, p in tensors.items() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(list(tensors.values()), train.clip_norm)
+        gradients = {n: x.clone() for spec, p in specs if p.grad is not None for n, x in spec.views(p.grad)}
+        norm = torch.nn.utils.clip_grad_norm_(params, train.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate(train, step)
         optimizer.step()
@@ -87,5 +99,5 @@ def _steps(
             loss=float(loss),
             grad_norm=float(norm),
             gradients=gradients,
-            weights={name: p.detach().clone() for name, p in tensors.items()},
+            weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
         )

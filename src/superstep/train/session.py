@@ -17,9 +17,10 @@ from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
+from superstep.model.unit import global_specs
 from superstep.observe.append import unwritable
+from superstep.plan.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
-from superstep.plan.shape import to_hf_config
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.executor import Ran
@@ -106,7 +107,7 @@ def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
         shapes |= part
-    names = dict.fromkeys(p.name for unit in engine.specs for p in unit.params.values())
+    names = global_specs(engine.specs)
     return {name: shapes[name] for name in names}
 
 
@@ -127,7 +128,13 @@ class Session:
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(
-            run.plan.mesh, world.rank, world.device, placement=run.plan.placement, ties=ties(run), timeout=MESH_TIMEOUT
+            run.plan.mesh,
+            world.rank,
+            world.device,
+            placement=run.plan.placement,
+            ties=ties(run),
+            has_experts="experts" in run.plan.families,
+            timeout=MESH_TIMEOUT,
         )
         self._engine = Engine(run, units_of(run), self._mesh)
         self._corpus = open_corpus(corpus)

@@ -1,0 +1,184 @@
+"""Experts: many feed-forwards side by side, each on its own rows of one tensor.
+
+Rows lie sorted by expert, and ``rows_E`` says how many each one has; what lies behind the last expert's belongs to
+nobody. So one product for all experts reads every weight and every row once, whatever the split.
+
+    E  experts held here                T  tokens
+    R  rows, sorted by expert           k  experts of a token
+    I, O  inputs and outputs of a product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+AddGradient = Callable[[Tensor, Tensor, Tensor], object]
+"""Takes the gradient of a grouped product's output [R, O], its input [R, I] and ``rows_E``."""
+
+
+class GroupedLinear(nn.Module):
+    """A linear for each expert, without bias: weights stacked as [E, O, I]."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        nn.init.normal_(self.weight, 0.0, inputs**-0.5)
+
+    def forward(self, x_RI: Tensor, rows_E: Tensor) -> Tensor:
+        """[R, O]; zeros for rows of nobody."""
+        return grouped_linear(x_RI, self.weight, rows_E)
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards (Shazeer 2020). How many are held here is read off the weights."""
+
+    def __init__(self, experts: int, width: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_proj = GroupedLinear(experts, width, ffn)
+        self.up_proj = GroupedLinear(experts, width, ffn)
+        self.down_proj = GroupedLinear(experts, ffn, width)
+        self.act_fn = nn.SiLU()
+
+    @property
+    def held(self) -> int:
+        """Experts held here."""
+        return self.gate_proj.weight.shape[0]
+
+    def forward(self, x_RD: Tensor, rows_E: Tensor) -> Tensor:
+        inner_RF = self.act_fn(self.gate_proj(x_RD, rows_E)) * self.up_proj(x_RD, rows_E)
+        out_RD: Tensor = self.down_proj(inner_RF, rows_E)
+        return out_RD
+
+
+def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, add: AddGradient | None = None) -> Tensor:
+    """Each expert's rows times its weight, transposed: [R, O].
+
+    Args:
+        add: adds the weight's gradient where it belongs, in the backward; autograd gets none then.
+    """
+    out: Tensor = _GroupedLinear.apply(x_RI, weight_EOI, rows_E, add)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, add: AddGradient | None) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x_RI, weight_EOI, rows_E)
+        ctx.add = add
+        return products(x_RI, weight_EOI.transpose(1, 2), rows_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # noqa: ANN401
+        x_RI, weight_EOI, rows_E = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        dx_RI = products(grad_RO, weight_EOI, rows_E) if ctx.needs_input_grad[0] else None
+        dweight_EOI = None
+        if ctx.add is not None:
+            ctx.add(grad_RO, x_RI, rows_E)
+        elif ctx.needs_input_grad[1]:
+            dweight_EOI = torch.zeros_like(weight_EOI)
+            add_outer_products(dweight_EOI, grad_RO, x_RI, rows_E)
+        return dx_RI, dweight_EOI, None, None
+
+
+def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix: [R, O]; zeros for rows of nobody."""
+    if is_grouped(x_RI):
+        return kernel_products(x_RI, matrix_EIO, rows_E)
+    rows = rows_E.tolist()
+    parts = [
+        part @ matrix for part, matrix in zip(x_RI.split([*rows, len(x_RI) - sum(rows)]), matrix_EIO, strict=False)
+    ]
+    return torch.cat((*parts, x_RI.new_zeros(len(x_RI) - sum(rows), matrix_EIO.shape[2])))
+
+
+def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor) -> None:
+    """Add each expert's gradᵀ · x to its part of ``into_EOI``, whatever the dtype of that."""
+    if is_grouped(x_RI):
+        into_EOI.add_(kernel_outer_products(grad_RO, x_RI, rows_E))
+        return
+    rows = rows_E.tolist()
+    rest = len(x_RI) - sum(rows)
+    grads, xs = grad_RO.split([*rows, rest]), x_RI.split([*rows, rest])
+    for into_OI, grad, x in zip(into_EOI, grads, xs, strict=False):
+        if into_OI.dtype == x.dtype:
+            into_OI.addmm_(grad.t(), x)
+        else:
+            into_OI.add_(grad.t() @ x)
+
+
+def is_grouped(x: Tensor) -> bool:
+    """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 8.0 or newer."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def kernel_products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
+    """``products`` in one kernel, with nothing read back from the device."""
+    end_E = rows_E.cumsum(0, dtype=torch.int32)
+    out_RO = F.grouped_mm(x_RI, matrix_EIO, offs=end_E)
+    # The kernel leaves what lies behind the last expert as it found it.
+    is_nobodys_R = torch.arange(len(x_RI), device=x_RI.device) >= end_E[-1]
+    return out_RO.masked_fill_(is_nobodys_R[:, None], 0.0)
+
+
+def kernel_outer_products(grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor) -> Tensor:
+    """Each expert's gradᵀ · x in one kernel: [E, O, I]."""
+    return F.grouped_mm(grad_RO.t(), x_RI, offs=rows_E.cumsum(0, dtype=torch.int32))
+
+
+def sort_by_expert(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The order in which (token, choice) pairs lie as rows, [T·k], and the rows of each expert, [E].
+
+    Within an expert the pairs keep their order; those of nobody come last.
+    """
+    expert_R = expert_Tk.flatten()
+    expert_R = expert_R.where(expert_R >= 0, experts)
+    return expert_R.argsort(stable=True), expert_R.bincount(minlength=experts + 1)[:experts]
+
+
+def spread(x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:
+    """The rows of every (token, choice) pair in the given order: [T·k, D]."""
+    out: Tensor = _Spread.apply(x_TD, order_R, k)  # type: ignore[no-untyped-call]
+    return out
+
+
+def unsort(y_RD: Tensor, order_R: Tensor) -> Tensor:
+    """The rows back in the order of the pairs: ``out[order] = y``."""
+    out: Tensor = _Unsort.apply(y_RD, order_R)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    """Its backward is a permutation and a sum over k in order, where autograd's would scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(order_R)
+        ctx.k = k
+        return x_TD.index_select(0, order_R // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (order_R,) = ctx.saved_tensors
+        return _permuted(grad_RD, order_R).unflatten(0, (-1, ctx.k)).sum(1), None, None
+
+
+class _Unsort(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, order_R: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(order_R)
+        return _permuted(y_RD, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (order_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, order_R), None
+
+
+def _permuted(rows_RD: Tensor, order_R: Tensor) -> Tensor:
+    return torch.empty_like(rows_RD).index_copy_(0, order_R, rows_RD)

@@ -1,0 +1,134 @@
+"""A mixture of experts in the place of a block's feed-forward, as one would write it for one device.
+
+    y = Σ over the token's experts of weight · expert(x)   (+ shared experts, which see every token)
+
+The losses of the router are in no output: they enter the backward pass where the block's output does, so that a unit
+stays one tensor in and one tensor out. The training's loss is
+
+    cross entropy / valid tokens + Σ over layers of mean over sequences of (balance_weight · balance + z_weight · z)
+
+    B  sequences               E  experts        D  width of the residual stream
+    s  positions held here     k  experts of a token
+    S  positions               T  tokens held here: B · s
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from superstep.model.exchange import Exchange, Told
+from superstep.model.experts import Experts
+from superstep.model.feedforward import FeedForward
+from superstep.model.router import NOBODY, Routing, choices, noise_width, route
+from superstep.plan.shape import ModelShape
+
+
+class Gate(nn.Module):
+    """The router's logits. They are fp32 whatever the dtype of ``x``: rounded to bf16, near ties fall the other way
+    and training grows unstable (Fedus 2021, sec. 2.4; Zoph 2022, sec. 3).
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.moe is not None
+        std = shape.width**-0.5
+        self.weight = nn.Parameter(torch.empty(shape.moe.experts, shape.width).normal_(0.0, std))
+        spare = shape.moe.logits - shape.moe.experts
+        self.spread = nn.Parameter(torch.empty(spare, shape.width).normal_(0.0, std)) if spare else None
+        """noisy-topk: of the noise, for each expert (Shazeer 2017, eq. 4)."""
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        """[B, s, moe.logits]."""
+        logits_BsE = wide_linear(x_BsD, self.weight)
+        return logits_BsE if self.spread is None else torch.cat((logits_BsE, wide_linear(x_BsD, self.spread)), -1)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ in fp32 or wider. What is kept for the backward pass stays in the dtype of ``x``."""
+    return cast(Tensor, _WideLinear.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        return F.linear(_wide(x), _wide(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        # The weight's leaves as it is: autograd rounds it, or keeps it where weight.grad_dtype is fp32.
+        return (grad @ _wide(weight)).to(x.dtype), grad.flatten(0, -2).t() @ _wide(x).flatten(0, -2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class MixtureOfExperts(nn.Module):
+    """The block's feed-forward, each token through a few of many.
+
+    Args:
+        shape: the model's.
+        layer: the block's number.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        assert shape.moe is not None
+        self.moe, self.layer = shape.moe, layer
+        self.gate = Gate(shape)
+        self.experts = Experts(shape.moe.experts, shape.width, shape.ffn)
+        shared = shape.moe.shared_experts
+        # Experts side by side that all see the same tokens are one wide one.
+        self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
+
+    def forward(self, x_BsD: Tensor, *, exchange: Exchange) -> Tensor:
+        routing = self.route(x_BsD, exchange)
+        expert_Tk = exchange.share(routing.expert).flatten(0, 1)
+        weight_Tk = exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
+        y_TkD = exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
+        y_BsD = (weight_Tk.unsqueeze(1) @ y_TkD).view_as(x_BsD)
+        if self.shared_experts is not None:
+            y_BsD = y_BsD + self.shared_experts(x_BsD)
+        loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
+        return with_loss(y_BsD, loss_B.sum() / exchange.now.batch_sequences)
+
+    def route(self, x_BsD: Tensor, exchange: Exchange) -> Routing:
+        """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""
+        logits_BSE = exchange.whole(self.gate(x_BsD))
+        noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
+        routing = route(self.moe, logits_BSE, None if noise_BSE is None else noise_BSE.to(logits_BSE))
+        is_dropped = (routing.expert == NOBODY) & (routing.choice != NOBODY)
+        dropped_BSk = routing.choice.where(is_dropped, NOBODY)
+        exchange.tell(
+            self.layer,
+            Told(
+                chosen=choices(routing.choice, self.moe.experts).sum(0),
+                dropped=choices(dropped_BSk, self.moe.experts).sum(0),
+                balance=routing.balance.detach().sum(),
+                z=routing.z.detach().sum(),
+            ),
+        )
+        return routing
+
+
+def with_loss(y: Tensor, loss: Tensor) -> Tensor:
+    """``y`` as it is; in the backward ``loss`` gets the gradient 1, as if it were added to the training's loss."""
+    return cast(Tensor, _WithLoss.apply(y, loss))  # type: ignore[no-untyped-call]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.like = loss.dtype, loss.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        dtype, device = ctx.like
+        return grad, torch.ones((), dtype=dtype, device=device)

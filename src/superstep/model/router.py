@@ -1,0 +1,182 @@
+"""Routers: which experts a token goes to, with which weight, and the losses that keep the experts in balance.
+
+    dropless     softmax, the best k, nobody is turned away        Jiang 2024; Yang 2025
+    switch       softmax, the best one, limited room               Fedus 2021, sec. 2.1
+    top2         softmax, the best two, the second by chance,      Lepikhin 2020, algorithm 1
+                 limited room
+    noisy-topk   the best k of noisy logits, softmax of those      Shazeer 2017, eq. 3 to 5
+
+A router sees whole sequences, and each sequence is a group of its own: its room, the order in which tokens are turned
+away, and its losses are a matter of its tokens alone. So no decision depends on how a batch is cut. The papers take a
+group of many sequences, or a whole batch, with the same formulas.
+
+    B  sequences      E  experts
+    S  positions      k  experts of a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.plan.shape import MoeShape
+
+NOBODY = -1
+"""In the place of an expert: the token goes nowhere, because there was no room or no second choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What a router decided for whole sequences.
+
+    Attributes:
+        choice: [B, S, k], the experts that a token would go to, the best first; NOBODY where chance said no.
+        expert: [B, S, k], those that had room for it; else NOBODY.
+        weight: [B, S, k], of each expert's output; zero where there is nobody.
+        balance: [B], the loss that spreads tokens, of each sequence, not yet weighted.
+        z: [B], the loss of large logits, of each sequence, not yet weighted.
+    """
+
+    choice: Tensor
+    expert: Tensor
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+def noise_width(moe: MoeShape) -> int:
+    """Draws of noise that a router takes for each token in training."""
+    return {"noisy-topk": moe.experts, "top2": 1}.get(moe.router, 0)
+
+
+def route(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routing:
+    """Decide for whole sequences.
+
+    Args:
+        moe: the router and its numbers.
+        logits_BSE: [B, S, moe.logits], fp32 or wider.
+        noise_BSE: [B, S, noise_width] draws of normal(0, 1); None in evaluation, where nothing is left to chance.
+    """
+    match moe.router:
+        case "dropless" | "switch":
+            return _best(moe, logits_BSE)
+        case "top2":
+            return _top2(moe, logits_BSE, noise_BSE)
+        case "noisy-topk":
+            return _noisy_top_k(moe, logits_BSE, noise_BSE)
+
+
+def _best(moe: MoeShape, logits_BSE: Tensor) -> Routing:
+    probability_BSE = logits_BSE.softmax(-1)
+    weight_BSk, choice_BSk = probability_BSE.topk(moe.experts_per_token)
+    if moe.renormalise:
+        weight_BSk = weight_BSk / weight_BSk.sum(-1, keepdim=True)
+    balance_B = balance_loss(probability_BSE, choice_BSk)
+    return _with_room(moe, choice_BSk, weight_BSk, balance_B, z_loss(logits_BSE))
+
+
+def _top2(moe: MoeShape, logits_BSE: Tensor, noise_BS1: Tensor | None) -> Routing:
+    probability_BSE = logits_BSE.softmax(-1)
+    weight_BS2, choice_BS2 = probability_BSE.topk(2)
+    weight_BS2 = weight_BS2 / weight_BS2.sum(-1, keepdim=True)
+    balance_B = balance_loss(probability_BSE, choice_BS2[..., :1])
+    if noise_BS1 is not None:
+        # The second choice is taken with probability min(1, 2 · weight). Φ makes the normal draw a uniform one. What
+        # is not taken also takes no room.
+        is_taken_BS1 = 2 * weight_BS2[..., 1:] > torch.special.ndtr(noise_BS1)
+        second_BS1 = choice_BS2[..., 1:].where(is_taken_BS1, NOBODY)
+        choice_BS2 = torch.cat((choice_BS2[..., :1], second_BS1), -1)
+    return _with_room(moe, choice_BS2, weight_BS2, balance_B, z_loss(logits_BSE))
+
+
+def _noisy_top_k(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routing:
+    k = moe.experts_per_token
+    clean_BSE, spread_BSE = logits_BSE.chunk(2, -1)
+    # The floor of the spread is the authors' code's: without it a confident router would divide by zero.
+    spread_BSE = F.softplus(spread_BSE) + 1e-2
+    noisy_BSE = clean_BSE if noise_BSE is None else clean_BSE + noise_BSE * spread_BSE
+    top_BSk, choice_BSk = noisy_BSE.topk(k + 1)
+    weight_BSk, choice_BSk = top_BSk[..., :k].softmax(-1), choice_BSk[..., :k]
+    importance_BE = torch.zeros_like(noisy_BSE).scatter(-1, choice_BSk, weight_BSk).sum(1)
+    if noise_BSE is None:
+        load_BE = choices(choice_BSk, moe.experts).to(importance_BE)
+    else:
+        load_BE = expected_load(clean_BSE, noisy_BSE, spread_BSE, top_BSk)
+    balance_B = _variation(importance_BE) + _variation(load_BE)
+    return _with_room(moe, choice_BSk, weight_BSk, balance_B, z_loss(clean_BSE))
+
+
+def _with_room(moe: MoeShape, choice_BSk: Tensor, weight_BSk: Tensor, balance_B: Tensor, z_B: Tensor) -> Routing:
+    expert_BSk = within_capacity(choice_BSk, moe.experts, moe.capacity(choice_BSk.shape[1]))
+    return Routing(
+        choice=choice_BSk,
+        expert=expert_BSk,
+        weight=weight_BSk.masked_fill(expert_BSk == NOBODY, 0.0),
+        balance=balance_B,
+        z=z_B,
+    )
+
+
+def within_capacity(choice_BSk: Tensor, experts: int, capacity: int | None) -> Tensor:
+    """The choices for which the expert still had room, NOBODY for the others: [B, S, k].
+
+    Room goes to first choices before second ones, and to earlier positions before later ones.
+    """
+    if capacity is None:
+        return choice_BSk
+    B, S, k = choice_BSk.shape
+    queue_BQ = choice_BSk.transpose(1, 2).flatten(1)
+    is_for_BQE = _is_for(queue_BQ, experts)
+    place_BQ = (is_for_BQE.cumsum(1) * is_for_BQE).sum(-1)
+    return queue_BQ.masked_fill(place_BQ > capacity, NOBODY).view(B, k, S).transpose(1, 2)
+
+
+def choices(choice_BSk: Tensor, experts: int) -> Tensor:
+    """How many tokens of each sequence chose each expert: [B, E]."""
+    return _is_for(choice_BSk.flatten(1), experts).sum(1)
+
+
+def _is_for(choice: Tensor, experts: int) -> Tensor:
+    return choice.unsqueeze(-1) == torch.arange(experts, device=choice.device)
+
+
+def balance_loss(probability_BSE: Tensor, choice_BSk: Tensor) -> Tensor:
+    """E · Σ_e f_e · P_e of each sequence (Fedus 2021, eq. 4 to 6): [B], and 1 where the load is even.
+
+    f_e is the share of the choices that fell on expert e, P_e the mean of its probability. Lepikhin 2020 has 1/E in
+    the place of E, and Hugging Face's Mixtral sums over the k choices where this takes their mean: their weights mean
+    1/E² and k times ours.
+    """
+    experts = probability_BSE.shape[-1]
+    share_BE = choices(choice_BSk, experts) / choice_BSk[0].numel()
+    return (share_BE * probability_BSE.mean(1)).sum(-1).mul(experts)
+
+
+def z_loss(logits_BSE: Tensor) -> Tensor:
+    """The mean of (log Σ_e exp logit_e)² over each sequence's tokens (Zoph 2022, eq. 5): [B]."""
+    return logits_BSE.logsumexp(-1).square().mean(1)
+
+
+def expected_load(clean_BSE: Tensor, noisy_BSE: Tensor, spread_BSE: Tensor, top_BSk: Tensor) -> Tensor:
+    """Tokens that each expert would get if its own noise were drawn anew (Shazeer 2017, eq. 8 to 10): [B, E].
+
+    A count has no gradient, this has. Φ((clean - threshold) / spread) is the chance that an expert stays above the
+    k-th best of the others.
+
+    Args:
+        top_BSk: the best k + 1 of ``noisy_BSE``, the best first.
+    """
+    # For one of the best k the k-th best of the others is the (k+1)-th of all; for any other it is the k-th.
+    kth_BS1, next_BS1 = top_BSk[..., -2:-1], top_BSk[..., -1:]
+    threshold_BSE = torch.where(noisy_BSE > next_BS1, next_BS1, kth_BS1)
+    chance_BSE: Tensor = torch.special.ndtr((clean_BSE - threshold_BSE) / spread_BSE)
+    return chance_BSE.sum(1)
+
+
+def _variation(total_BE: Tensor) -> Tensor:
+    """The squared coefficient of variation over experts: [B], and 0 where they are even."""
+    mean_B = total_BE.mean(-1)
+    return (total_BE - mean_B[:, None]).square().mean(-1) / (mean_B.square() + 1e-10)

@@ -1,0 +1,19 @@
+"""Noise that belongs to a place of the training, not to the rank that happens to compute there."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def standard_normal(key: str, rows: int, width: int) -> Tensor:
+    """[rows, width] draws of normal(0, 1), fp32 on the CPU: a function of ``key`` alone.
+
+    Whoever names the same key draws the same bits, on whatever rank and device; so a key says what the noise is
+    for (seed, step, layer, sequence), and nothing of the layout.
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
+    return torch.empty(rows, width, dtype=torch.float32, device="cpu").normal_(generator=generator)
