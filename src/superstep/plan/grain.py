@@ -22,10 +22,13 @@ class Grain:
     Attributes:
         cells: parts of every dim that may be cut over tp; the largest tp.
         chunks: parts of a sequence; twice the largest cp.
+        parts: parts of a sequence where tp shares out its tokens too, before experts: as many for each chunk as there
+            are cells, or as its tokens allow.
     """
 
     cells: int
     chunks: int
+    parts: int
 
 
 def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
@@ -52,7 +55,9 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
             "rules; leave plan.rules out, or set numerics.exact = false."
         )
     tokens = config.data.sequence_tokens
-    grain = Grain(cells=_cells(shape), chunks=config.numerics.exact_chunks or _chunks(tokens))
+    cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)
+    parts = max(chunks * n for n in _powers(cells) if tokens % (chunks * n) == 0 or n == 1)
+    grain = Grain(cells=cells, chunks=chunks, parts=parts)
     if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
         choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
         raise ConfigError(
@@ -70,11 +75,17 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
             f"each context-parallel rank; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
             "numerics.exact_chunks to a larger power of two for every layout that is compared."
         )
+    if shape.moe and grain.parts % (plan.cp * plan.tp):
+        raise ConfigError(
+            f"plan.tp = {plan.tp} with numerics.exact = true and experts: a sequence has {grain.parts} parts, which "
+            f"plan.cp · plan.tp = {plan.cp * plan.tp} ranks share out; set plan.tp to one of "
+            f"{[n for n in _powers(grain.cells) if grain.parts % (plan.cp * n) == 0]}."
+        )
     return grain
 
 
 def _cells(shape: ModelShape) -> int:
-    sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    sizes = (shape.heads, shape.kv_heads, shape.vocab, *(() if shape.moe else (shape.ffn,)))
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
 
 

@@ -175,7 +175,7 @@ def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
 
 
 def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
-    def forward(x: Tensor, rows_E: Tensor) -> Tensor:
+    def forward(x: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         into = layer.weight.grad
         assert into is not None
 

@@ -180,6 +180,7 @@ class Engine:
             grain=grain,
             rules=self.run.plan.rules,
             chunks=grain.chunks // self.mesh.shape.cp,
+            parts=grain.parts // (self.mesh.shape.cp * self.mesh.shape.tp),
             group=self.mesh.tp,
             sinks={param: Sink(b.sinks[local], sums) for _, b in self._each() for local, param in b.params.items()},
         )
