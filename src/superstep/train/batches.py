@@ -28,5 +28,10 @@ def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) 
 
 def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
     """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
-    holders = tuple(sorted({run.plan.placement[0], run.plan.placement[-1]}))
-    return (holders,) if run.shape.tied and len(holders) > 1 else ()
+    plan = run.plan
+    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
+    readers: dict[int, set[int]] = {}
+    for unit, reads in enumerate(plan.params):
+        for owner in reads:
+            readers.setdefault(owner, set()).add(rank_of[unit])
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))

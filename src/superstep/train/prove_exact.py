@@ -229,7 +229,7 @@ def _mesh(world: World, run: Resolved) -> Mesh:
         world.device,
         placement=run.plan.placement,
         ties=ties(run),
-        has_experts=run.shape.moe is not None,
+        has_experts="experts" in run.plan.families,
         timeout=timedelta(seconds=300),
     )
 
