@@ -39,7 +39,9 @@ SEQUENCES = 8
 
 def config_of(dtype: str, model: str) -> RunConfig:
     """A small model with every kind of layer; large ones have longer sums, of which ``numerics.tolerance`` speaks."""
-    experts = {"experts": 4, "router": "dropless", "ffn": 32, "balance_weight": 0.1} if model == "experts" else {"ffn": 64}
+    experts = (
+        {"experts": 4, "router": "dropless", "ffn": 32, "balance_weight": 0.1} if model == "experts" else {"ffn": 64}
+    )
     return RunConfig(
         model=ModelConfig(
             name="tiny", layers=4, width=32, heads=8, kv_heads=8, head_dim=4, vocab=64, qk_norm=True, **experts

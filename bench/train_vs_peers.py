@@ -122,7 +122,9 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
     )
     batches = random_batches(run.shape, load.steps, load.sequences, load.sequence_tokens)
     baseline = _reset_peak()
-    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), ties=ties(run), timeout=timedelta(minutes=5))
+    mesh = build_mesh(
+        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(minutes=5)
+    )
     engine = Engine(run, units(run.shape), mesh)
     losses, seconds, cpu_seconds = [], [], []
     dist.barrier()

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from plans import SCHEDULES, examples
 from superstep.errors import ConfigError
-from superstep.plan import cuts as cuts_module
+from superstep.plan import grain as grain_module
 from superstep.plan import hf_config as hf_config_module
 from superstep.plan import model as model_module
 from superstep.plan import resolve as resolve_module
 from superstep.plan import shape as shape_module
+from superstep.plan import spread as spread_module
 from superstep.plan import stages as stages_module
 from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
@@ -67,6 +68,88 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         {"model__experts": 4, "plan__rules": (("experts", "none"),)},
         None,
         ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
+    ),
+    (
+        {"plan__cp": 3},
+        None,
+        ["data.sequence_tokens = 256", "a multiple of 6", "plan.cp = 3", "6 chunks", "set plan.cp to one of [1, 2, 4,"],
+    ),
+    (
+        {"plan__cp": 2, "plan__tp": 2, "data__sequence_tokens": 254},
+        None,
+        ["= 254 must be a multiple of 4", "4 chunks, two of which plan.tp = 2 shares out", "set plan.cp to one of [1,"],
+    ),
+    (
+        {"plan__cp": 8, "plan__context": "ulysses"},
+        None,
+        [
+            "plan.cp = 8",
+            "plan.context = 'ulysses'",
+            "4 query and 2 key heads",
+            "set plan.cp to one of [1, 2, 4]",
+            "plan.context to 'ring'",
+        ],
+    ),
+    (
+        {"plan__cp": 2, "plan__tp": 2, "plan__context": "ulysses", "numerics__exact": True},
+        None,
+        ["plan.cp = 2", "2 query and 1 key heads", "set plan.cp to one of [1]"],
+    ),
+    (
+        {"plan__replicas": 3, "plan__dp": 4, "plan__zero": 1},
+        None,
+        ["plan.replicas = 3", "plan.dp · plan.cp = 4 ranks", "set plan.replicas to one of [1, 2]"],
+    ),
+    ({"plan__replicas": 4, "plan__dp": 4, "plan__zero": 1}, None, ["two or more", "to one of [1, 2]"]),
+    (
+        {"plan__replicas": 2, "plan__dp": 4},
+        None,
+        ["plan.replicas = 2", "plan.zero = 0", "set plan.replicas to 1, or plan.zero to one of [1, 2, 3]"],
+    ),
+    (
+        {"plan__replicas": 2, "plan__dp": 4, "plan__zero": 1, "plan__ep": 4, "model__experts": 8},
+        None,
+        [
+            "plan.replicas = 2",
+            "the 1 ranks that hold the same experts",
+            "plan.ep = 4",
+            "set plan.replicas to one of [1]",
+        ],
+    ),
+    ({"numerics__exact_chunks": 0}, None, ["numerics.exact_chunks = 0", "at least 1"]),
+    (
+        {"numerics__exact": True, "numerics__compile": True},
+        None,
+        ["numerics.exact = true", "numerics.compile = true", "set numerics.compile to false"],
+    ),
+    (
+        {"numerics__exact": True, "numerics__exact_chunks": 12, "data__sequence_tokens": 48},
+        None,
+        ["numerics.exact_chunks = 12", "48 tokens", "set numerics.exact_chunks to one of [1, 2, 4, 8, 16]"],
+    ),
+    (
+        {"numerics__exact": True, "numerics__exact_chunks": 32, "data__sequence_tokens": 48},
+        None,
+        ["numerics.exact_chunks = 32", "a power of two that divides the 48 tokens"],
+    ),
+    (
+        {"numerics__exact": True, "plan__cp": 8},
+        None,
+        ["plan.cp = 8", "numerics.exact = true", "8 parts", "set plan.cp to one of [1, 2, 4]", "numerics.exact_chunks"],
+    ),
+    (
+        {
+            "numerics__exact": True,
+            "plan__tp": 3,
+            "plan__sequence_parallel": False,
+            "model__heads": 6,
+            "model__kv_heads": 6,
+            "model__head_dim": 32,
+            "model__ffn": 384,
+            "model__vocab": 768,
+        },
+        None,
+        ["plan.tp = 3", "numerics.exact = true", "2 parts", "set plan.tp to one of [1, 2]"],
     ),
     ({"plan__ep": 2}, None, ["plan.ep = 2", "model.name = 'demo' has none", "set plan.ep to 1"]),
     (
@@ -121,7 +204,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"plan__pp": 2, "plan__stages": (6,)}, None, ["plan.stages = [6]", "set plan.stages to [4, 2]"]),
     ({"plan__pp": 2, "plan__stages": (6, 0)}, None, ["plan.stages = [6, 0]", "at least 1"]),
     ({"plan__pp": 2, "plan__stages": ()}, None, ["plan.stages = []", "leave it out"]),
-    ({"plan__pp": 3}, 4, ["= 3 does not divide", "4 launched ranks", "a product among [1, 2, 4]"]),
+    ({"plan__pp": 3}, 4, ["plan.pp · plan.cp · plan.tp = 3", "4 launched ranks", "a product among [1, 2, 4]"]),
     ({"plan__dp": 2, "plan__pp": 2}, 8, ["= 4 ranks", "8 are launched", "leave plan.dp out"]),
     (
         {"plan__dp": 3},
@@ -402,13 +485,19 @@ def test_following_the_advice_ends_in_a_plan(data):
         "train__batch_sequences": data.draw(st.integers(1, 48)),
         "plan__pp": data.draw(number),
         "plan__dp": data.draw(number),
+        "plan__cp": data.draw(number),
+        "plan__context": data.draw(st.sampled_from(["ring", "ulysses"])),
         "plan__tp": data.draw(number),
+        "plan__ep": data.draw(number),
+        "plan__replicas": data.draw(number),
+        "model__experts": data.draw(st.none() | number.map(lambda n: n + 1)),
+        "numerics__exact": data.draw(st.booleans()),
         "plan__chunks": data.draw(number),
         "plan__zero": data.draw(st.integers(0, 5)),
         "plan__microbatch": data.draw(st.none() | number),
         "plan__schedule": data.draw(st.none() | st.sampled_from(SCHEDULES)),
     }
-    for _ in range(9):
+    for _ in range(14):
         try:
             resolve(config_of(**values))
         except ConfigError as error:
@@ -524,7 +613,17 @@ def test_no_refusal_is_without_a_test(tmp_path):
         except ConfigError as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             reached.add((Path(frame.filename).name, frame.lineno))
-    modules = (cuts_module, hf_config_module, model_module, resolve_module, shape_module, stages_module, toml_module)
+    modules = (
+        cuts_module,
+        grain_module,
+        hf_config_module,
+        model_module,
+        resolve_module,
+        shape_module,
+        spread_module,
+        stages_module,
+        toml_module,
+    )
     known = set().union(*map(raise_lines, modules))
     # Unreadable files have a test of their own.
     lines = {Path(m.__file__).name: Path(m.__file__).read_text(encoding="utf-8").splitlines() for m in modules}

@@ -13,6 +13,8 @@ are ``cost.work.LocalDims``, a tp rank's share:
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
       gate, silu of it, up, their product                             4 · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
+      with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
+                                                                      2 · T·max(cp - K, 0)·H·e + T·N·H·e
     block, kept "selective": the input, and what products and attention gave
       input                                                           t·D·e
       queries, keys, values before rotation                           T·(N + 2K)·H·e
@@ -202,10 +204,17 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
 def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
     stream = 2 * d.t * d.D * e + d.T * d.D * e + 2 * d.t * FP32
-    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
+    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
     return stream + attention + qk_norm + feed_forward
+
+
+def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
+    cp = run.plan.mesh.cp
+    if run.plan.context == "ring" or cp == 1:
+        return 0
+    return (2 * max(cp - d.K, 0) + d.N) * d.T * d.H * e
 
 
 def _mixture(d: LocalDims, e: int, moe: MoeShape, mesh: MeshShape) -> int:

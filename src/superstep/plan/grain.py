@@ -42,7 +42,7 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
     if config.numerics.compile:
         raise ConfigError(
             "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
-            "set numerics.compile = false."
+            "set numerics.compile to false."
         )
     if shape is None:
         raise ConfigError(
@@ -75,12 +75,8 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
             f"each context-parallel rank; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
             "numerics.exact_chunks to a larger power of two for every layout that is compared."
         )
-    if shape.moe and grain.parts % (plan.cp * plan.tp):
-        raise ConfigError(
-            f"plan.tp = {plan.tp} with numerics.exact = true and experts: a sequence has {grain.parts} parts, which "
-            f"plan.cp · plan.tp = {plan.cp * plan.tp} ranks share out; set plan.tp to one of "
-            f"{[n for n in _powers(grain.cells) if grain.parts % (plan.cp * n) == 0]}."
-        )
+    # All four are powers of two, and check_context saw that cp · tp divides the tokens.
+    assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0
     return grain
 
 

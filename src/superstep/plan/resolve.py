@@ -119,7 +119,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     check_split(outline, rules, plan.tp)
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
-    check_replicas(plan)
+    check_replicas(shape, plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -184,6 +184,7 @@ def _check_ranges(config: RunConfig) -> None:
             1 if config.plan.microbatch_group is None else config.plan.microbatch_group,
             1,
         ),
+        "numerics.exact_chunks": (1 if config.numerics.exact_chunks is None else config.numerics.exact_chunks, 1),
         "train.decay_steps": (1 if config.train.decay_steps is None else config.train.decay_steps, 1),
     }
     for name, (value, least) in at_least.items():

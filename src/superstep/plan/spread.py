@@ -64,8 +64,8 @@ def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
         )
 
 
-def check_replicas(plan: PlanConfig) -> None:
-    """Whether the ranks that hold the same parameters fall into so many copies.
+def check_replicas(shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether the ranks that hold the same parameters, and those that hold the same experts, fall into so many copies.
 
     Raises:
         ConfigError: they do not, or nothing is sharded that could be replicated.
@@ -79,6 +79,12 @@ def check_replicas(plan: PlanConfig) -> None:
         raise ConfigError(
             f"plan.replicas = {plan.replicas} must leave two or more of the plan.dp · plan.cp = {sharers} ranks to "
             f"each copy, and divide them; set plan.replicas to one of {choices}."
+        )
+    alike = sharers * plan.tp // plan.ep
+    if shape is not None and shape.moe is not None and alike % plan.replicas:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} must divide the {alike} ranks that hold the same experts with "
+            f"plan.ep = {plan.ep}; set plan.replicas to one of {[n for n in choices if alike % n == 0]}."
         )
     if plan.zero == 0:
         raise ConfigError(
