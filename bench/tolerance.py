@@ -28,7 +28,8 @@ from superstep.data.stream import Batch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.launch import World, launch
-from superstep.train.prove import Difference, prove_differences, write_reference
+from superstep.train.prove import Difference, write_reference
+from superstep.train.prove import differences as differences_of
 from superstep.train.prove_exact import write_bits
 from superstep.train.sweep import layouts
 
@@ -39,9 +40,9 @@ SEQUENCES = 8
 
 def config_of(dtype: str, model: str) -> RunConfig:
     """A small model with every kind of layer; large ones have longer sums, of which ``numerics.tolerance`` speaks."""
-    experts = (
-        {"experts": 4, "router": "dropless", "ffn": 32, "balance_weight": 0.1} if model == "experts" else {"ffn": 64}
-    )
+    experts: dict[str, object] = {"ffn": 64}
+    if model == "experts":
+        experts = {"experts": 4, "router": "dropless", "ffn": 32, "balance_weight": 0.1}
     return RunConfig(
         model=ModelConfig(
             name="tiny", layers=4, width=32, heads=8, kv_heads=8, head_dim=4, vocab=64, qk_norm=True, **experts
@@ -62,7 +63,7 @@ def batches() -> tuple[Batch, ...]:
 
 def differences(world: World, runs: Sequence[Resolved], folder: Path) -> list[Difference]:
     """Every compared value of every layout."""
-    return [d for run in runs for d in prove_differences(world, run, batches(), folder)]
+    return [d for run in runs for d in differences_of(world, run, batches(), folder)]
 
 
 def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str, float]]:

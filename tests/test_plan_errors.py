@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from plans import SCHEDULES, examples
 from superstep.errors import ConfigError
+from superstep.plan import cuts as cuts_module
 from superstep.plan import grain as grain_module
 from superstep.plan import hf_config as hf_config_module
 from superstep.plan import model as model_module

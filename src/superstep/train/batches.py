@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolve import Plan
 from superstep.plan.sequence import positions
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
@@ -24,14 +24,3 @@ def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) 
         tokens_BS, targets_BS = tokens_BS[:, held], targets_BS[:, held]
     pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
     return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
-
-
-def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
-    plan = run.plan
-    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
-    readers: dict[int, set[int]] = {}
-    for unit, reads in enumerate(plan.params):
-        for owner in reads:
-            readers.setdefault(owner, set()).add(rank_of[unit])
-    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))

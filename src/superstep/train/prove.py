@@ -23,7 +23,7 @@ from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.piece import Piece
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 from superstep.train.model import units_of
 from superstep.train.reference import reference_steps, unit_steps
 from superstep.train.schedule import rate
@@ -108,15 +108,7 @@ def prove(
     units of a model that the run's configuration does not name.
     """
     specs = specs or units_of(run)
-    mesh = build_mesh(
-        run.plan.mesh,
-        world.rank,
-        world.device,
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts="experts" in run.plan.families,
-        timeout=timedelta(seconds=120),
-    )
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
     try:
         differences, bits = _run(mesh, run, specs, batches, folder)
         is_deterministic = None
@@ -127,6 +119,16 @@ def prove(
         mesh.destroy()
     everyone = [d for part in gather(differences) for d in part]
     return _judge(everyone, is_deterministic)
+
+
+def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
+    """What ``prove`` judges: every compared value of every rank."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
+    try:
+        found, _ = _run(mesh, run, units_of(run), batches, folder)
+    finally:
+        mesh.destroy()
+    return [d for part in gather(found) for d in part]
 
 
 def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:

@@ -24,7 +24,7 @@ from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.checkpoint import Position, load, save
 from superstep.state.piece import STATE, Piece
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 from superstep.train.schedule import rate
 from superstep.train.session import RankPeers, tensor_shapes
 
@@ -223,15 +223,7 @@ def _train_step(
 
 
 def _mesh(world: World, run: Resolved) -> Mesh:
-    return build_mesh(
-        run.plan.mesh,
-        world.rank,
-        world.device,
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts="experts" in run.plan.families,
-        timeout=timedelta(seconds=300),
-    )
+    return build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
 
 
 def _save(engine: Engine, world: World, place: Path, step: int) -> None:

@@ -28,7 +28,7 @@ from superstep.runtime.launch import World, barrier, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
 from superstep.state.piece import STATE
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 from superstep.train.model import units_of
 from superstep.train.schedule import rate
 
@@ -127,15 +127,7 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
-        self._mesh = build_mesh(
-            run.plan.mesh,
-            world.rank,
-            world.device,
-            placement=run.plan.placement,
-            ties=ties(run),
-            has_experts="experts" in run.plan.families,
-            timeout=MESH_TIMEOUT,
-        )
+        self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
