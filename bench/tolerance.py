@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from bench.machine import machine_facts
 from superstep.data.stream import Batch
@@ -80,9 +79,6 @@ def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str
             alone = resolve(replace(exact, model=replace(exact.model, tied=tied)))
             write_reference(alone.shape, config.train, batches(), plain)
             launch(1, write_bits, alone, batches(), bits, stop=1)
-            for file in bits.glob("*.safetensors"):
-                tensors = load_file(file)
-                save_file({**tensors, "grad_norm": tensors["norm"]}, file)
             found["dtype"] += launch(1, differences, [alone], plain)
             for world in worlds:
                 runs = [run for run in layouts(config, world) if run.shape.tied == tied]
