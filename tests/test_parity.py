@@ -71,7 +71,8 @@ def test_the_sweep_has_every_value_of_every_choice(world):
     assert {r.plan.schedule for r in runs} >= {"gpipe", "zb-h1"}
     assert {r.shape.tied for r in runs} == {True, False} == {r.config.data.packed for r in runs}
     assert any(r.config.plan.stages for r in runs)
-    assert {axis for r in runs for axis, _ in r.config.plan.rules} == {"ffn", "vocab"}
+    left = {axis for r in runs for axis, _ in r.config.plan.rules}
+    assert left == {"ffn", "vocab"} if world > 2 else left
     if world > 2:
         assert {r.plan.mesh.replicas for r in runs} == {1, 2}
 
