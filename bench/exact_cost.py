@@ -27,7 +27,7 @@ from superstep.runtime.engine import Engine
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.launch import World, gather, launch
 from superstep.runtime.mesh import Mesh, build_mesh
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 AXES = {
     "one rank": {},
@@ -83,15 +83,7 @@ class _Side:
     """One engine and its batch."""
 
     def __init__(self, world: World, run: Resolved) -> None:
-        self.mesh: Mesh = build_mesh(
-            run.plan.mesh,
-            world.rank,
-            world.device,
-            placement=run.plan.placement,
-            ties=ties(run),
-            timeout=timedelta(seconds=120),
-            has_experts=run.shape.moe is not None,
-        )
+        self.mesh: Mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
         self._engine = Engine(run, units(run.shape), self.mesh)
         size, tokens = run.config.train.batch_sequences, run.config.data.sequence_tokens
         random = torch.Generator().manual_seed(0)

@@ -36,7 +36,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, ties
+from superstep.train.batches import microbatches
 
 TIMEOUT = timedelta(minutes=3)
 
@@ -109,7 +109,7 @@ def _rank(rank: int, cp: int, work: Work, budget_bytes: int | None, folder: str)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=cp, timeout=TIMEOUT)
     run = run_of(cp, work)
-    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=TIMEOUT)
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=TIMEOUT)
     batches = random_batches(run.shape, work.steps, 1, work.tokens)
     (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # what a first product loads
     dist.barrier()

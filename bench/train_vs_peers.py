@@ -32,7 +32,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 PAIRS: dict[str, tuple[dict, dict, int]] = {
     "DDP fp32": ({"dp": 2}, {"peer": "ddp"}, 2),
@@ -122,9 +122,7 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
     )
     batches = random_batches(run.shape, load.steps, load.sequences, load.sequence_tokens)
     baseline = _reset_peak()
-    mesh = build_mesh(
-        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(minutes=5)
-    )
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(minutes=5))
     engine = Engine(run, units(run.shape), mesh)
     losses, seconds, cpu_seconds = [], [], []
     dist.barrier()

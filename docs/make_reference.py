@@ -33,6 +33,7 @@ from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.sequence import blocks, positions
 from superstep.plan.shape import SHAPES
+from superstep.plan.toml import table_entry
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
 from superstep.program.memory import forwards_in_flight
@@ -119,6 +120,8 @@ def values(hint: object) -> str:
         return ", ".join(values(option) for option in typing.get_args(hint) if option is not type(None))
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    if (entry := table_entry(hint)) is not None:
+        return f"a table of {values(entry)}"
     if typing.get_origin(hint) is tuple:
         return f"{values(typing.get_args(hint)[0])}s"
     return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
@@ -153,8 +156,8 @@ def configuration() -> str:
         "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out "
         "keeps its default. Unknown keys and values of another type are errors that name the field.",
         "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
-        "`train.batch_sequences` is `--train.batch-sequences`. A flag counts more than the file. `None` on the "
-        "command line leaves a field out again.",
+        "`train.batch_sequences` is `--train.batch-sequences`; so is an entry of a table: `--plan.rules.ffn none`. "
+        "A flag counts more than the file. `None` on the command line leaves a field out again.",
         "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
         "[run directory](run-directory.md).",
     ]

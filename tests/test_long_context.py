@@ -16,7 +16,7 @@ from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import DTYPES, Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, ties
+from superstep.train.batches import microbatches
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,9 +34,7 @@ def run_of(cp, *, context="ring", compute="fp32", kv_heads=8):
 def _kept(rank, world, **layout):
     """The bytes that autograd saves in one step of the engine."""
     run = run_of(world, **layout)
-    mesh = build_mesh(
-        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
-    )
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1, sequences=1, tokens=TOKENS)
     mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)

@@ -22,7 +22,7 @@ from superstep.plan.model import shape_of
 from superstep.plan.resolve import divisors, resolve
 from superstep.plan.shape import SHAPES
 from superstep.plan.stages import even_split, place
-from superstep.plan.toml import read_config, write_config
+from superstep.plan.toml import read_config, table_entry, write_config
 
 
 def values_of(hint) -> st.SearchStrategy:
@@ -34,6 +34,10 @@ def values_of(hint) -> st.SearchStrategy:
         return st.one_of(map(values_of, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(typing.get_args(hint))
+    if (entry := table_entry(hint)) is not None:
+        return st.dictionaries(st.text(max_size=4), values_of(entry), max_size=3).map(
+            lambda d: tuple(sorted(d.items()))
+        )
     if typing.get_origin(hint) is tuple:
         return st.lists(values_of(typing.get_args(hint)[0]), max_size=3).map(tuple)
     return {

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from plans import SCHEDULES, examples
 from superstep.errors import ConfigError
+from superstep.plan import cuts as cuts_module
 from superstep.plan import grain as grain_module
 from superstep.plan import hf_config as hf_config_module
 from superstep.plan import model as model_module
@@ -26,6 +27,7 @@ from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.hf_config import to_hf_config
 from superstep.plan.model import shape_of
+from superstep.plan.outline import Outline, Parameter, Unit
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
 
@@ -58,6 +60,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
+    (
+        {"numerics__exact": True, "plan__rules": (("ffn", "none"),)},
+        None,
+        ["numerics.exact = true", "plan.rules = {'ffn': 'none'}", "leave plan.rules out", "numerics.exact = false"],
+    ),
+    (
+        {"model__experts": 4, "plan__rules": (("experts", "none"),)},
+        None,
+        ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
+    ),
     (
         {"plan__cp": 3},
         None,
@@ -236,6 +248,69 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         None,
         ["data.sequence_tokens = 255", "plan.tp = 2", "set plan.tp to one of [1]"],
     ),
+    (
+        {"plan__rules": (("fnn", "none"),)},
+        None,
+        ["plan.rules.fnn = 'none'", "no parameter of the model has an axis 'fnn'", "did you mean 'ffn'?"],
+    ),
+    (
+        {"plan__rules": (("ffn", "ep"),)},
+        None,
+        ["plan.rules.ffn = 'ep'", "experts alone", "set plan.rules.ffn to 'tp' or 'none'"],
+    ),
+    (
+        {"plan__rules": (("embed", "tp"),)},
+        None,
+        [
+            "model.embed_tokens.weight",
+            "plan.rules.vocab = 'tp' cuts its dim 0",
+            "plan.rules.embed = 'tp' its dim 1",
+            "set plan.rules.embed to 'none'",
+        ],
+    ),
+    (
+        {"plan__rules": (("embed", "tp"), ("vocab", "none"))},
+        None,
+        ["model.embed_tokens.weight", "plan.rules.embed = 'tp' cuts its dim 1 ('embed', 128)", "rows of embeddings"],
+    ),
+    (
+        {"plan__rules": (("norm", "tp"),)},
+        None,
+        [
+            "model.layers.0.input_layernorm.weight",
+            "plan.rules.norm = 'tp' cuts its dim 0 ('norm', 128)",
+            "set plan.rules.norm to 'none'",
+        ],
+    ),
+    (
+        {"plan__rules": (("kv_heads", "none"),)},
+        None,
+        [
+            "model.layers.0.self_attn.k_proj.weight",
+            "plan.rules.kv_heads = 'none'",
+            "plan.rules.heads = 'tp'",
+            "set plan.rules.kv_heads to 'tp', or both to 'none'",
+        ],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("heads", "none"), ("kv_heads", "none"))},
+        None,
+        ["plan.rules.heads = 'none'", "plan.sequence_parallel = true", "set plan.sequence_parallel to false"],
+    ),
+    (
+        {"plan__tp": 2, "model__ffn": 353},
+        None,
+        ["model.ffn = 353", "plan.tp = 2", "set plan.tp to one of [1], or plan.rules.ffn to 'none'"],
+    ),
+    (
+        {
+            "plan__tp": 2,
+            "plan__sequence_parallel": False,
+            "plan__rules": (("ffn", "none"), ("heads", "none"), ("kv_heads", "none"), ("vocab", "none")),
+        },
+        None,
+        ["plan.tp = 2", "no parameter of the model has an axis with a rule 'tp'", "set plan.tp to 1"],
+    ),
     ({"model__name": "lama3-8b"}, None, ["model.name = 'lama3-8b'", "did you mean 'llama3-8b'?"]),
     ({"model__name": "zzz"}, None, ["model.name = 'zzz'", "choose one of tiny, demo"]),
     ({"model__width": 130}, None, ["model.width = 130", "model.heads = 4", "set model.head_dim"]),
@@ -305,18 +380,87 @@ def test_a_config_is_refused_with_the_mend(values, world, words):
     assert "\n" not in message
 
 
+def linear(name, *axes, rows=8, columns=8) -> Parameter:
+    return Parameter(name=name, axes=axes, dims=(rows, columns), layer="linear")
+
+
+def outline(*parameters: Parameter) -> Outline:
+    """A model of the user's own, whose middle unit has these parameters."""
+    ends = (linear("first.weight", "in", None), linear("last.weight", None, "out"))
+    return Outline((Unit("first", ends[:1]), Unit("middle", parameters), Unit("last", ends[1:])))
+
+
+# the configuration, the units of a model that is not ours, what the message must say
+OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
+    (
+        {"plan__tp": 4, "plan__rules": (("inner", "tp"),)},
+        outline(linear("up.weight", "inner", None, rows=6), linear("down.weight", None, "inner", columns=6)),
+        ["up.weight", "dim 0 ('inner') of 6", "plan.tp = 4", "plan.rules.inner to 'none'", "plan.tp to one of [1, 2, "],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
+        outline(linear("up.weight", "inner", None)),
+        ["up.weight", "plan.rules.inner = 'tp' cuts its output", "'middle' is cut over its input to match"],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
+        outline(linear("down.weight", None, "inner")),
+        ["down.weight", "plan.rules.inner = 'tp' cuts its input", "'middle' is cut over its output to match"],
+    ),
+    (
+        {"plan__rules": (("inner", "tp"),)},
+        Outline((Unit("only", ()),)),
+        ["plan.rules.inner = 'tp'", "no parameter of the model has an axis 'inner'", "leave plan.rules out"],
+    ),
+    (
+        {"numerics__exact": True, "model__source": "mine.py"},
+        outline(),
+        ["numerics.exact = true", "model.source = 'mine.py'", "set numerics.exact = false"],
+    ),
+    (
+        {"plan__cp": 2, "plan__context": "ulysses"},
+        outline(),
+        ["plan.cp = 2", "plan.context = 'ulysses'", "does not say how many it has", "set plan.context to 'ring'"],
+    ),
+    ({"plan__pp": 4}, outline(), ["= 4 stages", "1 unit between its first and its last", "plan.pp to one of [1]"]),
+]
+
+
+@pytest.mark.parametrize(("values", "units", "words"), OWN, ids=name_of)
+def test_units_of_ones_own_are_refused_with_the_mend(values, units, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_of(**values), outline=units)
+    assert [word for word in words if word not in str(caught.value)] == []
+    for field, value in advice(str(caught.value)):
+        if value != "none" or values["plan__tp"] == 1:  # with nothing left to cut, tp is refused in turn
+            resolve(config_of(**follow(values, field, value)), outline=units)
+
+
+def test_a_model_of_ones_own_has_no_shape():
+    run = resolve(config_of(model__source="mine.py"), outline=outline())
+    with pytest.raises(ConfigError, match=r"model\.source = 'mine\.py': its steps are not predicted"):
+        _ = run.shape
+
+
 ADVICE = re.compile(r"(?:set |or )([\w.]+) to (?:one of \[([\d, ]+)\]|a multiple of (\d+)|(\d+))")
+RULE_ADVICE = re.compile(r"(?:set |or )(plan\.rules\.\w+) to '(\w+)'")
+SWITCH_ADVICE = re.compile(r"set ([\w.]+) to (true|false)")
 
 
-def advice(message: str) -> list[tuple[str, int]]:
+def advice(message: str) -> list[tuple[str, object]]:
     """Every (field, value) that a message says to set."""
-    found = []
+    found: list[tuple[str, object]] = []
     for field, several, multiple, one in ADVICE.findall(message):
         found += [(field, int(number)) for number in re.findall(r"\d+", several or multiple or one)]
-    return found
+    found += RULE_ADVICE.findall(message)
+    return found + [(field, value == "true") for field, value in SWITCH_ADVICE.findall(message)]
 
 
-def follow(values: dict[str, object], field: str, value: int) -> dict[str, object]:
+def follow(values: dict[str, object], field: str, value: object) -> dict[str, object]:
+    table, _, axis = field.rpartition(".")
+    if table == "plan.rules":
+        rules = {**dict(values.get("plan__rules", ())), axis: value}
+        return values | {"plan__rules": tuple(sorted(rules.items()))}
     return values | {field.replace(".", "__"): value}
 
 
@@ -378,6 +522,8 @@ TOML: list[tuple[str, list[str]]] = [
     ("[plan]\nstages = [true]", ["plan.stages = [True]", "a list of whole numbers"]),
     ("[data]\ncorpus = [1]", ["data.corpus = [1]", "a list of strings"]),
     ("[data]\ntokenizer = 1", ["data.tokenizer = 1", "a string"]),
+    ("[plan.rules]\nffn = 'dp'", ["plan.rules.ffn = 'dp'", "one of 'tp', 'ep', 'none'"]),
+    ("[plan]\nrules = 'none'", ["plan.rules = 'none'", "a table, each of its values one of 'tp', 'ep', 'none'"]),
     ("[plan", ["is not TOML"]),
 ]
 
@@ -454,6 +600,8 @@ def test_no_refusal_is_without_a_test(tmp_path):
         path.write_text(text, encoding="utf-8")
         attempts.append(lambda path=path: read_config(path))
     attempts.append(lambda: read_config(tmp_path / "none.toml"))
+    attempts += [lambda values=v, units=u: resolve(config_of(**values), outline=units) for v, u, _ in OWN]
+    attempts.append(lambda: resolve(RunConfig(), outline=outline()).shape)
     for k, (changes, _) in enumerate(HF):
         folder = tmp_path / str(k)
         folder.mkdir()
@@ -467,6 +615,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
             frame = traceback.extract_tb(error.__traceback__)[-1]
             reached.add((Path(frame.filename).name, frame.lineno))
     modules = (
+        cuts_module,
         grain_module,
         hf_config_module,
         model_module,

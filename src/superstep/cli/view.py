@@ -17,7 +17,7 @@ from superstep.cost.predict import Machine, Prediction, predict
 from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
@@ -25,6 +25,7 @@ from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
 from superstep.runtime.measure import measure
+from superstep.train.model import resolved
 from superstep.train.session import RunFolder
 
 DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a run as it ran; of neither, the demo's."
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         _say(write_program(_program(folder)) if options.program else _recorded(folder, picture))
         return 0
     config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
-    run = resolve(config)
+    run = resolved(config)
     _say(write_program(compile_step(run.plan)) if options.program else _predicted(run, picture))
     return 0
 
@@ -98,7 +99,9 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
             f"Until then, superstep view {folder.config} shows the predicted step."
         )
     ran = load_trace(folder.trace, program)
-    run = resolve(read_config(folder.config))
+    run = resolved(read_config(folder.config))
+    if run.decoder is None:  # the steps of other models are not predicted
+        return f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}"
     machine = measure(run, pick(0))
     prediction = predict(run, machine)
     longest_s = max(ran.timeline.step_s, prediction.step_s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.rules import DEFAULT
 from superstep.plan.shape import ModelShape
 
 MOST_CELLS = 8
@@ -30,7 +31,7 @@ class Grain:
     parts: int
 
 
-def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain | None:
+def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
     """The grain of a run in exact mode; None in fast mode.
 
     Raises:
@@ -42,6 +43,16 @@ def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain 
         raise ConfigError(
             "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
             "set numerics.compile to false."
+        )
+    if shape is None:
+        raise ConfigError(
+            f"numerics.exact = true with model.source = '{config.model.source}': the sums of layers that are not ours "
+            "have no fixed order; set numerics.exact = false."
+        )
+    if any(rule != dict(DEFAULT.cuts).get(axis, "none") for axis, rule in plan.rules):
+        raise ConfigError(
+            f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
+            "rules; leave plan.rules out, or set numerics.exact = false."
         )
     tokens = config.data.sequence_tokens
     cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from superstep.model.exchange import Now
+from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.loss import IGNORE
+from superstep.plan.cuts import has_cut_output
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.runtime.accumulate import Adder, Sink, Sums
@@ -24,7 +26,7 @@ from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
 from superstep.runtime.expert_parallel import build_exchange
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, Loss, build_loss, build_module, selective
+from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
 
@@ -53,9 +55,12 @@ class Engine:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
+        example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
     """
 
-    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+    def __init__(
+        self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, example: torch.Tensor | None = None
+    ) -> None:
         self.run = run
         self.mesh = mesh
         self.specs = tuple(specs)
@@ -96,7 +101,7 @@ class Engine:
         self._attend, self._positions = build_attend(run, mesh)
         self._exchange = build_exchange(run, mesh)
         self._is_training = False
-        self._executor = Executor(self._machine(specs, compute), self._update)
+        self._executor = Executor(self._machine(specs, compute, example), self._update)
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
@@ -106,7 +111,7 @@ class Engine:
         """Every flat buffer, with its unit."""
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
 
-    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype) -> Machine:
+    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None) -> Machine:
         plan, mesh, config = self.run.plan, self.mesh, self.run.config
         shared = {
             slot.spec.name: param
@@ -127,13 +132,15 @@ class Engine:
                 plan.rules,
                 sums=sums,
                 sequence_parallel=plan.sequence_parallel,
+                is_first=unit == 0,
                 is_compiled=is_compiled and plan.recomputed[unit],
                 exact=exact,
             )
             for unit in self.step_program.units_of(mesh.at.pp)
         }
         compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
-        tokens = config.data.sequence_tokens // plan.mesh.cp // (plan.mesh.tp if plan.sequence_parallel else 1)
+        for unit, module in modules.items():
+            fill_buffers(module, specs[unit], mesh.device.torch, compute)
         return Machine(
             mesh=mesh,
             buffers=self.buffers,
@@ -143,9 +150,27 @@ class Engine:
             selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
             loss=self._loss(modules, specs, exact),
             loss_dtype=torch.float32 if exact is None else torch.float64,
-            boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
+            boundaries=self._boundaries(specs, compute, example),
             begin=self._begin,
         )
+
+    def _boundaries(
+        self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
+    ) -> tuple[Passed, ...]:
+        """The shape and dtype of each unit's input on this rank."""
+        plan = self.run.plan
+        if example is None:
+            example = torch.empty(1, self.run.config.data.sequence_tokens, dtype=torch.long)
+        # Context-parallel ranks have a part of what is a sequence.
+        dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
+        rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
+        if self.run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
+            stream = torch.Size((*rows.shape, self.run.decoder.width))
+            found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
+        else:
+            found = passed(specs, rows, compute, "the model")
+        ways = plan.mesh.tp if plan.sequence_parallel else 1
+        return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
 
     def _exact(self, sums: Sums) -> Exact | None:
         grain = self.run.plan.grain
@@ -174,7 +199,19 @@ class Engine:
         if exact is not None and last in modules:
             return build_exact_loss(modules[last], specs[last], exact)
         is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
-        return build_loss(modules.get(last, torch.nn.Identity()), self.mesh.tp, is_straight=is_straight)
+        tp = self.mesh.tp if self._is_output_cut else None
+        head = modules.get(last, torch.nn.Identity())
+        loss = build_loss(head, tp, is_straight=is_straight, given=specs[last].loss)
+        return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
+
+    @property
+    def _is_output_cut(self) -> bool:
+        return has_cut_output(self.run.outline, self.run.plan.rules)
+
+    @property
+    def _sees_part(self) -> bool:
+        """Whether each tp rank computes the loss of its own part of the sequence."""
+        return self.run.plan.sequence_parallel and not self._is_output_cut
 
     def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
         """The module with the keyword arguments that it takes."""
@@ -235,9 +272,9 @@ class Engine:
         self.optimizer.step(self._lr, self._result[1])
 
     def _counted_loss(self) -> torch.Tensor:
-        # Every tp rank computed the same loss; one of them counts it.
+        # Where every tp rank computed the same loss, one of them counts it.
         loss = self._executor.loss
-        return loss if self.mesh.at.tp == 0 else torch.zeros_like(loss)
+        return loss if self.mesh.at.tp == 0 or self._sees_part else torch.zeros_like(loss)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
@@ -286,6 +323,11 @@ class Engine:
             optimizer=sum(b.optimizer for b in every),
             transient=sum(b.transient for b in every),
         )
+
+
+def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
+    """[B, S, ...] with the sequence split."""
+    return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape
 
 
 def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:

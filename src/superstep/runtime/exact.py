@@ -110,6 +110,9 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
             _replace(layer, exact_silu)
         elif isinstance(layer, MixtureOfExperts):
             layer.combine = exact_combine  # type: ignore[method-assign]
+    if isinstance(module, Head):
+        # The loss multiplies; what enters a cut head still enters here.
+        _replace(module.lm_head, _same)
 
 
 def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
@@ -128,10 +131,8 @@ def _adds_to(into: Tensor) -> Any:  # noqa: ANN401
 def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
     assert isinstance(head, Head)
-    linear = head.lm_head
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
-    linear.forward = _same  # type: ignore[method-assign,assignment]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
         return exact_loss(h, weight, targets, scale, sink, cut)
