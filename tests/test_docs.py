@@ -35,6 +35,7 @@ MADE_BY_RUNS = {"bench/results"}
 
 
 def maker():
+    sys.path.insert(0, str(ROOT / "docs"))  # as for a script of that folder
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks its annotations up
