@@ -9,7 +9,6 @@ pair of steps gives one ratio; what is reported is the median over pairs, of wal
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine_facts
+from bench.machine import write_result
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -135,10 +134,7 @@ def main(argv: list[str]) -> int:
         "microbatch": 4,
         "pairs": asked.pairs,
     }
-    asked.json.write_text(
-        json.dumps({**machine_facts(), "workload": workload, "layouts": table}, indent=1) + "\n", encoding="utf-8"
-    )
-    print(f"figures in {asked.json}")
+    write_result(asked.json, workload=workload, layouts=table)
     return 0
 
 

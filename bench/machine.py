@@ -1,7 +1,8 @@
-"""What a result says of where it was measured."""
+"""A result as a file: the figures, and where they were measured."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from pathlib import Path
@@ -18,6 +19,13 @@ def machine_facts() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def write_result(path: Path, **figures: object) -> None:
+    """Write figures, beside machine and versions, as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**machine_facts(), **figures}, indent=1) + "\n", encoding="utf-8")
+    print(f"figures in {path}")
 
 
 def _cpu_name() -> str:

@@ -13,7 +13,6 @@ layouts, for each dtype, dense and with experts:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import machine_facts
+from bench.machine import write_result
 from superstep.data.stream import Batch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -115,10 +114,7 @@ def main(argv: list[str]) -> int:
                 figures = "".join(f"{found[kind]:>10.1e}" for kind in ("loss", "gradient", "gradient_later", "update"))
                 print(f"{dtype:6}{model:9}{distance:10}{figures}", flush=True)
     workload = {"layers": 4, "width": 32, "sequences": SEQUENCES, "sequence_tokens": TOKENS, "worlds": asked.worlds}
-    asked.json.write_text(
-        json.dumps({**machine_facts(), "workload": workload, "distances": table}, indent=1) + "\n", encoding="utf-8"
-    )
-    print(f"figures in {asked.json}")
+    write_result(asked.json, workload=workload, distances=table)
     return 0
 
 

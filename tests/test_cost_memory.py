@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from superstep.cost.memory import rank_bytes, unit_bytes
 from superstep.model.axes import units
 from superstep.model.exchange import Local, Now
+from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve
@@ -28,7 +29,6 @@ from superstep.program.memory import high_water
 from superstep.runtime.accumulate import Sums, input_gradient
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.device import Device
-from superstep.runtime.engine import DTYPES
 from superstep.runtime.layout import lay_out
 from superstep.runtime.modules import build_loss, build_module, on_part, selective
 

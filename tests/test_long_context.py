@@ -10,11 +10,12 @@ import small
 from bench.long_context import Work, attempt, saved_bytes
 from superstep.cost.memory import rank_bytes
 from superstep.model.axes import units
+from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
-from superstep.runtime.engine import DTYPES, Engine
+from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
 

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from superstep.model.exchange import Now
-from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.loss import IGNORE
-from superstep.plan.cuts import has_cut_output
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
-from superstep.runtime.accumulate import Adder, Sink, Sums
-from superstep.runtime.attention import build_attend
+from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
-from superstep.runtime.exact import Exact, build_exact_loss, require_exact
-from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
+from superstep.runtime.exact import require_exact
+from superstep.runtime.executor import Executor, Microbatch, Ran
 from superstep.runtime.expert_parallel import build_exchange
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.state.piece import Kind, Piece
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +91,10 @@ class Engine:
             ),
             is_exact=plan.grain is not None,
         )
-        self._attend, self._positions = build_attend(run, mesh)
         self._exchange = build_exchange(run, mesh)
         self._is_training = False
-        self._executor = Executor(self._machine(specs, compute, example), self._update)
+        machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self._executor = Executor(machine, self._update)
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
@@ -110,113 +103,6 @@ class Engine:
     def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
         """Every flat buffer, with its unit."""
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
-
-    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None) -> Machine:
-        plan, mesh, config = self.run.plan, self.mesh, self.run.config
-        shared = {
-            slot.spec.name: param
-            for _, b in self._each()
-            for slot in b.layout.slots
-            for local, param in b.params.items()
-            if local == slot.local
-        }
-        sums = Sums()
-        exact = self._exact(sums)
-        # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
-        is_compiled = config.numerics.compile
-        modules = {
-            unit: build_module(
-                specs[unit],
-                {local: shared[p.name] for local, p in specs[unit].params.items()},
-                mesh.tp,
-                plan.rules,
-                sums=sums,
-                sequence_parallel=plan.sequence_parallel,
-                is_first=unit == 0,
-                is_compiled=is_compiled and plan.recomputed[unit],
-                exact=exact,
-            )
-            for unit in self.step_program.units_of(mesh.at.pp)
-        }
-        compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
-        for unit, module in modules.items():
-            fill_buffers(module, specs[unit], mesh.device.torch, compute)
-        return Machine(
-            mesh=mesh,
-            buffers=self.buffers,
-            compute=compute_of,
-            parameters={unit: tuple(self._adders(module, exact)) for unit, module in modules.items()},
-            sums=sums,
-            selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
-            loss=self._loss(modules, specs, exact),
-            loss_dtype=torch.float32 if exact is None else torch.float64,
-            boundaries=self._boundaries(specs, compute, example),
-            begin=self._begin,
-        )
-
-    def _boundaries(
-        self, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
-    ) -> tuple[Passed, ...]:
-        """The shape and dtype of each unit's input on this rank."""
-        plan = self.run.plan
-        if example is None:
-            example = torch.empty(1, self.run.config.data.sequence_tokens, dtype=torch.long)
-        # Context-parallel ranks have a part of what is a sequence.
-        dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
-        rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
-        if self.run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
-            stream = torch.Size((*rows.shape, self.run.decoder.width))
-            found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
-        else:
-            found = passed(specs, rows, compute, "the model")
-        ways = plan.mesh.tp if plan.sequence_parallel else 1
-        return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
-
-    def _exact(self, sums: Sums) -> Exact | None:
-        grain = self.run.plan.grain
-        if grain is None:
-            return None
-        return Exact(
-            grain=grain,
-            rules=self.run.plan.rules,
-            chunks=grain.chunks // self.mesh.shape.cp,
-            parts=grain.parts // (self.mesh.shape.cp * self.mesh.shape.tp),
-            group=self.mesh.tp,
-            sinks={param: Sink(b.sinks[local], sums) for _, b in self._each() for local, param in b.params.items()},
-        )
-
-    @staticmethod
-    def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
-        """For each parameter, what adds a gradient to its buffer."""
-        for param in module.parameters():
-            if exact is not None:
-                yield param, functools.partial(PARAMETER.add, exact.sinks[param].into)
-            elif param.grad is not None:
-                yield param, param.grad.add_
-
-    def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
-        last = len(specs) - 1
-        if exact is not None and last in modules:
-            return build_exact_loss(modules[last], specs[last], exact)
-        is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
-        tp = self.mesh.tp if self._is_output_cut else None
-        head = modules.get(last, torch.nn.Identity())
-        loss = build_loss(head, tp, is_straight=is_straight, given=specs[last].loss)
-        return on_part(loss, self.mesh.tp) if self._sees_part and self.mesh.tp is not None else loss
-
-    @property
-    def _is_output_cut(self) -> bool:
-        return has_cut_output(self.run.outline, self.run.plan.rules)
-
-    @property
-    def _sees_part(self) -> bool:
-        """Whether each tp rank computes the loss of its own part of the sequence."""
-        return self.run.plan.sequence_parallel and not self._is_output_cut
-
-    def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
-        """The module with the keyword arguments that it takes."""
-        given = {"attend": self._attend, "positions": self._positions, "exchange": self._exchange}
-        return functools.partial(module, **{name: given[name] for name in spec.takes}) if spec.takes else module
 
     def _begin(self, m: int) -> None:
         """Tell the exchange which sequences come next."""
@@ -274,7 +160,7 @@ class Engine:
     def _counted_loss(self) -> torch.Tensor:
         # Where every tp rank computed the same loss, one of them counts it.
         loss = self._executor.loss
-        return loss if self.mesh.at.tp == 0 or self._sees_part else torch.zeros_like(loss)
+        return loss if self.mesh.at.tp == 0 or sees_part(self.run.plan, self.run.outline) else torch.zeros_like(loss)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""
@@ -323,11 +209,6 @@ class Engine:
             optimizer=sum(b.optimizer for b in every),
             transient=sum(b.transient for b in every),
         )
-
-
-def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
-    """[B, S, ...] with the sequence split."""
-    return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape
 
 
 def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:
