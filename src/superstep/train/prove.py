@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superstep.data.stream import Batch
 from superstep.model.unit import UnitSpec, global_specs, initial
-from superstep.numerics.tolerance import TOLERANCE
+from superstep.numerics.tolerance import tolerance
 from superstep.plan.config import TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
@@ -175,7 +175,7 @@ class _Compare:
         self._run = run
         self._step = step
         self._path = None if folder is None else folder / f"{step}.safetensors"
-        self._allowed = TOLERANCE[run.config.numerics.compute]
+        self._allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
         self._specs = global_specs(specs)
 
     def step(self, result: StepResult) -> list[Difference]:
