@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench.train_vs_peers import cpu_name
+from bench.machine import machine_facts
 from superstep.cost.work import model_flops_per_token, parameters
 from superstep.data.tokens import prepare
 from superstep.observe.load import busiest, dropped_share, entropy
@@ -137,12 +135,8 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     load = Load(steps=asked.steps, lr=asked.lr, eval_every=asked.eval_every)
     facts = {
-        "machine": platform.processor() or platform.machine(),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        **machine_facts(),
         "threads": 1,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "workload": asdict(load) | {"sequence_tokens": RunConfig().data.sequence_tokens, "steps_a_report": STRETCH},
     }
     runs: list[dict] = []

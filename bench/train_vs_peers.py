@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.machine import machine_facts
 from bench.peers import Workload, measure
 from bench.peers_common import _peak_bytes, _reset_peak, random_batches
 from superstep.model.axes import units
@@ -33,7 +32,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 PAIRS: dict[str, tuple[dict, dict, int]] = {
     "DDP fp32": ({"dp": 2}, {"peer": "ddp"}, 2),
@@ -123,7 +122,7 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
     )
     batches = random_batches(run.shape, load.steps, load.sequences, load.sequence_tokens)
     baseline = _reset_peak()
-    mesh = build_mesh(run.plan.mesh, rank, Device("cpu"), ties=ties(run), timeout=timedelta(minutes=5))
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(minutes=5))
     engine = Engine(run, units(run.shape), mesh)
     losses, seconds, cpu_seconds = [], [], []
     dist.barrier()
@@ -211,11 +210,7 @@ def main(argv: list[str]) -> int:
     path = asked.json or Path(__file__).parent / "results" / f"train_vs_peers-{asked.vocab}.json"
     path.parent.mkdir(exist_ok=True)
     facts = {
-        "machine": platform.processor() or platform.machine(),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **machine_facts(),
         "workload": {"shape": load.shape, "vocab": asked.vocab, "sequences": load.sequences,
                      "sequence_tokens": load.sequence_tokens, "microbatch": load.microbatch,
                      "steps": load.steps, "warmup": load.warmup, "rounds": asked.rounds},
@@ -224,13 +219,6 @@ def main(argv: list[str]) -> int:
     worst = min(row["speed_ratio"] for row in table)
     print(f"slowest pair: {worst:.2f}x the peer's speed; figures in {path}")
     return 0
-
-
-def cpu_name() -> str:
-    """What /proc/cpuinfo calls the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from layout_blocks import LAYOUT_BLOCKS, fenced, table
+
 from superstep.cost.memory import rank_bytes
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.work import parameters
@@ -29,6 +31,7 @@ from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.shape import SHAPES
+from superstep.plan.toml import table_entry
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
 from superstep.program.memory import forwards_in_flight
@@ -114,9 +117,12 @@ def values(hint: object) -> str:
         return ", ".join(values(option) for option in typing.get_args(hint) if option is not type(None))
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and ... in typing.get_args(typing.get_args(hint)[0]):
+        return f"lists of {values(typing.get_args(hint)[0])}"
+    if (entry := table_entry(hint)) is not None:
+        return f"a table of {values(entry)}"
     if typing.get_origin(hint) is tuple:
-        each = typing.get_args(hint)[0]
-        return f"lists of {values(each)}" if typing.get_origin(each) is tuple else f"{values(each)}s"
+        return f"{values(typing.get_args(hint)[0])}s"
     return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
 
 
@@ -135,12 +141,6 @@ def literal(value: object) -> str:
             return f"`{value}`"
 
 
-def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
-
-
 def configuration() -> str:
     """The page of every field."""
     parts = [
@@ -149,8 +149,8 @@ def configuration() -> str:
         "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out "
         "keeps its default. Unknown keys and values of another type are errors that name the field.",
         "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
-        "`train.batch_sequences` is `--train.batch-sequences`. A flag counts more than the file. `None` on the "
-        "command line leaves a field out again.",
+        "`train.batch_sequences` is `--train.batch-sequences`; so is an entry of a table: `--plan.rules.ffn none`. "
+        "A flag counts more than the file. `None` on the command line leaves a field out again.",
         "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
         "[run directory](run-directory.md).",
     ]
@@ -219,12 +219,8 @@ def timeline(run: Resolved, *, block_s: float, moves_s: float = 0.0) -> Timeline
     return simulate(program, PerUnit(units=(end, *[block] * (len(program.units) - 2), end)))
 
 
-def _fenced(text: str) -> str:
-    return f"```text\n{text.rstrip()}\n```"
-
-
 def _drawn(run: Resolved, **seconds: float) -> str:
-    return _fenced(draw_text(timeline(run, **seconds), WIDTH, colour=False))
+    return fenced(draw_text(timeline(run, **seconds), WIDTH, colour=False))
 
 
 PIPELINES: dict[str, tuple[int, str, float]] = {
@@ -264,7 +260,7 @@ def _zero_programs() -> str:
         columns.append([f"zero = {zero}", "", *(describe(i).replace(" keep=all", "") for i in program.ranks[0])])
     height = max(map(len, columns))
     rows = zip(*(column + [""] * (height - len(column)) for column in columns), strict=True)
-    return _fenced("\n".join("".join(f"{cell:<18}" for cell in row).rstrip() for row in rows))
+    return fenced("\n".join("".join(f"{cell:<18}" for cell in row).rstrip() for row in rows))
 
 
 def _zero_bytes() -> str:
@@ -311,13 +307,14 @@ def _program(run: Resolved) -> Program:
 
 
 MADE: dict[str, Callable[[], str]] = {
-    "program": lambda: _fenced(write_program(_program(_small()))),
+    "program": lambda: fenced(write_program(_program(_small()))),
     "program drawn": lambda: _drawn(_small(), block_s=4e-3, moves_s=0.5e-3),
     "zero programs": _zero_programs,
     "zero bytes": _zero_bytes,
     "zero drawn": lambda: _drawn(run_of(batch=4, dp=2, zero=3), block_s=4e-3, moves_s=3e-3),
     "bubbles": _bubbles,
     **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
+    **LAYOUT_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,
 }

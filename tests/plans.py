@@ -12,6 +12,7 @@ from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, 
 from superstep.plan.resolve import Plan, resolve
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+DEGREES = {"dp": [1, 1, 2, 3, 4], "cp": [1, 1, 2], "tp": [1, 2]}
 
 
 def examples(count: int) -> settings:
@@ -19,7 +20,9 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def plan_of(*, layers: int = 4, microbatches: int = 4, tied: bool = False, **layout: Any) -> Plan:
+def plan_of(
+    *, layers: int = 4, microbatches: int = 4, tied: bool = False, experts: int | None = None, **layout: Any
+) -> Plan:
     """The plan of a small model; ``layout`` are fields of PlanConfig.
 
     Its head has little work, so that stages are even in blocks where nothing is said.
@@ -27,7 +30,7 @@ def plan_of(*, layers: int = 4, microbatches: int = 4, tied: bool = False, **lay
     layout.setdefault("microbatch", 1)
     batch = microbatches * layout.get("dp", 1) * layout["microbatch"]
     config = RunConfig(
-        model=ModelConfig(name="demo", layers=layers, tied=tied, vocab=16),
+        model=ModelConfig(name="demo", layers=layers, tied=tied, vocab=16, experts=experts),
         train=TrainConfig(batch_sequences=batch),
         plan=PlanConfig(**layout),
     )
@@ -57,15 +60,25 @@ def plans(draw: st.DrawFn, **fixed: Any) -> Plan:
     least = pp if chunks > 1 else 1
     group = pick("microbatch_group", st.integers(least, least + 2)) if is_grouped else None
     layers = pick("layers", st.integers(pp * chunks, pp * chunks + 3))
+    dp, cp, tp = (pick(axis, st.sampled_from(degrees)) for axis, degrees in DEGREES.items())
+    zero = pick("zero", st.integers(0, 3))
+    ep = pick("ep", st.sampled_from([n for n in (1, 2, 4) if dp * cp * tp % n == 0]))
+    experts = pick("experts", st.none() | st.just(4) if ep == 1 else st.just(4))
+    alike = [dp * cp] if experts is None else [dp * cp, dp * cp * tp // ep]
+    copies = [n for n in range(1, dp * cp) if all(count % n == 0 for count in alike)] if zero else []
     return plan_of(
         layers=layers,
         stages=pick("stages", st.none() | splits(layers + 2, pp * chunks)),
         microbatches=pick("microbatches", st.integers(1, 8) if group is None else st.integers(1, 3).map(group.__mul__)),
         tied=pick("tied", st.booleans()),
         pp=pp,
-        dp=pick("dp", st.sampled_from([1, 2, 3])),
-        tp=pick("tp", st.sampled_from([1, 2])),
-        zero=pick("zero", st.integers(0, 3)),
+        dp=dp,
+        cp=cp,
+        tp=tp,
+        ep=ep,
+        experts=experts,
+        zero=zero,
+        replicas=pick("replicas", st.sampled_from(copies or [1])),
         schedule=schedule,
         chunks=chunks,
         microbatch_group=group,

@@ -14,7 +14,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.multiproc
 
@@ -40,14 +40,7 @@ def _both(rank, world, plan, peer, tied):
         **peer,
     )
     theirs = run(rank, world, job)
-    mesh = build_mesh(
-        resolved.plan.mesh,
-        rank,
-        Device("cpu"),
-        placement=resolved.plan.placement,
-        ties=ties(resolved),
-        timeout=timedelta(seconds=60),
-    )
+    mesh = build_mesh(resolved.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(resolved, units(resolved.shape), mesh)
     ours = []
     for (tokens, targets), lr in zip(batches, RATES, strict=True):

@@ -21,7 +21,7 @@ from superstep.runtime.launch import gather
 from superstep.runtime.mesh import build_mesh
 from superstep.state.checkpoint import Position, checkpoint_at, save
 from superstep.state.piece import STATE
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.multiproc
 
@@ -37,9 +37,7 @@ class Ranks:
 
 def _train_and_save(rank, world, plan, tied, qk_norm, folder):
     run = resolve(small.config(tied=tied, qk_norm=qk_norm, **plan), world)
-    mesh = build_mesh(
-        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
-    )
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     batch = small.batches(steps=1)[0]
     mine = rows(run.plan, mesh)

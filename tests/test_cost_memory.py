@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from superstep.cost.memory import rank_bytes, unit_bytes
 from superstep.model.axes import units
 from superstep.model.exchange import Local, Now
+from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve
@@ -28,13 +29,13 @@ from superstep.program.memory import high_water
 from superstep.runtime.accumulate import Sums, input_gradient
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.device import Device
-from superstep.runtime.engine import DTYPES
 from superstep.runtime.layout import lay_out
-from superstep.runtime.modules import build_loss, build_module, selective
+from superstep.runtime.modules import build_loss, build_module, on_part, selective
 
 # Sizes at which no buffer is a multiple of the alignment by itself.
 ODD = ModelConfig(name="tiny", layers=3, width=36, heads=4, kv_heads=2, head_dim=10, ffn=50, vocab=102)
 MODEL = ModelConfig(name="tiny", layers=2)
+FFN, VOCAB = (("ffn", "none"),), (("vocab", "none"),)
 
 
 def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, **layout):
@@ -62,6 +63,7 @@ def runs(draw):
         tp=draw(st.sampled_from([1, 2])),
         zero=draw(st.sampled_from([0, 1, 2, 3])),
         sequence_parallel=draw(st.booleans()),
+        rules=draw(st.sampled_from([(), VOCAB] if model.experts else [(), FFN, VOCAB, FFN + VOCAB])),
     )
 
 
@@ -173,11 +175,15 @@ def built(run, unit, *, group=None, is_selective=False):
         run.plan.rules,
         sums=sums,
         sequence_parallel=run.plan.sequence_parallel,
+        is_first=unit == 0,
         is_compiled=run.config.numerics.compile,
     )
     exchange = Local(Now(sequences=tuple(range(run.plan.microbatch)), step=0))
     given = {"exchange": exchange} if "exchange" in spec.takes else {}
-    loss = build_loss(module, group, is_straight=run.plan.zero < 2 or mesh.dp == 1)
+    is_cut = run.plan.rules.cut("vocab") is not None
+    loss = build_loss(module, group if is_cut else None, is_straight=run.plan.zero < 2 or mesh.dp == 1)
+    if group is not None and not is_cut and run.plan.sequence_parallel:
+        loss = on_part(loss, group)
     whole = functools.partial(module, **given)
     compute = selective(whole) if is_selective else whole
     rows, tokens = run.plan.microbatch, run.config.data.sequence_tokens
@@ -301,6 +307,17 @@ def test_a_tensor_parallel_block_keeps_what_is_predicted(pair, compute, qk_norm,
     sizes = unit_bytes(run)[1]
     assert saved(run, 1, group=pair) == sizes.kept_all
     assert outlived(run, 1, group=pair, is_selective=True) == sizes.kept_selective
+
+
+@COMPUTE
+@SPLIT
+def test_what_the_rules_leave_whole_keeps_what_is_predicted(pair, compute, sequence_parallel):
+    run = run_of(compute=compute, tp=2, sequence_parallel=sequence_parallel, rules=FFN + VOCAB)
+    embed, block, _, head = unit_bytes(run)
+    assert saved(run, 0, group=pair) == embed.kept_all
+    assert saved(run, 1, group=pair) == block.kept_all
+    assert outlived(run, 1, group=pair, is_selective=True) == block.kept_selective
+    assert saved(run, 3, group=pair) == head.kept_all
 
 
 @COMPUTE

@@ -25,6 +25,7 @@ from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
 from superstep.state.checkpoint import FILES, MANIFEST
 from superstep.train import rundir
+from superstep.train.model import resolved
 from superstep.train.session import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ MADE_BY_RUNS = {"bench/results"}
 
 
 def maker():
+    sys.path.insert(0, str(ROOT / "docs"))  # as for a script of that folder
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks its annotations up
@@ -211,11 +213,12 @@ def test_verbs_and_targets_named_in_passing_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_toml_on_a_page_resolves(page, tmp_path):
+def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     for number, (block, _) in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"
         path.write_text(block, encoding="utf-8")
-        resolve(read_config(path))
+        resolved(read_config(path))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -14,7 +14,6 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import ties
 
 pytestmark = pytest.mark.multiproc
 
@@ -40,9 +39,7 @@ def _resident():
 
 def _held(rank, world, zero, compute):
     run = _run(world, zero, compute)
-    mesh = build_mesh(
-        run.plan.mesh, rank, Device("cpu"), placement=run.plan.placement, ties=ties(run), timeout=timedelta(seconds=60)
-    )
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     Engine(run, units(run.shape), mesh)  # what a first engine loads for good is not counted below
     before = _resident()
     engine = Engine(run, units(run.shape), mesh)

@@ -160,6 +160,9 @@ def test_blocks_share_one_table_a_length():
     for tokens in (8, 8, 16):
         decoder(torch.zeros(1, tokens, dtype=torch.long))
     assert made == [8, 16]
+    for positions in (torch.arange(8), torch.arange(8, 16)):
+        decoder(torch.zeros(1, 8, dtype=torch.long), positions=positions)
+    assert made == [8, 16, 8, 8]
 
 
 def test_training_may_follow_inference():

@@ -12,7 +12,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, ties
+from superstep.train.batches import microbatches
 
 CONFIG = small.config(layers=3, microbatch=2)
 
@@ -27,15 +27,7 @@ def _one_thread():
 
 def engine_of(**model):
     run = resolve(replace(CONFIG, model=replace(CONFIG.model, **model)))
-    mesh = build_mesh(
-        run.plan.mesh,
-        0,
-        Device("cpu"),
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts=run.shape.moe is not None,
-        timeout=timedelta(seconds=60),
-    )
+    mesh = build_mesh(run.plan, 0, Device("cpu"), timeout=timedelta(seconds=60))
     return Engine(run, units(run.shape), mesh)
 
 

@@ -17,12 +17,12 @@ from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.hf_config import from_hf_config, to_hf_config
-from superstep.plan.mesh import AXES, MeshShape
+from superstep.plan.mesh import AXES, FAMILIES, MeshShape
 from superstep.plan.model import shape_of
 from superstep.plan.resolve import divisors, resolve
 from superstep.plan.shape import SHAPES
 from superstep.plan.stages import even_split, place
-from superstep.plan.toml import read_config, write_config
+from superstep.plan.toml import read_config, table_entry, write_config
 
 
 def values_of(hint) -> st.SearchStrategy:
@@ -34,6 +34,10 @@ def values_of(hint) -> st.SearchStrategy:
         return st.one_of(map(values_of, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(typing.get_args(hint))
+    if (entry := table_entry(hint)) is not None:
+        return st.dictionaries(st.text(max_size=4), values_of(entry), max_size=3).map(
+            lambda d: tuple(sorted(d.items()))
+        )
     if typing.get_origin(hint) is tuple:
         return st.lists(values_of(typing.get_args(hint)[0]), max_size=3).map(tuple)
     return {
@@ -100,6 +104,70 @@ def test_the_groups_of_an_axis_share_out_the_ranks(degrees):
             places = [mesh.at(rank) for rank in group]
             assert [getattr(at, axis) for at in places] == list(range(mesh.degree(axis)))
             assert len({replace(at, **{axis: 0}) for at in places}) == 1
+
+
+@st.composite
+def meshes(draw):
+    """Any small mesh, with experts and replicas that its ranks can have."""
+    pp, dp, cp, tp = (draw(st.sampled_from(degrees)) for degrees in ([1, 2], [1, 2, 3, 4], [1, 2, 4], [1, 2, 3]))
+    ep = draw(st.sampled_from(divisors(dp * cp * tp)))
+    replicas = draw(st.sampled_from([n for n in divisors(dp * cp) if dp * cp * tp // ep % n == 0]))
+    return MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, replicas=replicas)
+
+
+def held_by(mesh, family, rank):
+    """Which parameters of a family a rank has, before they are sharded: its stage, and its part of each."""
+    at = mesh.at(rank)
+    return at.pp, at.tp if family == "dense" else mesh.expert_place(at)
+
+
+@examples(100)
+@given(meshes())
+def test_groups_partition_the_ranks_ascending_and_are_as_large_as_the_mesh_says(mesh):
+    sizes = [(mesh.expert_groups(), mesh.ep), (mesh.sequence_groups(), mesh.cp * mesh.tp)]
+    for family in FAMILIES:
+        sizes += [(mesh.shard_groups(family), mesh.shards(family)), (mesh.replica_groups(family), mesh.replicas)]
+    for groups, size in sizes:
+        assert sorted(chain.from_iterable(groups)) == list(range(mesh.world))
+        assert {len(group) for group in groups} == {size}
+        assert all(group == sorted(group) for group in groups)
+
+
+@examples(100)
+@given(meshes())
+def test_each_copy_has_every_shard_once_and_replicas_have_the_same(mesh):
+    for family in FAMILIES:
+        shard = {rank: k for group in mesh.shard_groups(family) for k, rank in enumerate(group)}
+        for group in mesh.shard_groups(family) + mesh.replica_groups(family):
+            assert len({held_by(mesh, family, rank) for rank in group}) == 1
+        for group in mesh.replica_groups(family):
+            assert len({shard[rank] for rank in group}) == 1
+        # A rank of each copy for every shard: the two kinds of groups cross in one rank.
+        for copy, alike in product(mesh.shard_groups(family), mesh.replica_groups(family)):
+            same = held_by(mesh, family, copy[0]) == held_by(mesh, family, alike[0])
+            assert len(set(copy) & set(alike)) == same
+
+
+@examples(100)
+@given(meshes())
+def test_a_group_of_experts_has_all_of_them_and_one_of_a_sequence_all_its_tokens(mesh):
+    for group in mesh.expert_groups():
+        assert [held_by(mesh, "experts", rank)[1] for rank in group] == list(range(mesh.ep))
+        assert len({mesh.at(rank).pp for rank in group}) == 1
+    for group in mesh.sequence_groups():
+        places = [mesh.at(rank) for rank in group]
+        assert [(at.cp, at.tp) for at in places] == list(product(range(mesh.cp), range(mesh.tp)))
+        assert len({(at.pp, at.dp) for at in places}) == 1
+
+
+def test_groups_are_those_of_the_drawings():
+    mesh = MeshShape(dp=4, replicas=2)
+    assert (mesh.shard_groups("dense"), mesh.replica_groups("dense")) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    mesh = MeshShape(dp=2, cp=2, tp=2, ep=4)
+    assert mesh.expert_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.shard_groups("experts") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh.shard_groups("dense") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert mesh.sequence_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def loads(work, counts):

@@ -44,6 +44,11 @@ def of(program, kind):
     return [i for instructions in program.ranks for i in instructions if isinstance(i, kind)]
 
 
+def is_shared(plan):
+    """Whether ranks of a stage hold the same parameters, be it only the experts or only the others."""
+    return any(len(group) > 1 for family in plan.families for group in plan.mesh.shard_groups(family))
+
+
 @any_plan
 @given(plans())
 def test_every_plan_compiles_and_its_text_round_trips(plan):
@@ -101,8 +106,8 @@ def test_what_is_fetched_is_freed_and_what_is_reduced_is_settled(plan):
         for unit in program.held_by(rank):
             assert count[Reduce, unit] == count[Settle, unit]
             assert count[Free, unit] == (count[Fetch, unit] if plan.zero == 3 else 0)
-            assert bool(count[Reduce, unit]) == (plan.mesh.dp > 1)
-            assert bool(count[Fetch, unit]) == (plan.mesh.dp > 1 and plan.zero > 0)
+            assert bool(count[Reduce, unit]) == is_shared(plan)
+            assert bool(count[Fetch, unit]) == (is_shared(plan) and plan.zero > 0)
         assert instructions[-1] == Step()
         assert instructions.count(ReducePartial()) == (plan.mesh.tp > 1)
 
@@ -120,8 +125,24 @@ def test_recomputing_in_full_computes_every_block_twice(plan):
 def test_zero_0_and_1_reduce_and_fetch_a_unit_once_a_step(plan):
     program = compile_step(plan)
     held = [(rank, unit) for rank in range(plan.mesh.pp) for unit in program.held_by(rank)]
-    assert len(of(program, Reduce)) == (len(held) if plan.mesh.dp > 1 else 0)
-    assert len(of(program, Fetch)) == (len(held) if plan.mesh.dp > 1 and plan.zero else 0)
+    assert len(of(program, Reduce)) == (len(held) if is_shared(plan) else 0)
+    assert len(of(program, Fetch)) == (len(held) if is_shared(plan) and plan.zero else 0)
+
+
+@any_plan
+@given(plans() | plans(dp=4, zero=2, replicas=2, ep=1) | plans(dp=2, cp=2, zero=3, replicas=2, tied=True, ep=1))
+def test_replicas_are_summed_once_a_step_of_what_is_settled_for_good(plan):
+    """After the unit's last settling, and before its gradient is tied or the norm is taken."""
+    program = compile_step(plan)
+    for rank, instructions in enumerate(program.ranks):
+        at = {i: k for k, i in enumerate(instructions)}  # a unit's last Settle and BackwardWeight
+        assert Counter(i.unit for i in instructions if isinstance(i, ReduceReplicas)) == (
+            dict.fromkeys(program.held_by(rank), 1) if plan.mesh.replicas > 1 else {}
+        )
+        for i, k in at.items():
+            if isinstance(i, ReduceReplicas):
+                assert at[Settle(i.unit)] < k < at.get(Tie(i.unit), at[Step()])
+                assert k < at.get(ReducePartial(), at[Step()])
 
 
 @any_plan

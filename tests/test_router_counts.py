@@ -14,7 +14,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 
 LAYOUTS = {
     1: [{"microbatch": 2, "recompute": "full"}],
@@ -31,15 +31,7 @@ def run_of(router="switch", **plan):
 
 def _routed(rank, world, run):
     """Two steps with a validation between them, then one step: what was reported of each stretch."""
-    mesh = build_mesh(
-        run.plan.mesh,
-        rank,
-        Device("cpu"),
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts=True,
-        timeout=timedelta(seconds=60),
-    )
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     found = []
     for number, batch in enumerate(small.batches(steps=3)):

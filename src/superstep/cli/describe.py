@@ -30,7 +30,8 @@ def _parts(run: Resolved) -> Iterator[str]:
         yield plan.recompute
     if plan.sequence_parallel:
         yield "sp"
-    yield "tied" if run.shape.tied else "untied"
+    yield from (f"{axis}={rule}" for axis, rule in config.plan.rules)
+    yield "tied" if run.outline.is_tied else "untied"
     if not config.data.packed:
         yield "padded"
     if config.numerics.compute != "fp32":

@@ -1,6 +1,7 @@
 """A verb's command line: an optional run.toml, then any field of its settings as a flag.
 
     --plan.tp 2   --plan.tp=2   --data.corpus a.txt b.txt   --data.text-field body   --plan.dp None
+    --plan.rules.ffn none                                       one entry of a table
 
 Flags are read here, so that a wrong one is refused in one line and in the words that a run.toml is refused in; tyro
 writes the help.
@@ -18,7 +19,7 @@ import tyro
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
-from superstep.plan.toml import alternatives, describe_type, read_config
+from superstep.plan.toml import alternatives, describe_type, read_config, table_entry
 
 T = TypeVar("T")
 
@@ -59,6 +60,10 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str) -> 
     hints = dict(_hints(type(base), ""))
     for flag, words in _groups(argv):
         name = flag.replace("-", "_")
+        table, _, key = name.rpartition(".")
+        if (entry := table_entry(hints.get(table))) is not None:
+            base = _with(base, table.split("."), _entered(base, table, key, _value(flag, words, entry)))
+            continue
         if name not in hints:
             raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
         base = _with(base, name.split("."), _value(flag, words, hints[name]))
@@ -107,6 +112,8 @@ def _nearest(name: str, known: list[str], prog: str) -> str:
 
 def _value(flag: str, words: list[str], hint: object) -> object:
     options = alternatives(hint)
+    if (entry := table_entry(options[0])) is not None:
+        raise ConfigError(f"--{flag} is a table: write --{flag}.KEY with a value that is {describe_type(entry)}.")
     is_list = typing.get_origin(options[0]) is tuple
     if not words and bool in options:
         return True
@@ -137,6 +144,13 @@ def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa:
         return True, option(word)
     except ValueError:
         return False, None
+
+
+def _entered(base: Any, table: str, key: str, value: object) -> tuple[tuple[str, object], ...]:  # noqa: ANN401
+    """The table with one entry more, or another."""
+    for name in table.split("."):
+        base = getattr(base, name)
+    return tuple(sorted({**dict(base), key: value}.items()))
 
 
 def _with(base: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401

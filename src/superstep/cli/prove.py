@@ -15,9 +15,10 @@ from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.launch import World, launch
+from superstep.train.model import resolved, units_of, vocab_of
 from superstep.train.prove import Difference, Verdict, prove, write_reference
 from superstep.train.sweep import layouts
 
@@ -63,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--{name} = {value} must be at least 1.")
     if options.exact:
         options = replace(options, numerics=replace(options.numerics, exact=True))
-    run = resolve(options)
-    with _corpus(options, run.shape.vocab) as corpus:
+    run = resolved(options)
+    with _corpus(options, vocab_of(run)) as corpus:
         if options.exact:
             return _exact(options, run, corpus)
         if not options.all:
@@ -89,7 +90,7 @@ def _exact(options: Options, run: Resolved, corpus: Path) -> int:
 
 def _kind(run: Resolved) -> str:
     """What a reference depends on beside the sizes: the model and the batches."""
-    return f"tied={run.shape.tied} packed={run.config.data.packed}"
+    return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
 
 
 def _base(path: Path) -> RunConfig:
@@ -191,7 +192,7 @@ def _batches(run: Resolved, corpus: Corpus, steps: int) -> tuple[Batch, ...]:
 
 def _reference(run: Resolved, batches: tuple[Batch, ...], folder: Path) -> None:
     try:
-        write_reference(run.shape, run.config.train, batches, folder)
+        write_reference(run.decoder or units_of(run), run.config.train, batches, folder)
     except OSError as error:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from torch import Tensor
 
 from superstep.cli.options import read_flags
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
@@ -17,12 +18,13 @@ from superstep.errors import ConfigError, StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
-from superstep.model.unit import global_tensors
+from superstep.model.source import load_units
+from superstep.model.unit import Row, global_tensors
 from superstep.plan.config import RunConfig
 from superstep.plan.hf_config import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.checkpoint import checkpoints
-from superstep.train.sample import generate
+from superstep.train.sample import Model, generate
 from superstep.train.session import RunFolder
 
 DESCRIPTION = "Write text with a trained run."
@@ -88,14 +90,26 @@ def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) 
     return tokenizer.decode(ids + list(drawn))
 
 
-def _load(run: Path) -> tuple[RunConfig, Decoder, Tokenizer]:
+def _load(run: Path) -> tuple[RunConfig, Model, Tokenizer]:
     folder = RunFolder(root=run)
     if not folder.config.is_file():
         raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
     found = checkpoints(folder.checkpoints)
     if not found:
         raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
-    shape = from_hf_config(found[-1] / "config.json")
+    config = read_config(folder.config)
+    model, tensors = _decoder(found[-1]) if config.model.source is None else _own(config)
+    load_weights(found[-1], tensors)
+    return config, model, load_tokenizer(found[-1] / "tokenizer.json")
+
+
+def _decoder(checkpoint: Path) -> tuple[Model, Mapping[str, Tensor]]:
+    shape = from_hf_config(checkpoint / "config.json")
     model = Decoder(shape)
-    load_weights(found[-1], global_tensors(model, units(shape)))
-    return read_config(folder.config), model, load_tokenizer(found[-1] / "tokenizer.json")
+    return model, global_tensors(model, units(shape))
+
+
+def _own(config: RunConfig) -> tuple[Model, Mapping[str, Tensor]]:
+    """The units of a user's file, in a row."""
+    model = Row(load_units(config), config.train.seed)
+    return model, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)}

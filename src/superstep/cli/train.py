@@ -14,21 +14,22 @@ from superstep.cli.describe import plan_text
 from superstep.cli.display import open_display, restore
 from superstep.cli.options import DEMO, flags, parse
 from superstep.cost.devices import peak_flops
-from superstep.cost.predict import Machine, Prediction, predict
-from superstep.cost.work import MFU_CONVENTION, parameters
+from superstep.cost.predict import Machine, predict
+from superstep.cost.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
 from superstep.errors import Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.launch import World, join, launch
 from superstep.runtime.measure import measure
 from superstep.state.checkpoint import Position, read_position
 from superstep.train import rundir
 from superstep.train.loop import train
+from superstep.train.model import resolved, vocab_of
 from superstep.train.session import RunFolder, Session
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
@@ -47,10 +48,10 @@ class Job:
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(lambda ranks: _prepared(resolve(_config(argv)[0], ranks)), _rank)
+        join(lambda ranks: _prepared(resolved(_config(argv)[0], ranks)), _rank)
         return 0
     config, is_demo = _config(argv)
-    with _prepared(resolve(config)) as job:
+    with _prepared(resolved(config)) as job:
         if job is None:
             return 0
         try:
@@ -112,7 +113,7 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
     if checkpoint is None or not is_whole(kept):
         if not (kept / "corpus.json").is_file():
             _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {kept} ...")
-        prepare(data, run.shape.vocab, kept)
+        prepare(data, vocab_of(run), kept)
     if checkpoint is not None:
         rundir.check_tokens(checkpoint, kept)
     return kept
@@ -133,7 +134,8 @@ def _rank(world: World, job: Job | None) -> None:
 
 
 def _train(world: World, job: Job) -> None:
-    machine = measure(job.run, world.device)
+    # The steps of a model of the user's own are not predicted.
+    machine = None if job.run.decoder is None else measure(job.run, world.device)
     peak = _peak_flops(job.run, world, machine)
     session = Session(world, job.run, job.folder, job.corpus, peak)
     position = Position() if job.checkpoint is None else session.load(job.checkpoint)
@@ -145,7 +147,7 @@ def _train(world: World, job: Job) -> None:
             rundir.write(job.run, job.folder)
             session.describe()
             sink = _sinks(job, stack, peak)
-            sink.write(_started(job, world, open_corpus(job.corpus).manifest, predict(job.run, machine)))
+            sink.write(_started(job, world, open_corpus(job.corpus).manifest, machine))
             if is_resumed:
                 sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
         train(session, position, sink)
@@ -153,12 +155,12 @@ def _train(world: World, job: Job) -> None:
     session.close()
 
 
-def _peak_flops(run: Resolved, world: World, machine: Machine) -> float | None:
+def _peak_flops(run: Resolved, world: World, machine: Machine | None) -> float | None:
     """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
     if run.config.observe.peak_flops is not None:
         return run.config.observe.peak_flops
     if world.device.kind == "cpu":
-        return machine.gemm_flops_per_s
+        return None if machine is None else machine.gemm_flops_per_s
     return peak_flops(world.device.name, run.config.numerics.compute)
 
 
@@ -175,16 +177,17 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     return fanout
 
 
-def _started(job: Job, world: World, manifest: Manifest, prediction: Prediction) -> RunStarted:
+def _started(job: Job, world: World, manifest: Manifest, machine: Machine | None) -> RunStarted:
+    prediction = None if machine is None else predict(job.run, machine)
     return RunStarted(
         run=str(job.folder.root),
         plan=plan_text(job.run),
-        parameters=parameters(job.run.shape),
+        parameters=job.run.outline.numel,
         world=world.size,
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
-        predicted_step_s=prediction.step_s,
-        predicted_memory_bytes=prediction.memory_bytes,
+        predicted_step_s=prediction.step_s if prediction else None,
+        predicted_memory_bytes=prediction.memory_bytes if prediction else None,
     )
 
 

@@ -19,8 +19,7 @@ from superstep.observe.jsonl import read
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
-from superstep.plan.model import shape_of
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
@@ -28,6 +27,7 @@ from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
 from superstep.runtime.measure import measure
+from superstep.train.model import resolved
 from superstep.train.session import RunFolder
 
 DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a run as it ran; of neither, the demo's."
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         _say(_of_run(RunFolder(root=Path(target)), options, picture))
         return 0
     config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
-    run = resolve(config)
+    run = resolved(config)
     _say(write_program(compile_step(run.plan)) if options.program else _predicted(run, picture))
     return 0
 
@@ -126,7 +126,9 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
             f"Until then, superstep view {folder.config} shows the predicted step."
         )
     ran = load_trace(folder.trace, program)
-    run = resolve(read_config(folder.config))
+    run = resolved(read_config(folder.config))
+    if run.decoder is None:  # the steps of other models are not predicted
+        return f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}"
     machine = measure(run, pick(0))
     prediction = predict(run, machine)
     longest_s = max(ran.timeline.step_s, prediction.step_s)
@@ -140,26 +142,25 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
     _require_run(folder)
-    config = read_config(folder.config)
-    shape = shape_of(config.model)
-    if shape.moe is None:
+    run = resolved(read_config(folder.config))
+    if run.decoder is None or run.decoder.moe is None:
         raise StateError(
             f"'{folder.root}' has no experts, so no router: name a run that has, "
             "as superstep train recipes/moe.toml makes one."
         )
-    if layer is not None and not 0 <= layer < shape.layers:
+    if layer is not None and not 0 <= layer < run.decoder.layers:
         raise UserError(
-            f"--layer {layer}: the layers of '{folder.root}' are 0 to {shape.layers - 1}; name one of them."
+            f"--layer {layer}: the layers of '{folder.root}' are 0 to {run.decoder.layers - 1}; name one of them."
         )
     seen = reports(read(folder.metrics)) if folder.metrics.is_file() else []
     if not seen:
         raise StateError(
-            f"'{folder.root}' has no report of its routers yet: the run writes one every {config.observe.log_every} "
-            "steps (observe.log_every). Ask again after those."
+            f"'{folder.root}' has no report of its routers yet: the run writes one every "
+            f"{run.config.observe.log_every} steps (observe.log_every). Ask again after those."
         )
     ink = ASCII if picture.is_plain else COLOURS if picture.has_colour else SHADES
     title = f"where the tokens of {folder.root} went, in steps {seen[0].first} to {seen[-1].last}"
-    layers = range(shape.layers) if layer is None else [layer]
+    layers = range(run.decoder.layers) if layer is None else [layer]
     return f"{title}\n\n{draw_routers(seen, layers, width=picture.width, ink=ink)}"
 
 

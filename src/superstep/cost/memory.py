@@ -2,22 +2,24 @@
 
 What stays from step to step are the flat buffers of the units that a rank holds: the very bytes that
 ``runtime.buffers`` allocates. What comes and goes is the peak of ``program.memory``, with activations as this decoder
-leaves them in eager mode, where e is the bytes of a number in the compute dtype and t, m, T, D, N, K, H, F, V are
-``cost.work.LocalDims``, a tp rank's share:
+leaves them in eager mode, where e is the bytes of a number in the compute dtype and t, m, T, Tf, Tv, D, N, K, H, F, V
+are ``cost.work.LocalDims``, a tp rank's share:
 
     block, kept "all"
       input; residual stream between attention and feed-forward       2 · t·D·e
-      outputs of both norms, whole where they enter a product         2 · T·D·e
+      outputs of both norms, whole where they enter a cut product     (T + Tf)·D·e
       1 / rms of both norms                                           2 · t·4
       queries and keys after rotation; values                         T·(N + 2K)·H·e
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
-      gate, silu of it, up, their product                             4 · T·F·e
+      gate, silu of it, up, their product                             4 · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
+      with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
+                                                                      2 · T·max(cp - K, 0)·H·e + T·N·H·e
     block, kept "selective": the input, and what products and attention gave
       input                                                           t·D·e
       queries, keys, values before rotation                           T·(N + 2K)·H·e
       attention's output and log-sum-exp                              T·N·H·e + T·N·4
-      attention's projection, gate, up, down's output                 2 · T·D·e + 2 · T·F·e
+      attention's projection, gate, up, down's output                 (T + Tf)·D·e + 2 · Tf·F·e
     block with a mixture of experts: the same, but for its feed-forward, with R = m·k rows sent to experts and s shared
     experts; as if each rank got its even share of the rows and none was dropped
       output of the second norm                                       m·D·e for T·D·e
@@ -31,13 +33,13 @@ leaves them in eager mode, where e is the bytes of a number in the compute dtype
         gate, up; down's outputs, shared ones, their sum              2 · (R + m·s)·F·e + (R + m (+ m))·D·e
     head
       input, 1 / rms                                                  t·D·e + t·4
-      fused with the loss (tp = 1, not compiled):
-        the gradient of the norm's output                             T·D·e
+      whole, fused with the loss:
+        the gradient of the norm's output                             Tv·D·e
         where gradients are not whole (ZeRO 2, 3), the weight's       D·V·4
-      else: the norm's output, the softmax                            T·D·e + T·V·4
-      with tp > 1: each target's column, two masks                    T·10
+      cut: the norm's output, the softmax                             T·D·e + T·V·4
+        each target's column, two masks                               T·10
     embed
-      tokens; with tp > 1 the own ones, and which are not             T·8 (+ T·9)
+      tokens; cut, the own ones, and which are not                    T·8 (+ T·9)
 
 A backward pass that comes in two keeps, from BackwardInput to BackwardWeight, the inputs of the products with
 parameters and the gradients of their outputs; and of the norms' weights, which have no product, the gradient itself:
@@ -56,8 +58,9 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
       tokens; the gradient of what they gave                                              T·8; T·D·e
 
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; a collective's own
-buffers; the batch read ahead; torch itself. Compiled units keep less than this; scores are kept whole on a GPU whose
-attention kernels take no fp32 with grouped heads.
+buffers; the batch read ahead; torch itself; what exact mode has besides (gradients of 8 bytes, attention in fp32).
+Compiled units keep less than this; scores are kept whole on a GPU whose attention kernels take no fp32 with grouped
+heads.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superstep.cost.work import LocalDims, UnitParameters, local_dims, unit_parameters
+from superstep.cost.work import LocalDims, UnitParameters, local_dims, rank_parameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.padding import padded
@@ -106,7 +109,7 @@ class RankBytes:
 
 def rank_bytes(run: Resolved, program: Program) -> tuple[RankBytes, ...]:
     """Each pipeline rank's memory for the step ``program``."""
-    owned = unit_parameters(run.shape)
+    owned = rank_parameters(run)
     peaks = high_water(program, unit_bytes(run))
     return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
 
@@ -138,8 +141,12 @@ def zero_stage(run: Resolved, family: Family = "dense") -> int:
 
 
 def has_fused_loss(run: Resolved) -> bool:
-    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass."""
-    return run.plan.mesh.tp == 1
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: it does where whole."""
+    return not _is_vocabulary_cut(run)
+
+
+def _is_vocabulary_cut(run: Resolved) -> bool:
+    return run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
 
 
 def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
@@ -164,7 +171,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     boundary = d.t * d.D * e
     tokens = TOKEN * d.T
-    embed = tokens + (TOKEN + 1) * d.T if run.plan.mesh.tp > 1 else tokens
+    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) else tokens
     head = _head(run, d, e)
     kept = [
         (embed, embed, tokens, 0, (tokens, d.T * d.D * e)),
@@ -191,17 +198,24 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             product_gradients=products[1],
             boundary=passed,
         )
-        for unit, (whole, selective, kept_input, passed, products) in zip(unit_parameters(run.shape), kept, strict=True)
+        for unit, (whole, selective, kept_input, passed, products) in zip(rank_parameters(run), kept, strict=True)
     )
 
 
 def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
     stream = 2 * d.t * d.D * e + d.T * d.D * e + 2 * d.t * FP32
-    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
+    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
-    feed_forward = d.T * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
+    feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
     return stream + attention + qk_norm + feed_forward
+
+
+def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
+    cp = run.plan.mesh.cp
+    if run.plan.context == "ring" or cp == 1:
+        return 0
+    return (2 * max(cp - d.K, 0) + d.N) * d.T * d.H * e
 
 
 def _mixture(d: LocalDims, e: int, moe: MoeShape, mesh: MeshShape) -> int:
@@ -229,7 +243,7 @@ def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     kept = d.t * d.D * e + attention + d.T * d.D * e
     if moe is None:
-        return kept + d.T * (d.D + 2 * d.F) * e
+        return kept + d.Tf * (d.D + 2 * d.F) * e
     R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
     outputs = R + d.m * (2 if shared else 1)
     return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
@@ -241,7 +255,7 @@ def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
     if shape.moe is None:
-        return inputs + d.T * (d.D + d.F) * e, gradients + d.T * (d.D + 2 * d.F) * e
+        return inputs + d.Tf * (d.D + d.F) * e, gradients + d.Tf * (d.D + 2 * d.F) * e
     # Of experts and shared ones; the router's gradient is made at once.
     R, shared = d.m * shape.moe.experts_per_token, d.m * shape.moe.shared_experts
     rows = R + (d.m if shared else 0)
@@ -256,8 +270,7 @@ def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
-    stream = d.t * d.D * e + d.t * FP32 + d.T * d.D * e
+    stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
     if has_fused_loss(run):
         return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
-    targets = (TOKEN + 2) * d.T if run.plan.mesh.tp > 1 else 0
-    return stream + d.T * d.V * FP32 + targets
+    return stream + d.T * d.V * FP32 + (TOKEN + 2) * d.T

@@ -38,7 +38,7 @@ from superstep.cost.memory import (
     zero_stage,
 )
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.work import UnitParameters, local_dims, unit_parameters, unit_work
+from superstep.cost.work import UnitParameters, local_dims, rank_flops, rank_parameters
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
@@ -110,7 +110,7 @@ def predict(run: Resolved, machine: Machine) -> Prediction:
 
 def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
     """Seconds of each instruction of the run's step."""
-    owned = unit_parameters(run.shape)
+    owned = rank_parameters(run)
     held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
     return PerUnit(
         units=tuple(_seconds(run, program, machine, unit) for unit in range(len(owned))),
@@ -122,9 +122,13 @@ def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
 
 
 def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, every norm."""
+    """Elements whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that is
+    whole.
+    """
     if run.plan.sequence_parallel:
-        return sum(unit.vectors for unit in units)
+        return sum(unit.vectors + unit.whole for unit in units)
+    if run.plan.rules.cut("heads") is None:
+        return 0
     # Beside its norms of heads a block has two of the width, the head one.
     return sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
 
@@ -146,7 +150,7 @@ class _Pass:
 
 def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> UnitSeconds:
     d, e, mesh = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.mesh
-    owned = unit_parameters(run.shape)[unit]
+    owned = rank_parameters(run)[unit]
     share, gradient = share_numel(run, owned), FP32 * buffer_numel(run, owned)
     forward, backward, weight = _passes(run, unit)
 
@@ -178,27 +182,32 @@ def _passes(run: Resolved, unit: int) -> tuple[_Pass, _Pass, _Pass]:
 def _embedding(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
     moved = 2 * d.T * d.D * e
+    if run.plan.rules.cut("vocab") is None:
+        return _Pass(0, moved, 0), _Pass(0, 2 * moved, 0), _Pass(0, 2 * moved, 0)
     return _Pass(0, moved, 1 if is_split else 2), _Pass(0, 2 * moved, 1 if is_split else 0), _Pass(0, 2 * moved, 0)
 
 
 def _block(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    flops = _flops(run, 1)
-    matrices = unit_parameters(run.shape)[1].matrices // run.plan.mesh.tp
+    flops, owned = rank_flops(run)[1], rank_parameters(run)[1]
+    matrices = owned.matrices // run.plan.mesh.tp + owned.whole
+    # A region that is cut is entered and left.
+    gathers = 2 * sum(run.plan.rules.cut(axis) == "tp" for axis in ("heads", "ffn"))
     per_head = 7 + (4 if run.shape.qk_norm else 0)
-    moved = e * (2 * (4 + 3) * d.t * d.D + per_head * d.T * (d.N + d.K) * d.H + 5 * d.T * d.F)
-    forward = _Pass(flops, moved, 4)
+    moved = e * (2 * (4 + 3) * d.t * d.D + per_head * d.T * (d.N + d.K) * d.H + 5 * d.Tf * d.F)
+    forward = _Pass(flops, moved, gathers)
     # Selective recomputation does everything again but the products.
     again = 1 if run.plan.recompute == "selective" else 0
     # Attention's own products have no weights.
-    weight = _Pass(2 * d.T * matrices, 2 * FP32 * matrices, 0)
-    return forward, _Pass(2 * flops, (2 + again) * moved + 2 * FP32 * matrices, 4 + 4 * again), weight
+    attention = 4 * d.T * d.S * d.N * d.H
+    weight = _Pass(flops - attention, 2 * FP32 * matrices, 0)
+    return forward, _Pass(2 * flops, (2 + again) * moved + 2 * FP32 * matrices, (1 + again) * gathers), weight
 
 
 def _head(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
-    flops = _flops(run, run.shape.layers + 1)
-    norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.T * d.V, FP32 * d.D * d.V
+    flops = rank_flops(run)[-1]
+    norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
     if has_fused_loss(run):
         # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
         scaled, added = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
@@ -207,9 +216,3 @@ def _head(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
     forward = _Pass(flops, norm + loss, 1 if is_split else 0)
     backward = _Pass(2 * flops, 2 * (norm + loss) + 2 * matrix, 1 if is_split else 2)
     return forward, backward, _Pass(flops, 2 * matrix, 0)
-
-
-def _flops(run: Resolved, unit: int) -> int:
-    d = local_dims(run)
-    work = unit_work(run.shape, tokens=d.T, sequence_tokens=d.S, tp=run.plan.mesh.tp)
-    return work[unit].forward_flops

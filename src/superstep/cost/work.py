@@ -20,11 +20,13 @@ so that k + s of them count for a token, as if none was dropped.
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
 sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
 convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
-every matrix and every head, so that a rank does 1 / tp of it all; in a mixture it is the tokens that tp cuts.
+every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
+everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from superstep.plan.resolve import Resolved
@@ -42,7 +44,7 @@ class UnitParameters:
     Attributes:
         matrices: cut over tp.
         vectors: weights of norms, whole on each tp rank.
-        whole: matrices that are whole there too: routers and shared experts.
+        whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
         experts: matrices of experts, cut over ep.
     """
 
@@ -81,12 +83,16 @@ class UnitWork:
 class LocalDims:
     """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
 
-    With sequence parallelism t = T / tp, else t = T. ``m`` are the tokens that a rank brings to a mixture of experts.
+    With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
+    all of T where they are cut over tp, t where they are whole. ``m`` are the tokens that a rank brings to a mixture of
+    experts.
     """
 
     T: int
     t: int
     m: int
+    Tf: int
+    Tv: int
     S: int
     D: int
     N: int
@@ -101,18 +107,52 @@ def local_dims(run: Resolved) -> LocalDims:
     shape, plan = run.shape, run.plan
     tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
     tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
+    part = tokens // tp if plan.sequence_parallel else tokens
+
+    def ways(axis: str) -> int:
+        return tp if plan.rules.cut(axis) == "tp" else 1
+
     return LocalDims(
         T=tokens,
-        t=tokens // tp if plan.sequence_parallel else tokens,
+        t=part,
         m=tokens // tp,
+        Tf=tokens if plan.rules.cut("ffn") == "tp" else part,
+        Tv=tokens if plan.rules.cut("vocab") == "tp" else part,
         S=sequence_tokens,
         D=shape.width,
-        N=shape.heads // tp,
-        K=shape.kv_heads // tp,
+        N=shape.heads // ways("heads"),
+        K=shape.kv_heads // ways("kv_heads"),
         H=shape.head_dim,
-        F=shape.ffn if shape.moe else shape.ffn // tp,
-        V=shape.vocab // tp,
+        F=shape.ffn if shape.moe else shape.ffn // ways("ffn"),
+        V=shape.vocab // ways("vocab"),
     )
+
+
+def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order, as the run's rules cut it."""
+    rules = run.plan.rules
+    return tuple(
+        UnitParameters(
+            matrices=sum(math.prod(p.dims) for p in owned if "tp" in map(rules.cut, p.axes)),
+            experts=sum(math.prod(p.dims) for p in owned if "ep" in map(rules.cut, p.axes)),
+            vectors=sum(math.prod(p.dims) for p in owned if len(p.dims) < 2 and not rules.cuts_any(p.axes)),
+            whole=sum(math.prod(p.dims) for p in owned if len(p.dims) > 1 and not rules.cuts_any(p.axes)),
+        )
+        for owned in run.outline.owned
+    )
+
+
+def rank_flops(run: Resolved) -> tuple[int, ...]:
+    """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
+    d = local_dims(run)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * d.S * d.N * d.H
+    shape = run.shape
+    inner = 6 * d.Tf * d.D * d.F
+    if shape.moe:
+        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
+        inner = 2 * d.m * (whole_matrices(shape) + experts)
+    block = attention + inner
+    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
 
 
 def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:

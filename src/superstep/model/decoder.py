@@ -45,8 +45,9 @@ def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
 class Rope:
     """The rotary position embedding (Su 2021), with Llama 3.1's stretch of the long wavelengths.
 
-    One object serves all blocks, so that the tables of a sequence length are made once. It is no module and
-    holds no parameter: tables are made on the device of what they turn, when it first comes by.
+    One object serves all blocks, so that the tables of a sequence length, and those of the positions that came last,
+    are made once. It is no module and holds no parameter: tables are made on the device of what they turn, when it
+    first comes by.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -54,15 +55,16 @@ class Rope:
         self.theta = shape.rope_theta
         self.scaling = shape.rope_scaling
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._given: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
 
         Args:
             x_BSNH: queries or keys.
-            positions: [S] or [B, S]; None means 0, 1, ... S - 1.
+            positions: [S] or [B, S]; None means 0, 1, ... S - 1. Not to be written to after it was given.
         """
-        cos, sin = self._whole(x_BSNH) if positions is None else self.tables(positions, x_BSNH.dtype)
+        cos, sin = self._whole(x_BSNH) if positions is None else self._at(positions, x_BSNH.dtype)
         # sin carries the sign of its half, so that turning is one product, one roll and one multiply-add.
         return torch.addcmul(x_BSNH * cos, x_BSNH.roll(self.head_dim // 2, -1), sin)
 
@@ -83,6 +85,14 @@ class Rope:
             with torch.inference_mode(mode=False):
                 self._tables[key] = self.tables(torch.arange(tokens, device=device), dtype)
         return self._tables[key]
+
+    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return self.tables(positions, dtype)
+        if self._given is None or self._given[0] is not positions or self._given[1] != dtype:
+            with torch.inference_mode(mode=False):
+                self._given = positions, dtype, self.tables(positions, dtype)
+        return self._given[2]
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians a position, [H/2], fp32."""

@@ -88,10 +88,16 @@ class Exchange(Protocol):
 
 
 class Local:
-    """All sequences whole, and all experts here."""
+    """All sequences whole, and all experts here.
 
-    def __init__(self, now: Now | None = None) -> None:
+    Args:
+        now: what goes through the model first.
+        parts: exact mode: parts of what is held here of each sequence, whose gradients are summed one by one.
+    """
+
+    def __init__(self, now: Now | None = None, *, parts: int | None = None) -> None:
         self.now = now or Now()
+        self._parts = parts
         self._told: dict[tuple[int, tuple[int, ...]], Told] = {}
 
     def whole(self, x_BsE: Tensor) -> Tensor:
@@ -109,8 +115,16 @@ class Local:
 
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
         order_R, rows_E = sort_by_expert(expert_Tk, experts.held)
-        y_RD = experts(spread(x_TD, order_R, expert_Tk.shape[1]), rows_E)
+        y_RD = experts(spread(x_TD, order_R, expert_Tk.shape[1]), rows_E, self._part(order_R, expert_Tk))
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+
+    def _part(self, order_R: Tensor, expert_Tk: Tensor) -> Tensor | None:
+        """Which part of its sequence each row is of."""
+        if self._parts is None:
+            return None
+        T, k = expert_Tk.shape
+        held = T // len(self.now.sequences)
+        return order_R // k % held // (held // self._parts)
 
     def tell(self, layer: int, told: Told) -> None:
         self._told[layer, self.now.sequences] = told

@@ -29,8 +29,8 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         nn.init.normal_(self.weight, 0.0, inputs**-0.5)
 
-    def forward(self, x_RI: Tensor, rows_E: Tensor) -> Tensor:
-        """[R, O]; zeros for rows of nobody."""
+    def forward(self, x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
+        """[R, O]; zeros for rows of nobody. Which part of which sequence a row is of changes nothing here."""
         return grouped_linear(x_RI, self.weight, rows_E)
 
 
@@ -49,9 +49,9 @@ class Experts(nn.Module):
         """Experts held here."""
         return self.gate_proj.weight.shape[0]
 
-    def forward(self, x_RD: Tensor, rows_E: Tensor) -> Tensor:
-        inner_RF = self.act_fn(self.gate_proj(x_RD, rows_E)) * self.up_proj(x_RD, rows_E)
-        out_RD: Tensor = self.down_proj(inner_RF, rows_E)
+    def forward(self, x_RD: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
+        inner_RF = self.act_fn(self.gate_proj(x_RD, rows_E, part_R)) * self.up_proj(x_RD, rows_E, part_R)
+        out_RD: Tensor = self.down_proj(inner_RF, rows_E, part_R)
         return out_RD
 
 
@@ -165,7 +165,15 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (order_R,) = ctx.saved_tensors
-        return _permuted(grad_RD, order_R).unflatten(0, (-1, ctx.k)).sum(1), None, None
+        return in_order(_permuted(grad_RD, order_R).unflatten(0, (-1, ctx.k))), None, None
+
+
+def in_order(x_Tk: Tensor) -> Tensor:
+    """The sum over dim 1, from the first to the last."""
+    total, *rest = x_Tk.unbind(1)
+    for part in rest:
+        total = total + part
+    return total
 
 
 class _Unsort(torch.autograd.Function):

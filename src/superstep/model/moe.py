@@ -92,11 +92,15 @@ class MixtureOfExperts(nn.Module):
         expert_Tk = exchange.share(routing.expert).flatten(0, 1)
         weight_Tk = exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
         y_TkD = exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
-        y_BsD = (weight_Tk.unsqueeze(1) @ y_TkD).view_as(x_BsD)
+        y_BsD = self.combine(weight_Tk, y_TkD).view_as(x_BsD)
         if self.shared_experts is not None:
             y_BsD = y_BsD + self.shared_experts(x_BsD)
         loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
         return with_loss(y_BsD, loss_B.sum() / exchange.now.batch_sequences)
+
+    def combine(self, weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:
+        """The weighted sum of the experts' outputs: [T, D]."""
+        return (weight_Tk.unsqueeze(1) @ y_TkD).squeeze(1)
 
     def route(self, x_BsD: Tensor, exchange: Exchange) -> Routing:
         """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from superstep.model.decoder import flash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,9 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     """A logical axis for each dim, e.g. ``("heads", "embed")``; None where a dim has none."""
     std: float | None
-    """The first values are normal(0, std); None means ones."""
+    """The first values are normal(0, std); None means ones, 0 zeros."""
+    values: Tensor | None = field(default=None, compare=False)
+    """The first values themselves, where they are given: the same on every rank."""
     stack: tuple[str, ...] = ()
     """Where the parameter is many global tensors of one shape along its first dim, the experts' say: the name of
     each. None of them is called ``name`` then."""
@@ -51,21 +56,31 @@ class UnitSpec:
     """For each parameter of the module, by its name there, what it is globally."""
     takes: tuple[str, ...] = ()
     """Keyword arguments of the module's forward that the engine gives: ``attend``, ``positions``."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Of the last unit: its output and the targets to the sum of the loss over targets that count; None means the
+    cross entropy of logits [..., V] and class numbers [...]."""
+
+
+GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None}
+"""What a unit may take, as one device gives it."""
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The first values of the whole global tensor, fp32 on the CPU.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a
-    rank draws the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name.
+    rank draws the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Values that are
+    given count whatever the seed.
     """
+    if spec.values is not None:
+        return spec.values.detach().to("cpu", torch.float32)
     if spec.stack:
         return torch.stack([initial(one, shape[1:], seed) for one in spec.each])
     if spec.std is None:
-        return torch.ones(*shape, dtype=torch.float32, device="cpu")
+        return torch.ones(tuple(shape), dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
-    values = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     return values.normal_(0.0, spec.std, generator=generator)
 
 
@@ -86,3 +101,29 @@ def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, Ten
 def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
     """What each global tensor is, by its name."""
     return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}
+
+
+class Row(nn.Module):
+    """Units one after the other: a whole model on one device, with what units share shared.
+
+    Parameters stand in ``parts`` by their global names, with the first values of ``seed``.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(unit.build() for unit in units)
+        self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
+        self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
+        for unit, module in zip(units, self.units, strict=True):
+            for local, spec in unit.params.items():
+                path, _, leaf = local.rpartition(".")
+                _, param = self.parts.setdefault(spec.name, (spec, module.get_parameter(local)))
+                setattr(module.get_submodule(path), leaf, param)
+                with torch.no_grad():
+                    param.copy_(initial(spec, param.shape, seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last unit's output."""
+        for module, given in zip(self.units, self.given, strict=True):
+            x = module(x, **given)
+        return x

@@ -16,6 +16,7 @@ Dtype = Literal["fp32", "bf16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
+Rule = Literal["tp", "ep", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class ModelConfig:
 
     name: str = "demo"
     """A named size (demo, llama3-8b, qwen3-0.6b, ...) or the path of a Hugging Face config.json."""
+    source: str | None = None
+    """A Python file of your own, in the place of the named size: its function `units(config)` lists the units."""
     layers: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -144,6 +147,8 @@ class PlanConfig:
     """With tp > 1, split what lies between tensor-parallel regions over the sequence (Korthikanti 2022)."""
     prefetch: int = 1
     """ZeRO-3: units fetched ahead of their use."""
+    rules: tuple[tuple[str, Rule], ...] = ()
+    """Logical axes of parameters that are cut otherwise than by default: a table of tp, ep or none for each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.rules import DEFAULT
 from superstep.plan.shape import ModelShape
 
 MOST_CELLS = 8
@@ -21,13 +22,16 @@ class Grain:
     Attributes:
         cells: parts of every dim that may be cut over tp; the largest tp.
         chunks: parts of a sequence; twice the largest cp.
+        parts: parts of a sequence where tp shares out its tokens too, before experts: as many for each chunk as there
+            are cells, or as its tokens allow.
     """
 
     cells: int
     chunks: int
+    parts: int
 
 
-def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain | None:
+def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
     """The grain of a run in exact mode; None in fast mode.
 
     Raises:
@@ -38,10 +42,22 @@ def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain 
     if config.numerics.compile:
         raise ConfigError(
             "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
-            "set numerics.compile = false."
+            "set numerics.compile to false."
+        )
+    if shape is None:
+        raise ConfigError(
+            f"numerics.exact = true with model.source = '{config.model.source}': the sums of layers that are not ours "
+            "have no fixed order; set numerics.exact = false."
+        )
+    if any(rule != dict(DEFAULT.cuts).get(axis, "none") for axis, rule in plan.rules):
+        raise ConfigError(
+            f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
+            "rules; leave plan.rules out, or set numerics.exact = false."
         )
     tokens = config.data.sequence_tokens
-    grain = Grain(cells=_cells(shape), chunks=config.numerics.exact_chunks or _chunks(tokens))
+    cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)
+    parts = max(chunks * n for n in _powers(cells) if tokens % (chunks * n) == 0 or n == 1)
+    grain = Grain(cells=cells, chunks=chunks, parts=parts)
     if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
         choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
         raise ConfigError(
@@ -59,11 +75,13 @@ def find_grain(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Grain 
             f"each context-parallel rank; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
             "numerics.exact_chunks to a larger power of two for every layout that is compared."
         )
+    # All four are powers of two, and check_context saw that cp · tp divides the tokens.
+    assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0
     return grain
 
 
 def _cells(shape: ModelShape) -> int:
-    sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    sizes = (shape.heads, shape.kv_heads, shape.vocab, *(() if shape.moe else (shape.ffn,)))
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
+from superstep.plan.axes import outline_of
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.cuts import check_decoder, check_split, rules_of
 from superstep.plan.grain import Grain, find_grain
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model import shape_of
-from superstep.plan.rules import DEFAULT, Rules
+from superstep.plan.outline import Outline
+from superstep.plan.rules import Rules
 from superstep.plan.shape import ModelShape
 from superstep.plan.spread import check_context, check_experts, check_replicas
 from superstep.plan.stages import place, stages_of
+from superstep.plan.work import forward_flops_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,7 @@ class Plan:
         families: those that the model's parameters are of.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
+        rules: which axes of parameters are cut.
     """
 
     mesh: MeshShape
@@ -53,11 +59,33 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A run ready to compile: the configuration with every automatic field filled, the shape and the plan."""
+    """A run ready to compile.
+
+    Attributes:
+        config: with every automatic field filled.
+        decoder: the shape of our own decoder; None where the model is the user's own.
+        outline: the model's units.
+        plan: the layout.
+    """
 
     config: RunConfig
-    shape: ModelShape
+    decoder: ModelShape | None
+    outline: Outline
     plan: Plan
+
+    @property
+    def shape(self) -> ModelShape:
+        """The decoder's shape.
+
+        Raises:
+            ConfigError: the model is the user's own, and has none.
+        """
+        if self.decoder is None:
+            raise ConfigError(
+                f"model.source = '{self.config.model.source}': its steps are not predicted; view --program lists the "
+                "instructions, or leave model.source out."
+            )
+        return self.decoder
 
 
 def divisors(number: int) -> list[int]:
@@ -65,41 +93,44 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def resolve(config: RunConfig, world: int | None = None) -> Resolved:
+def resolve(config: RunConfig, world: int | None = None, outline: Outline | None = None) -> Resolved:
     """Fill what is automatic and check everything together.
 
     Args:
         config: what the user asked for.
         world: ranks that are already launched, or None where the plan decides.
+        outline: of a model of the user's own; None means the decoder that ``config.model`` describes.
 
     Raises:
         ConfigError: naming the field, the value, the rule and the choices that work.
     """
-    shape = shape_of(config.model)
+    shape = shape_of(config.model) if outline is None else None
+    outline = outline or outline_of(shape_of(config.model))
     _check_ranges(config)
-    if config.data.sequence_tokens > shape.max_tokens:
+    if shape is not None and config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
             f"data.sequence_tokens = {config.data.sequence_tokens} is longer than model.name = '{config.model.name}' "
             f"was made for; set data.sequence_tokens to {shape.max_tokens} or less."
         )
-    plan = _fill(config, shape, world)
-    _check_tensor_parallel(config, shape, plan)
+    plan = _fill(config, outline, world, is_ours=shape is not None)
+    rules = rules_of(outline, plan)
+    if shape is not None:
+        check_decoder(config, shape, rules)
+    check_split(outline, rules, plan.tp)
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
-    check_replicas(plan)
+    check_replicas(shape, plan)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
-    names = ("embed", *(f"block.{i}" for i in range(shape.layers)), "head")
-    last = len(names) - 1
     full = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
         context=plan.context,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        stages=stages_of(plan, shape, config.data.sequence_tokens),
+        stages=stages_of(plan, _work(config, shape, outline)),
         placement=place(plan.schedule, pp=plan.pp, chunks=plan.chunks),
         microbatches=microbatches,
         microbatch=plan.microbatch,
@@ -107,14 +138,23 @@ def resolve(config: RunConfig, world: int | None = None) -> Resolved:
         recompute=plan.recompute,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
-        rules=DEFAULT,
+        rules=rules,
         grain=find_grain(config, shape, plan),
-        families=FAMILIES if shape.moe else FAMILIES[:1],
-        units=names,
-        params=tuple((u, 0) if u == last and shape.tied else (u,) for u in range(len(names))),
-        recomputed=tuple(0 < u < last for u in range(len(names))),
+        families=FAMILIES if shape and shape.moe else FAMILIES[:1],
+        units=outline.names,
+        params=outline.reads,
+        recomputed=outline.recomputed,
     )
-    return Resolved(config=replace(config, plan=plan), shape=shape, plan=full)
+    return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)
+
+
+def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
+    """What each unit's forward pass takes, for sharing units out into stages; of units that are not ours, the elements
+    of what is not looked up stand for it.
+    """
+    if shape is not None:
+        return forward_flops_per_token(shape, config.data.sequence_tokens)
+    return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -144,6 +184,7 @@ def _check_ranges(config: RunConfig) -> None:
             1 if config.plan.microbatch_group is None else config.plan.microbatch_group,
             1,
         ),
+        "numerics.exact_chunks": (1 if config.numerics.exact_chunks is None else config.numerics.exact_chunks, 1),
         "train.decay_steps": (1 if config.train.decay_steps is None else config.train.decay_steps, 1),
     }
     for name, (value, least) in at_least.items():
@@ -172,17 +213,21 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
 
 
-def _fill(config: RunConfig, shape: ModelShape, world: int | None) -> PlanConfig:
+def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bool) -> PlanConfig:
     plan = config.plan
     plan = replace(plan, dp=_data_parallel(plan, world))
-    plan = replace(plan, schedule=_schedule(plan, shape.layers, is_compiled=config.numerics.compile))
+    plan = replace(plan, schedule=_schedule(plan, len(outline.units) - 2, is_compiled=config.numerics.compile))
     stages = plan.pp * plan.chunks
-    if shape.layers < stages:
+    blocks = len(outline.units) - 2
+    if 1 < stages > blocks:
         # Where even one rank cannot have so many chunks, it is the chunks that must come down.
-        field, other = ("pp", plan.chunks) if plan.chunks <= shape.layers else ("chunks", min(plan.pp, shape.layers))
+        field, other = ("pp", plan.chunks) if plan.chunks <= max(blocks, 1) else ("chunks", min(plan.pp, blocks))
+        has = f"model.layers = {blocks}"
+        if not is_ours:
+            has = f"the model has {blocks} unit{'' if blocks == 1 else 's'} between its first and its last"
         raise ConfigError(
-            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and model.layers = "
-            f"{shape.layers}; set plan.{field} to one of {list(range(1, shape.layers // other + 1))}."
+            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and {has}; "
+            f"set plan.{field} to one of {list(range(1, max(blocks // max(other, 1), 1) + 1))}."
         )
     plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
     return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
@@ -276,24 +321,3 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
             f"least {least}; set plan.microbatch_group to one of {choices}."
         )
     return plan.microbatch_group
-
-
-def _check_tensor_parallel(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    if plan.tp == 1:
-        return
-    sizes = {
-        "model.heads": shape.heads,
-        "model.kv_heads": shape.kv_heads,
-        "model.vocab": shape.vocab,
-    }
-    if shape.moe is None:
-        sizes["model.ffn"] = shape.ffn
-    # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
-    if plan.sequence_parallel or shape.moe:
-        sizes["data.sequence_tokens"] = config.data.sequence_tokens
-    for name, size in sizes.items():
-        if size % plan.tp:
-            choices = [n for n in divisors(shape.kv_heads) if all(s % n == 0 for s in sizes.values())]
-            raise ConfigError(
-                f"{name} = {size} does not split over plan.tp = {plan.tp}; set plan.tp to one of {choices}."
-            )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from superstep.plan.config import Rule
 
 Cut = Literal["tp", "ep"]
 
@@ -17,6 +20,15 @@ class Rules:
     def cut(self, axis: str | None) -> Cut | None:
         """The mesh axis that cuts a logical axis, if one does."""
         return next((cut for name, cut in self.cuts if name == axis), None)
+
+    def cuts_any(self, axes: Iterable[str | None]) -> bool:
+        """Whether one of a parameter's axes is cut."""
+        return any(self.cut(axis) for axis in axes)
+
+    def over(self, table: Iterable[tuple[str, Rule]]) -> Rules:
+        """These rules with those of a plan in their place."""
+        found: dict[str, Rule] = {**dict(self.cuts), **dict(table)}
+        return Rules(tuple((axis, rule) for axis, rule in found.items() if rule != "none"))
 
 
 DEFAULT = Rules((("vocab", "tp"), ("heads", "tp"), ("kv_heads", "tp"), ("ffn", "tp"), ("experts", "ep")))

@@ -8,13 +8,13 @@ from superstep.plan.sequence import cp_of_heads, cp_of_tokens, multiple
 from superstep.plan.shape import ModelShape
 
 
-def check_context(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
+def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
     """Whether context-parallel ranks can share a sequence.
 
     Raises:
         ConfigError: its length or the heads do not divide.
     """
-    tp = plan.tp if plan.sequence_parallel or shape.moe else 1
+    tp = plan.tp if plan.sequence_parallel or (shape and shape.moe) else 1
     tokens = config.data.sequence_tokens
     if plan.cp > 1 and tokens % multiple(plan.cp, tp):
         raise ConfigError(
@@ -24,6 +24,11 @@ def check_context(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Non
         )
     if plan.cp == 1 or plan.context == "ring":
         return
+    if shape is None:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and a model of one's "
+            "own does not say how many it has; set plan.context to 'ring'."
+        )
     choices = cp_of_heads(shape.heads, shape.kv_heads, plan.tp)
     if config.numerics.exact:
         # A key head on several ranks would have its gradient summed in an order that depends on cp.
@@ -36,14 +41,14 @@ def check_context(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Non
         )
 
 
-def check_experts(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
+def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
     """Whether expert-parallel ranks can share out the experts, and tp ranks the tokens.
 
     Raises:
         ConfigError: there are none, or they do not divide.
     """
     assert plan.dp is not None
-    if shape.moe is None:
+    if shape is None or shape.moe is None:
         if plan.ep > 1:
             raise ConfigError(
                 f"plan.ep = {plan.ep} shares out experts, and model.name = '{config.model.name}' has none; "
@@ -59,8 +64,8 @@ def check_experts(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> Non
         )
 
 
-def check_replicas(plan: PlanConfig) -> None:
-    """Whether the ranks that hold the same parameters fall into so many copies.
+def check_replicas(shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether the ranks that hold the same parameters, and those that hold the same experts, fall into so many copies.
 
     Raises:
         ConfigError: they do not, or nothing is sharded that could be replicated.
@@ -74,6 +79,12 @@ def check_replicas(plan: PlanConfig) -> None:
         raise ConfigError(
             f"plan.replicas = {plan.replicas} must leave two or more of the plan.dp · plan.cp = {sharers} ranks to "
             f"each copy, and divide them; set plan.replicas to one of {choices}."
+        )
+    alike = sharers * plan.tp // plan.ep
+    if shape is not None and shape.moe is not None and alike % plan.replicas:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} must divide the {alike} ranks that hold the same experts with "
+            f"plan.ep = {plan.ep}; set plan.replicas to one of {[n for n in choices if alike % n == 0]}."
         )
     if plan.zero == 0:
         raise ConfigError(

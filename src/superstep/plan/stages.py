@@ -8,8 +8,6 @@ from itertools import accumulate
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, Schedule
-from superstep.plan.shape import ModelShape
-from superstep.plan.work import forward_flops_per_token
 
 
 def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
@@ -24,20 +22,23 @@ def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(pp)) * chunks
 
 
-def stages_of(plan: PlanConfig, shape: ModelShape, sequence_tokens: int) -> tuple[tuple[int, ...], ...]:
+def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The unit numbers of each stage: as many as the plan says, or those whose largest stage has the least work.
+
+    Args:
+        plan: the layout.
+        work: of each unit's forward pass.
 
     Raises:
         ConfigError: the plan's numbers are not one for each stage, or do not share out the units.
     """
-    work = forward_flops_per_token(shape, sequence_tokens)
     count = plan.pp * plan.chunks
     if plan.stages is None:
         return _runs(even_split(work, count))
     if len(plan.stages) != count or sum(plan.stages) != len(work) or min(plan.stages) < 1:
         raise ConfigError(
             f"plan.stages = {list(plan.stages)} must have {count} numbers (plan.pp · plan.chunks), each at least 1, "
-            f"that add up to {len(work)} units (the embedding, {shape.layers} blocks, the head); leave it out, or set "
+            f"that add up to {len(work)} units (the embedding, {len(work) - 2} blocks, the head); leave it out, or set "
             f"plan.stages to {list(even_split(work, count))}."
         )
     return _runs(plan.stages)

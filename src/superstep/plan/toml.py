@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import types
 import typing
@@ -56,6 +57,9 @@ def _convert(name: str, value: object, hint: object) -> object:
         if origin is Literal:
             if value in typing.get_args(option):
                 return value
+        elif (entry := table_entry(option)) is not None:
+            if isinstance(value, dict):
+                return tuple(sorted((key, _convert(f"{name}.{key}", word, entry)) for key, word in value.items()))
         elif origin is tuple:
             item_type = typing.get_args(option)[0]
             if type(value) is item_type:
@@ -76,6 +80,17 @@ def alternatives(hint: object) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+def table_entry(hint: object) -> object | None:
+    """What the values of a table must be; None where the field is no table.
+
+    A table is a tuple of pairs, sorted by key, so that equal tables are equal values.
+    """
+    if typing.get_origin(hint) is not tuple or typing.get_origin(pair := typing.get_args(hint)[0]) is not tuple:
+        return None
+    entry: object = typing.get_args(pair)[1]
+    return entry
+
+
 def describe_type(hint: object) -> str:
     """What a field's value must be, for a person; that it may be left out goes without saying."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -83,6 +98,8 @@ def describe_type(hint: object) -> str:
     for option in alternatives(hint):
         if typing.get_origin(option) is Literal:
             parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif (entry := table_entry(option)) is not None:
+            parts.append(f"a table, each of its values {describe_type(entry)}")
         elif typing.get_origin(option) is tuple:
             parts.append({str: "a list of strings", int: "a list of whole numbers"}[typing.get_args(option)[0]])
         elif option is not type(None):
@@ -91,24 +108,28 @@ def describe_type(hint: object) -> str:
 
 
 def write_config(config: RunConfig) -> str:
-    """The TOML text that ``read_config`` reads back as an equal value. Fields that are None are left out."""
+    """The TOML text that ``read_config`` reads back as an equal value; None and empty tables are left out."""
     lines: list[str] = []
     for section in fields(config):
         value = getattr(config, section.name)
+        hints = typing.get_type_hints(type(value))
+        held = {name: getattr(value, name) for name in hints}
         lines += [f"[{section.name}]"]
         lines += [
-            f"{field.name} = {_literal(getattr(value, field.name))}"
-            for field in fields(value)
-            if getattr(value, field.name) is not None
+            f"{name} = {_literal(content)}"
+            for name, content in held.items()
+            if content is not None and (content or table_entry(hints[name]) is None)
         ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _literal(value: object) -> str:
+def _literal(value: Any) -> str:  # noqa: ANN401
     match value:
         case bool():
             return "true" if value else "false"
+        case ((_, _), *_):
+            return "{" + ", ".join(f"{_key(key)} = {_literal(word)}" for key, word in value) + "}"
         case tuple():
             return "[" + ", ".join(_literal(item) for item in value) + "]"
         case str():
@@ -119,3 +140,7 @@ def _literal(value: object) -> str:
             return text if any(mark in text for mark in ".einf") else text + ".0"
         case _:
             return repr(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _literal(name)

@@ -268,6 +268,8 @@ class _Rank:
             return "the unit lives on another rank"
         if unit in self.reducing or unit in self.dirty or unit in self.replicated:
             return "the unit's gradient must be settled first, and is summed over replicas once"
+        if unit in self.tied:
+            return "what is tied must have been summed over replicas on every pipeline rank"
         self.replicated.add(unit)
         self.final.add(unit)
         return ""

@@ -152,7 +152,7 @@ def _adds_to(into: Tensor) -> Callable[[Tensor], None]:
 def accumulate_straight(module: nn.Module, sums: Sums) -> None:
     """Change the forward of the module's linears and embeddings so. Their weights' ``.grad`` must be there."""
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer.bias is None:
+        if isinstance(layer, nn.Linear):
             _replace(layer, _linear(layer, sums))
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
             _replace(layer, _embedding(layer, sums))
@@ -167,15 +167,15 @@ def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
 def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return F.linear(x, layer.weight)
+            return F.linear(x, layer.weight, layer.bias)
         out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
-        return out
+        return out if layer.bias is None else out + layer.bias
 
     return forward
 
 
 def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
-    def forward(x: Tensor, rows_E: Tensor) -> Tensor:
+    def forward(x: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         into = layer.weight.grad
         assert into is not None
 

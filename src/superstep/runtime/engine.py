@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
-from superstep.runtime.accumulate import Adder, Sink, Sums
-from superstep.runtime.attention import build_attend
+from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
-from superstep.runtime.exact import Exact, build_exact_loss, require_exact
-from superstep.runtime.executor import Executor, Machine, Microbatch, Ran
+from superstep.runtime.exact import require_exact
+from superstep.runtime.executor import Executor, Microbatch, Ran
 from superstep.runtime.expert_parallel import build_exchange
 from superstep.runtime.layout import Slot, lay_out
 from superstep.runtime.mesh import Mesh
-from superstep.runtime.modules import Compute, Loss, build_loss, build_module, selective
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.router_counts import RouterCounts
 from superstep.state.piece import Kind, Piece
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +49,15 @@ class Engine:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
+        example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
 
     Attributes:
         routers: counts of the training steps; None without experts.
     """
 
-    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+    def __init__(
+        self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, example: torch.Tensor | None = None
+    ) -> None:
         self.run = run
         self.mesh = mesh
         self.specs = tuple(specs)
@@ -97,12 +95,12 @@ class Engine:
             ),
             is_exact=plan.grain is not None,
         )
-        self._attend, self._positions = build_attend(run, mesh)
         self._exchange = build_exchange(run, mesh)
-        moe = run.shape.moe
+        moe = run.decoder.moe if run.decoder else None
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
-        self._executor = Executor(self._machine(specs, compute), self._update)
+        machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self._executor = Executor(machine, self._update)
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
@@ -111,80 +109,6 @@ class Engine:
     def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
         """Every flat buffer, with its unit."""
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
-
-    def _machine(self, specs: Sequence[UnitSpec], compute: torch.dtype) -> Machine:
-        plan, mesh, config = self.run.plan, self.mesh, self.run.config
-        shared = {
-            slot.spec.name: param
-            for _, b in self._each()
-            for slot in b.layout.slots
-            for local, param in b.params.items()
-            if local == slot.local
-        }
-        sums = Sums()
-        exact = self._exact(sums)
-        # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
-        is_compiled = config.numerics.compile
-        modules = {
-            unit: build_module(
-                specs[unit],
-                {local: shared[p.name] for local, p in specs[unit].params.items()},
-                mesh.tp,
-                plan.rules,
-                sums=sums,
-                sequence_parallel=plan.sequence_parallel,
-                is_compiled=is_compiled and plan.recomputed[unit],
-                exact=exact,
-            )
-            for unit in self.step_program.units_of(mesh.at.pp)
-        }
-        compute_of = {unit: self._given(specs[unit], module) for unit, module in modules.items()}
-        tokens = config.data.sequence_tokens // plan.mesh.cp // (plan.mesh.tp if plan.sequence_parallel else 1)
-        return Machine(
-            mesh=mesh,
-            buffers=self.buffers,
-            compute=compute_of,
-            parameters={unit: tuple(self._adders(module, exact)) for unit, module in modules.items()},
-            sums=sums,
-            selective={unit: selective(module, is_exact=exact is not None) for unit, module in compute_of.items()},
-            loss=self._loss(modules, specs, exact),
-            loss_dtype=torch.float32 if exact is None else torch.float64,
-            boundary=(torch.Size((plan.microbatch, tokens, self.run.shape.width)), compute),
-            begin=self._begin,
-        )
-
-    def _exact(self, sums: Sums) -> Exact | None:
-        grain = self.run.plan.grain
-        if grain is None:
-            return None
-        return Exact(
-            grain=grain,
-            rules=self.run.plan.rules,
-            chunks=grain.chunks // self.mesh.shape.cp,
-            group=self.mesh.tp,
-            sinks={param: Sink(b.sinks[local], sums) for _, b in self._each() for local, param in b.params.items()},
-        )
-
-    @staticmethod
-    def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
-        """For each parameter, what adds a gradient to its buffer."""
-        for param in module.parameters():
-            if exact is not None:
-                yield param, functools.partial(PARAMETER.add, exact.sinks[param].into)
-            elif param.grad is not None:
-                yield param, param.grad.add_
-
-    def _loss(self, modules: Mapping[int, torch.nn.Module], specs: Sequence[UnitSpec], exact: Exact | None) -> Loss:
-        last = len(specs) - 1
-        if exact is not None and last in modules:
-            return build_exact_loss(modules[last], specs[last], exact)
-        is_straight = self.run.plan.zero < 2 or self.mesh.sharers["dense"].shards == 1
-        return build_loss(modules.get(last, torch.nn.Identity()), self.mesh.tp, is_straight=is_straight)
-
-    def _given(self, spec: UnitSpec, module: torch.nn.Module) -> Compute:
-        """The module with the keyword arguments that it takes."""
-        given = {"attend": self._attend, "positions": self._positions, "exchange": self._exchange}
-        return functools.partial(module, **{name: given[name] for name in spec.takes}) if spec.takes else module
 
     def _begin(self, m: int) -> None:
         """Tell the exchange which sequences come next."""
@@ -242,9 +166,9 @@ class Engine:
         self.optimizer.step(self._lr, self._result[1])
 
     def _counted_loss(self) -> torch.Tensor:
-        # Every tp rank computed the same loss; one of them counts it.
+        # Where every tp rank computed the same loss, one of them counts it.
         loss = self._executor.loss
-        return loss if self.mesh.at.tp == 0 else torch.zeros_like(loss)
+        return loss if self.mesh.at.tp == 0 or sees_part(self.run.plan, self.run.outline) else torch.zeros_like(loss)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The loss summed over the valid tokens of one global batch, in nats, and their number on all ranks."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError
 from superstep.model.decoder import Head
+from superstep.model.experts import GroupedLinear
+from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.fixed_point import PARAMETER
@@ -24,6 +26,7 @@ from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.collectives import gather_sequence
 from superstep.runtime.device import Device
+from superstep.runtime.exact_experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
 from superstep.runtime.exact_loss import exact_loss
 from superstep.runtime.mesh import Group
@@ -37,6 +40,7 @@ class Exact:
         grain: the pieces of every sum.
         rules: what is cut over tp, on whatever degree.
         chunks: chunks of the sequence that this rank holds.
+        parts: parts of the sequence that this rank brings to a mixture of experts, which tp shares out too.
         group: the tp ranks; None where tp = 1.
         sinks: for each parameter, where its gradient is added: int64, of its shape.
     """
@@ -44,11 +48,14 @@ class Exact:
     grain: Grain
     rules: Rules
     chunks: int
+    parts: int
     group: Group | None
     sinks: Mapping[nn.Parameter, Sink]
 
     def cut(self, param: ParamSpec) -> Cut:
         """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
+        if "shared_ffn" in param.axes:
+            return Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None)
         is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
         cells = self.grain.cells // (1 if self.group is None else self.group.size())
         return Cut(
@@ -89,6 +96,11 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
             _replace(layer, exact_linear(layer, sink, exact.cut(param)))
         elif isinstance(layer, nn.Embedding):
             _replace(layer, exact_embedding(layer, sink))
+        elif isinstance(layer, GroupedLinear):
+            _replace(layer, exact_grouped_linear(layer, sink))
+        elif isinstance(layer, Gate):
+            sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
+            _replace(layer, exact_gate(layer, sinks, exact.parts))
         elif isinstance(layer, RMSNorm):
             _replace(layer, exact_norm(weight, sink, layer.eps))
         else:
@@ -96,6 +108,11 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             _replace(layer, exact_silu)
+        elif isinstance(layer, MixtureOfExperts):
+            layer.combine = exact_combine  # type: ignore[method-assign]
+    if isinstance(module, Head):
+        # The loss multiplies; what enters a cut head still enters here.
+        _replace(module.lm_head, _same)
 
 
 def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
@@ -114,10 +131,8 @@ def _adds_to(into: Tensor) -> Any:  # noqa: ANN401
 def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
     assert isinstance(head, Head)
-    linear = head.lm_head
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
-    linear.forward = _same  # type: ignore[method-assign,assignment]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
         return exact_loss(h, weight, targets, scale, sink, cut)

@@ -83,13 +83,18 @@ def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut) -> Any:  # noqa: ANN401
     """The layer's new forward; its weight's gradient goes to ``sink``."""
 
     def forward(x_BSI: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return _forward(x_BSI, layer.weight, cut)
-        # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
-        out: Tensor = _Linear.apply(x_BSI, layer.weight, sink, cut)  # type: ignore[no-untyped-call]
-        return out
+        return linear(x_BSI, layer.weight, sink, cut)
 
     return forward
+
+
+def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:
+    """x · weightᵀ; the weight's gradient goes to ``sink``."""
+    if not torch.is_grad_enabled():
+        return _forward(x_BSI, weight_OI, cut)
+    # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
+    out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Embedding(torch.autograd.Function):

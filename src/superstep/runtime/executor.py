@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from superstep.model.inspect import Passed
 from superstep.program.instructions import (
     Backward,
     BackwardInput,
@@ -65,7 +66,7 @@ class Machine:
         selective: the same, keeping less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
-        boundary: shape and dtype of what passes between units.
+        boundaries: shape and dtype of each unit's input.
         begin: told the number of a microbatch before any computation with it.
     """
 
@@ -77,13 +78,15 @@ class Machine:
     selective: Mapping[int, Compute]
     loss: Loss
     loss_dtype: torch.dtype
-    boundary: tuple[torch.Size, torch.dtype]
+    boundaries: Sequence[Passed]
     begin: Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """One microbatch on this rank: [microbatch, S] each."""
+    """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class
+    numbers [microbatch].
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -224,7 +227,7 @@ class Executor:
 
     def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
         flight = self._flight
-        x = self._microbatches[m].tokens if unit == 0 else flight.inputs.pop((unit, m))
+        x = self._input(m) if unit == 0 else flight.inputs.pop((unit, m))
         y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
         flight.kept[unit, m] = (x, get_gradient_edge(y) if keeps_graph else None)
         if unit == self._last_unit:
@@ -232,11 +235,16 @@ class Executor:
         else:
             flight.inputs[unit + 1, m] = y.detach()
 
+    def _input(self, m: int) -> Tensor:
+        # A tensor of its own, because what is computed from it may be asked for its gradient.
+        return self._microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
+
     def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
         self._machine.begin(m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
-            if keeps_graph and x.is_floating_point():
+            # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
+            if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
                 x.requires_grad_()
             y = module(x)
             if unit == self._last_unit:
@@ -294,8 +302,8 @@ class Executor:
         self._flight.leaving.append((send(tensor, group, target, self._tag(wire, unit, m)), tensor))
 
     def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
-        shape, dtype = self._machine.boundary
-        tensor = torch.empty(shape, dtype=dtype, device=self._machine.mesh.device.torch)
+        passed = self._machine.boundaries[unit]
+        tensor = torch.empty(passed.shape, dtype=passed.dtype, device=self._machine.mesh.device.torch)
         group, source = self._channel(peer, self._machine.mesh.at.pp, wire, peer)
         self._flight.arriving[wire, unit, m] = receive(tensor, group, source, self._tag(wire, unit, m))
         self._values(wire)[unit, m] = tensor

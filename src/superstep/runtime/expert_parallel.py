@@ -61,10 +61,18 @@ class ExpertParallel(Local):
         experts: the ep ranks' group; None where every expert is here.
         sequence: how sequences are split; None where they are whole.
         now: what goes through the model first.
+        parts: exact mode: parts of what is held here of each sequence.
     """
 
-    def __init__(self, experts: Group | None, sequence: SequenceParts | None, now: Now | None = None) -> None:
-        super().__init__(now)
+    def __init__(
+        self,
+        experts: Group | None,
+        sequence: SequenceParts | None,
+        now: Now | None = None,
+        *,
+        parts: int | None = None,
+    ) -> None:
+        super().__init__(now, parts=parts)
         self._experts = experts
         self._sequence = sequence
 
@@ -90,9 +98,20 @@ class ExpertParallel(Local):
         # By rank and then by expert as they come, by expert alone as the products want them.
         expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
         order_A, held_E = sort_by_expert(expert_A.repeat_interleave(coming_PE.flatten())[:, None], experts.held)
-        y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E), order_A)
+        part_A = self._arrived(self._part(order_R, expert_Tk), going, coming, group)
+        part_A = None if part_A is None else part_A[order_A]
+        y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E, part_A), order_A)
         y_RD = _travel(y_AD, coming, going, len(x_RD), group)
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+
+    def _arrived(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
+        """Which part of which rank's sequences each row is of that came."""
+        if part_R is None or self._parts is None:
+            return None
+        part_A = part_R.new_empty(sum(coming))
+        dist.all_to_all_single(part_A, part_R[: sum(going)].contiguous(), coming, going, group=group)
+        rank_A = torch.arange(group.size(), device=part_R.device).repeat_interleave(part_A.new_tensor(coming))
+        return rank_A * self._parts + part_A
 
 
 def build_exchange(run: Resolved, mesh: Mesh) -> ExpertParallel:
@@ -102,7 +121,9 @@ def build_exchange(run: Resolved, mesh: Mesh) -> ExpertParallel:
         cp, tp, tokens = mesh.shape.cp, mesh.shape.tp, run.config.data.sequence_tokens
         held = [positions(tokens, cp=cp, rank=c, tp=tp, part=t) for c in range(cp) for t in range(tp)]
         sequence = SequenceParts(group=mesh.sequence, positions=torch.tensor(held, device=mesh.device.torch))
-    return ExpertParallel(mesh.ep, sequence)
+    grain = run.plan.grain
+    parts = None if grain is None else grain.parts // (mesh.shape.cp * mesh.shape.tp)
+    return ExpertParallel(mesh.ep, sequence, parts=parts)
 
 
 def _travel(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:

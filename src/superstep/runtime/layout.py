@@ -13,6 +13,7 @@ too. The end is padded until the buffer splits evenly over its shards.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +89,12 @@ def lay_out(
     """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
 
     Raises:
-        ConfigError: a dim of a parameter does not split as the rules ask.
+        ConfigError: a dim of a parameter does not split as the rules ask, or of the units that share a whole parameter
+            one sees all tokens and another only its rank's.
     """
     owned: set[str] = set()
     layouts = []
+    partial = partial_names(specs, rules, sequence_parallel=sequence_parallel) if mesh.tp > 1 else frozenset()
     for spec in specs:
         shapes = {name: tuple(p.shape) for name, p in _parameters(spec)}
         fresh = {local: param for local, param in spec.params.items() if param.name not in owned}
@@ -103,7 +106,7 @@ def lay_out(
                 shape=shapes[local],
                 index=cut(param, shapes[local], mesh, at, rules),
                 start=0,
-                is_partial=mesh.tp > 1 and _is_partial(param, rules, sequence_parallel=sequence_parallel),
+                is_partial=param.name in partial,
             )
             for local, param in fresh.items()
         ]
@@ -119,15 +122,46 @@ def _parameters(spec: UnitSpec) -> list[tuple[str, nn.Parameter]]:
         return list(spec.build().named_parameters())
 
 
-def _is_partial(param: ParamSpec, rules: Rules, *, sequence_parallel: bool) -> bool:
-    """Weights of norms on single heads see their rank's heads; with a split sequence, those on the stream and routers
-    see their rank's tokens.
+def is_cut(spec: UnitSpec, rules: Rules) -> bool:
+    """Whether any parameter of a unit is cut over tp."""
+    return any("tp" in map(rules.cut, param.axes) for param in spec.params.values())
+
+
+def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool) -> frozenset[str]:
+    """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them.
+
+    Raises:
+        ConfigError: one unit sees all tokens and another only its rank's.
     """
-    if any(rules.cut(axis) for axis in param.axes):
+    found: dict[str, bool] = {}
+    for unit, spec in enumerate(specs):
+        sees_part = sequence_parallel and (unit > 0 or not is_cut(spec, rules))
+        for local, param in spec.params.items():
+            is_partial = _is_partial(spec, local, rules, sees_part=sees_part)
+            if found.setdefault(param.name, is_partial) != is_partial:
+                raise ConfigError(
+                    f"{param.name} is whole and shared by units of which '{spec.name}' sees other tokens of a split "
+                    "sequence than the first; set plan.sequence_parallel to false."
+                )
+    return frozenset(name for name, is_partial in found.items() if is_partial)
+
+
+def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool) -> bool:
+    """Whether a tp rank sees only a part of a parameter's gradient.
+
+    Routers and shared experts see their rank's tokens, and with a split sequence so does all that is whole; but for a
+    first unit that is cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of
+    queries and keys do, sees its rank's heads.
+    """
+    axes = spec.params[local].axes
+    if rules.cuts_any(axes):
         return False
-    if sequence_parallel and ("norm" in param.axes or "token_norm" in param.axes):
+    if sees_part or "router" in axes or "shared_ffn" in axes:
         return True
-    return any(axis in param.axes for axis in ("head_dim", "router", "shared_ffn"))
+    beside = local.rpartition(".")[0].rpartition(".")[0]
+    return "head_dim" in axes and any(
+        rules.cuts_any(other.axes) for name, other in spec.params.items() if name.startswith(f"{beside}.")
+    )
 
 
 def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:

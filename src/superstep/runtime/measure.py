@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from superstep.cost.predict import Machine
 from superstep.cost.work import local_dims
+from superstep.numerics.dtypes import DTYPES
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
-from superstep.runtime.engine import DTYPES
 
 BUDGET_S = 0.08
 """How long each of the two measurements goes on."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch.distributed as dist
 
 from superstep.plan.mesh import FAMILIES, Axis, Coordinate, Family, MeshShape
+from superstep.plan.resolve import Plan
 from superstep.program.instructions import Wire
 from superstep.runtime.device import Device
 
@@ -104,27 +105,16 @@ def routes(placement: tuple[int, ...]) -> list[tuple[int, int, Wire]]:
     return list(found)
 
 
-def build_mesh(
-    shape: MeshShape,
-    rank: int,
-    device: Device,
-    *,
-    placement: tuple[int, ...],
-    ties: tuple[tuple[int, ...], ...],
-    timeout: timedelta,
-    has_experts: bool = False,
-) -> Mesh:
-    """Make the groups. Every rank calls this at the same time with the same arguments.
+def build_mesh(plan: Plan, rank: int, device: Device, *, timeout: timedelta) -> Mesh:
+    """Make the groups. Every rank calls this at the same time with the same plan.
 
     Args:
-        shape: the degrees; their product is the number of launched ranks.
+        plan: the degrees, whose product is the number of launched ranks, and who shares what.
         rank: this rank's number.
         device: where this rank computes.
-        placement: the pipeline rank of each stage.
-        ties: the sets of pipeline ranks that share parameters.
         timeout: how long a collective may wait.
-        has_experts: whether the model has experts, which other ranks share than the dense parameters.
     """
+    shape, placement, ties, has_experts = plan.mesh, plan.placement, _ties(plan), "experts" in plan.families
 
     def mine(members: list[list[int]]) -> Group | None:
         """One group out of each list; the one that has this rank. Every rank must make every group."""
@@ -181,3 +171,13 @@ def build_mesh(
         channels=channels,
         ties=tie_groups,
     )
+
+
+def _ties(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
+    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
+    readers: dict[int, set[int]] = {}
+    for unit, reads in enumerate(plan.params):
+        for owner in reads:
+            readers.setdefault(owner, set()).add(rank_of[unit])
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))

@@ -24,10 +24,11 @@ from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_stra
 from superstep.runtime.exact import Exact, make_exact
 from superstep.runtime.expert_parallel import split_tokens
 from superstep.runtime.mesh import Group
-from superstep.runtime.tensor_parallel import borders, exact_borders, split, vocabulary_cross_entropy_sum
+from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, part, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
+UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def build_module(  # noqa: PLR0913
@@ -38,6 +39,7 @@ def build_module(  # noqa: PLR0913
     *,
     sums: Sums,
     sequence_parallel: bool,
+    is_first: bool,
     is_compiled: bool,
     exact: Exact | None = None,
 ) -> nn.Module:
@@ -57,8 +59,8 @@ def build_module(  # noqa: PLR0913
     else:
         accumulate_straight(module, sums)
     if tp is not None:
-        seams = (borders if exact is None else exact_borders)(sequence_parallel=sequence_parallel)
-        split(module, spec, tp, rules, seams)
+        seams = OVER_TP if exact is None else EXACT_OVER_TP
+        split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
     for layer in module.modules():
         if isinstance(layer, MixtureOfExperts):
             if tp is not None and not sequence_parallel:
@@ -70,6 +72,17 @@ def build_module(  # noqa: PLR0913
     return module
 
 
+def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:
+    """Give the module the buffers that it has where it is built with memory: constants such as a mask."""
+    if next(module.buffers(), None) is None:
+        return
+    with torch.device(device):
+        made = spec.build()
+    for local, buffer in made.named_buffers():
+        path, _, leaf = local.rpartition(".")
+        setattr(module.get_submodule(path), leaf, buffer.to(device, compute if buffer.is_floating_point() else None))
+
+
 _ATEN = torch.ops.aten
 _SAVED = frozenset(
     {
@@ -77,6 +90,7 @@ _SAVED = frozenset(
         _ATEN.addmm.default,
         _ATEN.bmm.default,
         _ATEN._grouped_mm.default,
+        _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
@@ -105,13 +119,21 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     return compute
 
 
-def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
+def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, given: UnitLoss | None = None) -> Loss:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
 
-    Its gradient is that of scale · sum. A decoder's head on one tp rank is fused with the loss, so that no whole
-    logits exist; ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the
-    program allows where the buffer stays for the whole step (ZeRO 0 and 1).
+    Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
+    ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the program allows
+    where the buffer stays for the whole step (ZeRO 0 and 1).
+
+    Args:
+        head: the last unit's module.
+        tp: the group over which its output is cut; None where it is whole.
+        is_straight: see above.
+        given: a loss of the unit's own, of its whole output.
     """
+    if given is not None:
+        return partial(_given_loss, given)
     if tp is not None:
 
         def vocabulary_parallel(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -134,6 +156,19 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool) -> Loss:
         return _scaled(linear_cross_entropy_sum(h, linear.weight, targets), scale)
 
     return fused
+
+
+def _given_loss(of: UnitLoss, out: Tensor, targets: Tensor, scale: float) -> Tensor:
+    return _scaled(of(out, targets).float(), scale)
+
+
+def on_part(loss: Loss, tp: Group) -> Loss:
+    """The loss of this rank's part of the sequence, where the stream is split and the head is whole."""
+
+    def compute(out: Tensor, targets: Tensor, scale: float) -> Tensor:
+        return loss(out, part(targets, tp), scale)
+
+    return compute
 
 
 def _same(x: Tensor) -> Tensor:

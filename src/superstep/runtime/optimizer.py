@@ -49,7 +49,8 @@ class AdamW:
         self._hyper = hyper
         self._is_exact = is_exact
         self.steps = 0
-        device = units[0].buffers.master.device
+        # A pipeline rank may have units without parameters only.
+        device = units[0].buffers.master.device if units else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)
         self._decayed: tuple[list[Tensor], ...] = ([], [], [], [])
         self._plain: tuple[list[Tensor], ...] = ([], [], [], [])
@@ -68,11 +69,11 @@ class AdamW:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(2, dtype=torch.int64, device=self._count.device)
+            squares = torch.zeros(2, dtype=torch.int64, device=loss.device)
             for part in parts:
                 squares += square_sum(part)
             return from_square_sum(sum_over_all(squares)), float(sum_over_all(loss.double()))
-        square = torch.zeros((), dtype=torch.float64, device=self._count.device)
+        square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for part in parts:
             square += _square(part)
         both = torch.stack((square, loss.double()))

@@ -2,14 +2,19 @@
 
 The table of logical axes says which matrices were cut. What happens at the seams follows from it:
 
-    embedding cut over vocab       look up the own rows, zeros elsewhere, sum over tp
-    norm on the residual stream    its output enters a region where heads or ffn are split
-    linear cut over its output     nothing: each rank has its own columns
-    linear cut over its input      each rank has a part of the sum: sum over tp
+    embedding cut over its rows    look up the own rows, zeros elsewhere, sum over tp
+    linear cut over its output     its input enters; each rank has its own columns, and its part of the bias
+    linear cut over its input      each rank has a part of the sum: sum over tp, then add the bias once
+    everything else                nothing
 
 Without sequence parallelism the residual stream is whole on every rank: entering is the identity (and sums
-gradients going back), leaving is an all-reduce. With it the stream is split over the sequence: entering gathers it,
-leaving reduce-scatters it, and the norms between work on S / tp tokens.
+gradients going back), leaving is an all-reduce. A tensor that several cut linears read, as queries, keys and values
+do, enters once. With sequence parallelism the stream is split over the sequence: entering gathers it, leaving
+reduce-scatters it, and what lies between, cut or not, works on S / tp tokens. Then it is the smallest module with
+linears of both kinds, such as attention, whose input enters, so that its own code sees whole sequences.
+
+The first unit has whole sequences. Where a lookup is all of it, leaving splits them; else its output is split at the
+end, so that what it adds to the lookup, such as learned positions, sees every token.
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ from superstep.numerics.loss import IGNORE
 from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence, scatter_sequence
 from superstep.runtime.exact import GatherWhole, KeepOwn, pass_on
+from superstep.runtime.layout import is_cut
 from superstep.runtime.mesh import Group
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
 class _Gather(torch.autograd.Function):
@@ -88,42 +94,142 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-Border = Callable[[Tensor, Group], Tensor]
+class _Part(torch.autograd.Function):
+    """Forward keeps this rank's part of the sequence, backward gathers the parts of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return part(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return gather_sequence(grad, ctx.group), None
+
+
+def part(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of the sequence: [B, S, ...] to [B, S / size, ...]."""
+    return x.chunk(group.size(), 1)[group.rank()]
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
+
+    enter: Callable[[Tensor, Group], Tensor]
+    leave: Callable[[Tensor, Group], Tensor]
+    leave_lookup: Callable[[Tensor, Group], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Borders:
-    """What happens at the seams: entering a split region, leaving it after a product, and after a lookup."""
+class Seams:
+    """What happens between what is cut and what is not.
 
-    enter: Border
-    leave: Border
-    leave_lookup: Border
+    Attributes:
+        whole: where the residual stream is whole.
+        split: where it is split over the sequence.
+        end: splits the output of a first unit that had whole sequences.
+    """
 
-
-def borders(*, sequence_parallel: bool) -> Borders:
-    """Those of fast mode."""
-    enter, leave = (_Gather.apply, _Scatter.apply) if sequence_parallel else (_Enter.apply, _Leave.apply)
-    return Borders(enter=enter, leave=leave, leave_lookup=leave)
-
-
-def exact_borders(*, sequence_parallel: bool) -> Borders:
-    """Those of exact mode: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
-    enter, leave = (GatherWhole.apply, KeepOwn.apply) if sequence_parallel else (pass_on, pass_on)
-    return Borders(enter=enter, leave=leave, leave_lookup=borders(sequence_parallel=sequence_parallel).leave)
+    whole: Seam
+    split: Seam
+    end: Callable[[Tensor, Group], Tensor]
 
 
-def split(module: nn.Module, spec: UnitSpec, group: Group, rules: Rules, seams: Borders) -> None:
+OVER_TP = Seams(
+    whole=Seam(_Enter.apply, _Leave.apply, _Leave.apply),
+    split=Seam(_Gather.apply, _Scatter.apply, _Scatter.apply),
+    end=_Part.apply,
+)
+EXACT_OVER_TP = Seams(
+    whole=Seam(pass_on, pass_on, _Leave.apply),
+    split=Seam(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
+    end=_Part.apply,
+)
+"""Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
+
+
+class _Entrance:
+    """Lets a tensor enter once, however many cut layers of the unit read it."""
+
+    def __init__(self, enter: Callable[[Tensor, Group], Tensor], group: Group) -> None:
+        self._enter = enter
+        self._group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._enter(x, self._group)
+        return self._last[1]
+
+    def close(self) -> None:
+        """Let go of what entered last."""
+        self._last = None
+
+
+def split(
+    module: nn.Module,
+    spec: UnitSpec,
+    group: Group,
+    rules: Rules,
+    seams: Seams = OVER_TP,
+    *,
+    sequence_parallel: bool,
+    is_first: bool,
+) -> None:
     """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
+    is_whole = is_first and not _is_lookup(spec, rules)
+    is_split = sequence_parallel and not is_whole
+    seam = seams.split if is_split else seams.whole
+    entrance = _Entrance(seam.enter, group)
+    regions = _regions(module, spec, rules) if is_split else {}
+    for path, cut in _cut_layers(spec, rules).items():
+        layer = module.get_submodule(path)
+        if isinstance(layer, nn.Embedding):
+            _replace(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
+        elif isinstance(layer, nn.Linear) and cut == 1:
+            _replace(layer, _rows(layer, group, seam.leave))
+        elif isinstance(layer, nn.Linear) and path not in regions:
+            _replace(layer, _entering(layer.forward, entrance))
+    for path in sorted(set(regions.values())):
+        region = module.get_submodule(path)
+        _replace(region, _entering(region.forward, entrance))
+    _replace(module, _closing(module.forward, entrance))
+    if sequence_parallel and is_whole:
+        _replace(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
+
+
+def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
+    """For each layer whose weight is cut, by its path in the unit's module, the dim that is."""
+    found = {}
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
-        layer = module.get_submodule(path)
-        is_cut = [rules.cut(axis) == "tp" for axis in param.axes]
-        if isinstance(layer, nn.Embedding) and is_cut[0]:
-            _replace(layer, _vocabulary_lookup(layer, group, seams.leave_lookup))
-        elif isinstance(layer, nn.Linear) and leaf == "weight" and is_cut[1]:
-            _replace(layer, _then(layer.forward, seams.leave, group))
-        elif param.axes == ("norm",):
-            _replace(layer, _then(layer.forward, seams.enter, group))
+        cut = [dim for dim, axis in enumerate(param.axes) if rules.cut(axis) == "tp"]
+        if leaf == "weight" and cut:
+            found[path] = cut[0]
+    return found
+
+
+def _regions(module: nn.Module, spec: UnitSpec, rules: Rules) -> dict[str, str]:
+    """For each linear that is cut over its output, the path of the smallest module around it that also has one cut
+    over its input; without those around which there is none but the whole unit.
+    """
+    cut = {p: dim for p, dim in _cut_layers(spec, rules).items() if isinstance(module.get_submodule(p), nn.Linear)}
+    rows = [path for path, dim in cut.items() if dim == 1]
+    found = {}
+    for path in (path for path, dim in cut.items() if dim == 0):
+        around = path.rpartition(".")[0]
+        while around and not any(row.startswith(f"{around}.") for row in rows):
+            around = around.rpartition(".")[0]
+        if around:
+            found[path] = around
+    return found
+
+
+def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
+    """Whether all that a unit has is one table, cut over its rows."""
+    tables = [param.axes for param in spec.params.values()]
+    return len(tables) == 1 and len(tables[0]) == 2 and rules.cut(tables[0][0]) == "tp"
 
 
 def _replace(layer: nn.Module, forward: Forward) -> None:
@@ -131,14 +237,44 @@ def _replace(layer: nn.Module, forward: Forward) -> None:
     layer.forward = forward
 
 
-def _then(inner: Forward, outer: Border, group: Group) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        return outer(inner(x), group)
+def _then(inner: Callable[..., Tensor], outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
+    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+        return outer(inner(x, **given), group)
 
     return forward
 
 
-def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Border) -> Forward:
+def _closing(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
+    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+        try:
+            return inner(x, **given)
+        finally:
+            entrance.close()
+
+    return forward
+
+
+def _entering(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
+    def forward(x: Tensor, *others: Any, **given: Any) -> Tensor:  # noqa: ANN401
+        return inner(entrance(x), *others, **given)
+
+    return forward
+
+
+def _rows(layer: nn.Linear, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
+    # Without its bias the layer gives the product alone; every rank adds the whole bias to the whole sum.
+    inner, bias = layer.forward, layer.bias
+    layer.register_parameter("bias", None)
+    layer.register_parameter("bias_of_sum", bias)
+
+    def forward(x: Tensor) -> Tensor:
+        out = leave(inner(x), group)
+        return out if bias is None else out + bias
+
+    return forward
+
+
+def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
     inner = layer.forward
 
     def forward(tokens_BS: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolve import Plan
 from superstep.plan.sequence import positions
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
@@ -24,9 +24,3 @@ def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) 
         tokens_BS, targets_BS = tokens_BS[:, held], targets_BS[:, held]
     pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
     return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
-
-
-def ties(run: Resolved) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
-    holders = tuple(sorted({run.plan.placement[0], run.plan.placement[-1]}))
-    return (holders,) if run.shape.tied and len(holders) > 1 else ()

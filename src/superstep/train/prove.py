@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.data.stream import Batch
-from superstep.model.axes import units
-from superstep.model.unit import global_specs, initial
-from superstep.numerics.tolerance import TOLERANCE
+from superstep.model.unit import UnitSpec, global_specs, initial
+from superstep.numerics.tolerance import tolerance
 from superstep.plan.config import TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.shape import ModelShape
@@ -24,8 +23,9 @@ from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.piece import Piece
-from superstep.train.batches import microbatches, rows, ties
-from superstep.train.reference import reference_steps
+from superstep.train.batches import microbatches, rows
+from superstep.train.model import units_of
+from superstep.train.reference import reference_steps, unit_steps
 from superstep.train.schedule import rate
 
 
@@ -79,9 +79,12 @@ class Verdict:
         return self.first is None and self.is_deterministic is not False
 
 
-def write_reference(shape: ModelShape, train: TrainConfig, batches: Sequence[Batch], folder: Path) -> None:
+def write_reference(
+    model: ModelShape | Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], folder: Path
+) -> None:
     """Run the reference and keep each step's loss, gradients and weights in a file of its own."""
-    for step, result in enumerate(reference_steps(shape, train, batches)):
+    steps = reference_steps if isinstance(model, ModelShape) else unit_steps
+    for step, result in enumerate(steps(model, train, batches)):  # type: ignore[arg-type]
         tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
         tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
         tensors["loss"] = torch.tensor(result.loss, dtype=torch.float64)
@@ -90,30 +93,42 @@ def write_reference(shape: ModelShape, train: TrainConfig, batches: Sequence[Bat
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{step}.safetensors")
 
 
-def prove(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, reruns: bool) -> Verdict:
+def prove(
+    world: World,
+    run: Resolved,
+    batches: Sequence[Batch],
+    folder: Path,
+    *,
+    reruns: bool,
+    specs: Sequence[UnitSpec] | None = None,
+) -> Verdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
-    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
+    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them. ``specs`` are the
+    units of a model that the run's configuration does not name.
     """
-    mesh = build_mesh(
-        run.plan.mesh,
-        world.rank,
-        world.device,
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts=run.shape.moe is not None,
-        timeout=timedelta(seconds=120),
-    )
+    specs = specs or units_of(run)
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
     try:
-        differences, bits = _run(mesh, run, batches, folder)
+        differences, bits = _run(mesh, run, specs, batches, folder)
         is_deterministic = None
         if reruns:
-            _, again = _run(mesh, run, batches, None)
+            _, again = _run(mesh, run, specs, batches, None)
             is_deterministic = all(gather(again == bits))
     finally:
         mesh.destroy()
     everyone = [d for part in gather(differences) for d in part]
     return _judge(everyone, is_deterministic)
+
+
+def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
+    """What ``prove`` judges: every compared value of every rank."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
+    try:
+        found, _ = _run(mesh, run, units_of(run), batches, folder)
+    finally:
+        mesh.destroy()
+    return [d for part in gather(found) for d in part]
 
 
 def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:
@@ -129,14 +144,16 @@ def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> 
     return Verdict(compared=len(differences), worst=tuple(worst), first=first, is_deterministic=is_deterministic)
 
 
-def _run(mesh: Mesh, run: Resolved, batches: Sequence[Batch], folder: Path | None) -> tuple[list[Difference], str]:
+def _run(
+    mesh: Mesh, run: Resolved, specs: Sequence[UnitSpec], batches: Sequence[Batch], folder: Path | None
+) -> tuple[list[Difference], str]:
     """The steps of one run: differences from the reference, and a hash of every bit this rank held."""
-    engine = Engine(run, units(run.shape), mesh)
+    engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
     train = run.config.train
     found: list[Difference] = []
     bits = hashlib.blake2b(digest_size=16)
     for step, batch in enumerate(batches):
-        compare = _Compare(run, step, folder)
+        compare = _Compare(run, specs, step, folder)
         mine = rows(run.plan, mesh)
         lr = rate(train, step)
         result = engine.train_step(
@@ -154,12 +171,12 @@ def _run(mesh: Mesh, run: Resolved, batches: Sequence[Batch], folder: Path | Non
 class _Compare:
     """Compares one step with its reference file; compares nothing where there is no folder."""
 
-    def __init__(self, run: Resolved, step: int, folder: Path | None) -> None:
+    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], step: int, folder: Path | None) -> None:
         self._run = run
         self._step = step
         self._path = None if folder is None else folder / f"{step}.safetensors"
-        self._allowed = TOLERANCE[run.config.numerics.compute]
-        self._specs = global_specs(units(run.shape))
+        self._allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
+        self._specs = global_specs(specs)
 
     def step(self, result: StepResult) -> list[Difference]:
         if self._path is None:

@@ -24,7 +24,7 @@ from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.checkpoint import Position, load, save
 from superstep.state.piece import STATE, Piece
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
 from superstep.train.schedule import rate
 from superstep.train.session import RankPeers, tensor_shapes
 
@@ -93,7 +93,8 @@ class Relay:
 
 
 def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, stop: int) -> Path:
-    """Run the reference on its one rank: a file of bits for each step, and a checkpoint after step ``stop``.
+    """Run the reference on its one rank: a file of bits for each step, as ``train.prove``
+    writes them, and a checkpoint after step ``stop``.
 
     Returns:
         The checkpoint.
@@ -106,7 +107,7 @@ def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Pa
             found: dict[str, Tensor] = {}
             result = _step(engine, mesh, run, batch, step, found)
             found["loss"] = torch.tensor(result.loss, dtype=torch.float64)
-            found["norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
+            found["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
             for piece in engine.pieces(["weight"]):
                 found[f"weight/{piece.name}"] = piece.values.detach().cpu().view(piece.shape).clone()
             save_file(found, folder / f"{step}.safetensors")
@@ -189,8 +190,9 @@ class _Bits:
         self.found: list[BitDifference] = []
 
     def number(self, kind: str, value: float) -> None:
+        stored = "grad_norm" if kind == "norm" else kind
         with safe_open(self._path, framework="pt") as file:
-            self._judge(kind, "", torch.tensor([value], dtype=torch.float64), file.get_tensor(kind).view(1))
+            self._judge(kind, "", torch.tensor([value], dtype=torch.float64), file.get_tensor(stored).view(1))
 
     def compare(self, pieces: Iterator[Piece]) -> None:
         with safe_open(self._path, framework="pt") as file:
@@ -223,15 +225,7 @@ def _train_step(
 
 
 def _mesh(world: World, run: Resolved) -> Mesh:
-    return build_mesh(
-        run.plan.mesh,
-        world.rank,
-        world.device,
-        placement=run.plan.placement,
-        ties=ties(run),
-        has_experts=run.shape.moe is not None,
-        timeout=timedelta(seconds=300),
-    )
+    return build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
 
 
 def _save(engine: Engine, world: World, place: Path, step: int) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
-from superstep.model.decoder import Decoder
+Model = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Model,
     prompt: list[int],
     *,
     tokens: int,
@@ -23,7 +24,7 @@ def generate(
     """Token after token, until the end of the text or ``tokens`` of them.
 
     Args:
-        model: the trained decoder.
+        model: the trained model: tokens [1, S] to logits [1, S, V].
         prompt: at least one token.
         tokens: the most tokens to give.
         window_tokens: how far the model looks back: the sequence length it was trained on.

@@ -17,7 +17,6 @@ from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
-from superstep.model.axes import units
 from superstep.model.unit import global_specs
 from superstep.observe.append import unwritable
 from superstep.plan.hf_config import to_hf_config
@@ -30,7 +29,8 @@ from superstep.runtime.mesh import build_mesh
 from superstep.runtime.router_counts import Routed
 from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
 from superstep.state.piece import STATE
-from superstep.train.batches import microbatches, rows, ties
+from superstep.train.batches import microbatches, rows
+from superstep.train.model import units_of
 from superstep.train.schedule import rate
 
 T = TypeVar("T")
@@ -128,16 +128,8 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._peers = RankPeers(world.rank, world.size)
-        self._mesh = build_mesh(
-            run.plan.mesh,
-            world.rank,
-            world.device,
-            placement=run.plan.placement,
-            ties=ties(run),
-            has_experts=run.shape.moe is not None,
-            timeout=MESH_TIMEOUT,
-        )
-        self._engine = Engine(run, units(run.shape), self._mesh)
+        self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
+        self._engine = Engine(run, units_of(run), self._mesh)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._train, self._validation = (
@@ -151,7 +143,8 @@ class Session:
             )
             for split in SPLITS
         )
-        self._flops_per_token = model_flops_per_token(run.shape, run.config.data.sequence_tokens)
+        tokens = run.config.data.sequence_tokens
+        self._flops_per_token = None if run.decoder is None else model_flops_per_token(run.decoder, tokens)
         self._peak_flops = None if peak_flops is None else peak_flops * world.size
         self._memory_bytes = 0
         self._record: list[Ran] = []
@@ -255,7 +248,7 @@ class Session:
             self._peers,
             tensors=dict.fromkeys(STATE, tensor_shapes(self._engine)),
             beside={
-                "config.json": json.dumps(to_hf_config(self.run.shape), indent=2),
+                **self._hf_config(),
                 "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
                 "corpus.json": (self._corpus.folder / "corpus.json").read_text(encoding="utf-8"),
             },
@@ -269,6 +262,11 @@ class Session:
         barrier()
         return place, size
 
+    def _hf_config(self) -> dict[str, str]:
+        """The decoder's config.json; other models have none."""
+        decoder = self.run.decoder
+        return {} if decoder is None else {"config.json": json.dumps(to_hf_config(decoder), indent=2)}
+
     def _write_trace(self, step: int) -> None:
         at = self._mesh.at
         mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
@@ -279,7 +277,9 @@ class Session:
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s as a share of the ranks' peak, where that is known."""
-        return None if self._peak_flops is None else tokens_per_s * self._flops_per_token / self._peak_flops
+        if self._peak_flops is None or self._flops_per_token is None:
+            return None
+        return tokens_per_s * self._flops_per_token / self._peak_flops
 
     def memory_bytes(self) -> int:
         """The largest memory of any rank when last asked, and this rank's now."""

@@ -1,9 +1,9 @@
 """Every layout that fits a number of ranks, for ``prove --all``.
 
 The degrees of the mesh are crossed in full, and each mesh meets every schedule and every ZeRO stage that it can have.
-What is independent of them (recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, tied or untied
-head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that every value meets every axis
-without a product of all.
+What is independent of them (recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, rules that leave
+matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
+every value meets every axis without a product of all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from dataclasses import replace
 from itertools import product
 
 from superstep.errors import ConfigError
-from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig
+from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model import shape_of
-from superstep.plan.resolve import Resolved, divisors, resolve
+from superstep.plan.resolve import Resolved, divisors
+from superstep.train.model import resolved
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT: tuple[Context, ...] = ("ring", "ulysses")
+RULES: tuple[tuple[tuple[str, Rule], ...], ...] = ((), (("ffn", "none"),), (), (("vocab", "none"),))
 
 
 def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
@@ -52,6 +54,16 @@ def _ways(mesh: MeshShape) -> Iterator[PlanConfig]:
         yield replace(schedules[at % len(schedules)], zero=zeros[(at + turn + at // len(zeros)) % len(zeros)])
 
 
+def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
+    """The run's own; of a decoder of ours in fast mode, in turn with others over them."""
+    own = dict(config.plan.rules)
+    if config.model.source is not None or config.numerics.exact:
+        return config.plan.rules
+    # A mixture has no feed-forward to cut.
+    others = dict(RULES[number // 2 % 4]) if shape_of(config.model).moe is None else dict(RULES[number // 2 % 2 * 3])
+    return tuple(sorted((own | others).items()))
+
+
 def _schedules(pp: int) -> Iterator[PlanConfig]:
     yield PlanConfig(schedule="1f1b")
     yield PlanConfig(schedule="breadth-first", chunks=2)
@@ -79,19 +91,22 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
         context=CONTEXT[number // 2 % 2] if mesh.cp > 1 else "ring",
         replicas=2 if can_replicate and way.zero and number % 2 else 1,
         ep=_experts(config, mesh, number),
+        rules=_rules(config, number) if mesh.tp > 1 else config.plan.rules,
     )
     return _uneven(config, plan) if number % 5 == 4 else plan
 
 
 def _experts(config: RunConfig, mesh: MeshShape, number: int) -> int:
     """In turn every number of ranks that can share out the experts."""
-    moe = shape_of(config.model).moe
+    moe = None if config.model.source else shape_of(config.model).moe
     choices = [n for n in divisors(mesh.world // mesh.pp) if moe is not None and moe.experts % n == 0] or [1]
     return choices[number % len(choices)]
 
 
 def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
-    """The plan with as many units as can be on its first stage."""
+    """The plan with as many units as can be on its first stage; of a decoder of ours."""
+    if config.model.source is not None:
+        return plan
     others = plan.pp * plan.chunks - 1
     units = shape_of(config.model).layers + 2
     return replace(plan, stages=(units - others, *[1] * others)) if units > others else plan
@@ -101,7 +116,8 @@ def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, wo
     """The layout with the first microbatch size that it can have; a ring where heads are too few for Ulysses, no
     expert parallelism where it does not go with replicas.
     """
-    for context, ep in dict.fromkeys(((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))):
+    tries: tuple[tuple[Context, int], ...] = ((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))
+    for context, ep in dict.fromkeys(tries):
         for microbatch in _microbatches(config, mesh, number):
             run = _resolved(config, replace(plan, context=context, ep=ep, microbatch=microbatch), number, world)
             if run is not None:
@@ -127,6 +143,6 @@ def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> R
         data=replace(config.data, packed=number % 3 != 1),
     )
     try:
-        return resolve(varied, world)
+        return resolved(varied, world)
     except ConfigError:
         return None

@@ -1,0 +1,122 @@
+"""How far fast mode lies from exact mode: what ``numerics.tolerance`` is derived from.
+
+Exact mode on one rank has one set of bits for a model, whatever the layout. Three distances, largest over tensors and
+layouts, for each dtype, dense and with experts:
+
+    order    fast mode on every layout of 1, 2 and 4 ranks, from exact mode in the same dtype: sums in another order
+    dtype    exact mode from the fp32 reference, which is written without the engine: the dtype's own rounding
+    prove    fast mode on those layouts from the fp32 reference: what ``superstep prove`` compares
+
+    python -m bench.tolerance [--worlds 1 2 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.machine import write_result
+from superstep.data.stream import Batch
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.launch import World, launch
+from superstep.train.prove import Difference, write_reference
+from superstep.train.prove import differences as differences_of
+from superstep.train.prove_exact import write_bits
+from superstep.train.sweep import layouts
+
+STEPS = 2
+TOKENS = 32
+SEQUENCES = 8
+
+
+def config_of(dtype: str, model: str) -> RunConfig:
+    """A small model with every kind of layer; large ones have longer sums, of which ``numerics.tolerance`` speaks."""
+    experts: dict[str, object] = {"ffn": 64}
+    if model == "experts":
+        experts = {"experts": 4, "router": "dropless", "ffn": 32, "balance_weight": 0.1}
+    return RunConfig(
+        model=ModelConfig(
+            name="tiny", layers=4, width=32, heads=8, kv_heads=8, head_dim=4, vocab=64, qk_norm=True, **experts
+        ),
+        data=DataConfig(sequence_tokens=TOKENS),
+        train=TrainConfig(batch_sequences=SEQUENCES, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),
+        plan=PlanConfig(microbatch=1),
+        numerics=NumericsConfig(compute=dtype),
+    )
+
+
+def batches() -> tuple[Batch, ...]:
+    """Made-up tokens."""
+    random = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, 64, (SEQUENCES, TOKENS + 1), generator=random) for _ in range(STEPS)]
+    return tuple(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), SEQUENCES * TOKENS) for t in texts)
+
+
+def differences(world: World, runs: Sequence[Resolved], folder: Path) -> list[Difference]:
+    """Every compared value of every layout."""
+    return [d for run in runs for d in differences_of(world, run, batches(), folder)]
+
+
+def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str, float]]:
+    """The three distances, each by kind of value."""
+    config = config_of(dtype, model)
+    exact = replace(config, numerics=replace(config.numerics, exact=True))
+    with tempfile.TemporaryDirectory(prefix="superstep-tolerance-") as name:
+        found: dict[str, list[Difference]] = {"order": [], "dtype": [], "prove": []}
+        kinds = {(tied, packed) for tied in (True, False) for packed in (True,)}
+        for tied, _ in sorted(kinds):
+            plain, bits = Path(name) / f"plain-{tied}", Path(name) / f"bits-{tied}"
+            plain.mkdir()
+            bits.mkdir()
+            alone = resolve(replace(exact, model=replace(exact.model, tied=tied)))
+            write_reference(alone.shape, config.train, batches(), plain)
+            launch(1, write_bits, alone, batches(), bits, stop=1)
+            found["dtype"] += launch(1, differences, [alone], plain)
+            for world in worlds:
+                runs = [run for run in layouts(config, world) if run.shape.tied == tied]
+                runs = [replace(run, config=replace(run.config, data=config.data)) for run in runs]
+                found["order"] += launch(world, differences, runs, bits)
+                found["prove"] += launch(world, differences, runs, plain)
+    return {distance: _largest(values) for distance, values in found.items()}
+
+
+def _largest(values: Sequence[Difference]) -> dict[str, float]:
+    """By kind; gradients of the first step and of later ones apart."""
+    found: dict[str, float] = {}
+    for value in values:
+        kind = value.kind if value.kind != "gradient" or value.step == 0 else "gradient_later"
+        kind = "loss" if kind == "norm" else kind
+        if value.kind != "norm":
+            found[kind] = max(found.get(kind, 0.0), value.relative)
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print a table, write JSON."""
+    options = argparse.ArgumentParser(prog="python -m bench.tolerance", description=__doc__.splitlines()[0])
+    options.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
+    options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "tolerance.json")
+    asked = options.parse_args(argv)
+    torch.set_num_threads(1)
+    table = []
+    print(f"{'dtype':6}{'model':9}{'distance':10}{'loss':>10}{'gradient':>10}{'later':>10}{'update':>10}", flush=True)
+    for dtype in ("fp32", "bf16"):
+        for model in ("dense", "experts"):
+            for distance, found in measure(dtype, model, asked.worlds).items():
+                table.append({"dtype": dtype, "model": model, "distance": distance, **found})
+                figures = "".join(f"{found[kind]:>10.1e}" for kind in ("loss", "gradient", "gradient_later", "update"))
+                print(f"{dtype:6}{model:9}{distance:10}{figures}", flush=True)
+    workload = {"layers": 4, "width": 32, "sequences": SEQUENCES, "sequence_tokens": TOKENS, "worlds": asked.worlds}
+    write_result(asked.json, workload=workload, distances=table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

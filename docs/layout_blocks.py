@@ -1,0 +1,120 @@
+"""Blocks of the pages on layouts: who shares what, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, RunConfig
+from superstep.plan.mesh import MeshShape
+from superstep.plan.resolve import resolve
+from superstep.plan.sequence import blocks, positions
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def fenced(text: str) -> str:
+    """A block of plain text."""
+    return f"```text\n{text.rstrip()}\n```"
+
+
+def _replicas() -> str:
+    mesh = MeshShape(dp=4, cp=2, replicas=2)
+    ranks = range(mesh.world)
+    place = {rank: mesh.at(rank) for rank in ranks}
+    sharer = {rank: divmod(mesh.sharer("dense", at), mesh.shards("dense")) for rank, at in place.items()}
+    rows = [
+        ("dp, cp", *(f"{place[rank].dp}, {place[rank].cp}" for rank in ranks)),
+        ("replica", *(str(sharer[rank][0]) for rank in ranks)),
+        ("shard", *(str(sharer[rank][1]) for rank in ranks)),
+        ("gathers and reduces with", *(_others(mesh.shard_groups("dense"), rank) for rank in ranks)),
+        ("sums its shard with", *(_others(mesh.replica_groups("dense"), rank) for rank in ranks)),
+    ]
+    return table(("rank", *map(str, ranks)), rows)
+
+
+def _others(groups: list[list[int]], rank: int) -> str:
+    (mine,) = (group for group in groups if rank in group)
+    return ", ".join(str(other) for other in mine if other != rank)
+
+
+def _zig_zag() -> str:
+    """At which turn of the ring which queries meet which keys, a chunk a row and a column."""
+    cp = 4
+    held = [positions(2 * cp, cp=cp, rank=rank) for rank in range(cp)]
+    turns = {
+        (query, key): turn
+        for rank in range(cp)
+        for turn, block in enumerate(blocks(rank, cp))
+        for query in held[rank][block.queries(2)]
+        for key in held[block.source][block.keys(2)]
+        if key <= query
+    }
+    lines = [f"{'keys of chunk':>21}   {'  '.join(map(str, range(2 * cp)))}"]
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            cells = (f"{turns.get((chunk, key), ' ')}{'◣' if key == chunk else ' '}" for key in range(2 * cp))
+            lines.append(f" rank {rank}, queries of {chunk}   {' '.join(cells)}".rstrip())
+    return fenced("\n".join(lines))
+
+
+def _long_context() -> str:
+    found = json.loads((RESULTS / "long_context.json").read_text(encoding="utf-8"))
+    rows = []
+    for row in found["rows"]:
+        sizes = (row[f"{name}_bytes"] / 2**20 for name in ("predicted_saved", "saved", "peak"))
+        rows.append((str(row["cp"]), *(f"{size:.1f}" for size in sizes), row["with_budget"]["outcome"]))
+    budget = f"with {found['budget_bytes'] >> 20} MiB a rank"
+    return table(("c", "kept, predicted, MiB", "kept, MiB", "peak of the process, MiB", budget), rows)
+
+
+def _grain() -> str:
+    rows = []
+    for name, tokens in (("demo", 256), ("qwen3-0.6b", 4096), ("llama3-8b", 8192)):
+        config = RunConfig(
+            model=ModelConfig(name=name),
+            data=DataConfig(sequence_tokens=tokens),
+            numerics=NumericsConfig(exact=True),
+        )
+        grain = resolve(config).plan.grain
+        assert grain is not None
+        degrees = (str(grain.cells), str(max(1, grain.chunks // 2)))
+        rows.append((f"`{name}`", str(tokens), str(grain.cells), str(grain.chunks), *degrees))
+    return table(("model", "tokens of a sequence", "cells", "chunks", "largest tp", "largest cp"), rows)
+
+
+def _exact_cost() -> str:
+    """Exact mode's seconds over fast mode's, as they were measured."""
+    files = sorted(RESULTS.glob("exact_cost*.json"))
+    if not files:
+        return "`make bench BENCH=exact_cost` measures it, axis by axis."
+    layouts = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["layouts"]]
+    found = {(row["layout"], row["dtype"]): row for row in layouts}
+    dtypes = sorted({dtype for _, dtype in found}, reverse=True)
+    head = ("layout", *(f"{dtype}, {what}" for dtype in dtypes for what in ("time", "processor time")))
+    rows = []
+    for layout in dict.fromkeys(row["layout"] for row in layouts):
+        cells = (found.get((layout, dtype), {}).get(f"{kind}_ratios") for dtype in dtypes for kind in ("time", "cpu"))
+        rows.append((layout, *(_spread(ratios) if ratios else "" for ratios in cells)))
+    return table(head, rows)
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
+    "replicas": _replicas,
+    "zig-zag": _zig_zag,
+    "long context": _long_context,
+    "grain": _grain,
+    "exact cost": _exact_cost,
+}

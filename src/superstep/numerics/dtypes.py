@@ -1,0 +1,11 @@
+"""The dtypes of a run's configuration, as torch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from superstep.plan.config import Dtype
+
+DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,0 +1,61 @@
+"""The model of a run: our own decoder, or the units of a user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from superstep.errors import ConfigError
+from superstep.model.axes import units
+from superstep.model.inspect import outline_of, passed
+from superstep.model.source import load_units
+from superstep.model.unit import UnitSpec
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.rehearse import rehearse
+
+
+def resolved(config: RunConfig, world: int | None = None) -> Resolved:
+    """``resolve``, for a decoder of ours and for the model of ``model.source`` alike.
+
+    Raises:
+        ConfigError: as ``resolve`` does; the file cannot be used; or its units do not run as they are, or cut.
+    """
+    source = config.model.source
+    if source is None:
+        return resolve(config, world)
+    specs = load_units(config)
+    run = resolve(config, world, outline_of(specs, source))
+    rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
+    between = passed(specs, rows, torch.float32, source)
+    _check_logits(config, between[-1].shape)
+    if run.plan.mesh.tp > 1:
+        rehearse(run, specs, between, source)
+    return run
+
+
+def _check_logits(config: RunConfig, shape: torch.Size) -> None:
+    source, tokens = config.model.source, config.data.sequence_tokens
+    if len(shape) != 3 or shape[:2] != (1, tokens):
+        raise ConfigError(
+            f"{source}: the last unit gives {list(shape)} for one sequence of {tokens} tokens; "
+            f"let it give logits, [1, {tokens}, model.vocab]."
+        )
+    if config.model.vocab != shape[2]:
+        raise ConfigError(
+            f"{source}: the last unit gives {shape[2]} logits, and model.vocab = {config.model.vocab}, which the "
+            f"tokenizer is made for; set model.vocab to {shape[2]}."
+        )
+
+
+def units_of(run: Resolved) -> Sequence[UnitSpec]:
+    """The units that a run's configuration names."""
+    return load_units(run.config) if run.decoder is None else units(run.decoder)
+
+
+def vocab_of(run: Resolved) -> int:
+    """As many ids as the tokenizer may have."""
+    vocab = run.config.model.vocab if run.decoder is None else run.decoder.vocab
+    assert vocab is not None, "a model of the user's own is resolved with its vocabulary"
+    return vocab
