@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 import types
@@ -25,7 +26,7 @@ from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from superstep.cost.memory import rank_bytes
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.work import parameters
-from superstep.numerics.tolerance import TOLERANCE
+from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
@@ -39,6 +40,7 @@ from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
 
 DOCS = Path(__file__).parent
+TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"
 CONFIGURATION = DOCS / "reference" / "configuration.md"
 WIDTH = 100
 """Columns of a drawing."""
@@ -282,10 +284,17 @@ def _zero_bytes() -> str:
 
 
 def _tolerances() -> str:
-    rows = [
-        (dtype, f"{t.loss:g}", f"{t.gradient:g}", f"{t.gradient_later:g}", f"{t.update:g}")
-        for dtype, t in TOLERANCE.items()
-    ]
+    """What is allowed, and beside it what was measured: the sum of the two distances that it is made of."""
+    found = json.loads(TOLERANCES.read_text(encoding="utf-8"))["distances"]
+    measured = {(row["dtype"], row["model"], row["distance"]): row for row in found}
+    kinds = ("loss", "gradient", "gradient_later", "update")
+    rows = []
+    for model in ("dense", "experts"):
+        for dtype in TOLERANCE:
+            allowed = tolerance(dtype, has_experts=model == "experts")
+            order, own = (measured[dtype, model, distance] for distance in ("order", "dtype"))
+            cells = [f"{getattr(allowed, kind):g} ({order[kind]:.1e} + {own[kind]:.1e})" for kind in kinds]
+            rows.append((f"{dtype}, {model}", *cells))
     return table(("compute", "loss", "gradient, first step", "gradient, later", "update"), rows)
 
 
