@@ -24,7 +24,6 @@ from superstep.numerics.self_check import first_difference
 from superstep.plan.grain import Grain
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink
-from superstep.runtime.collectives import gather_sequence
 from superstep.runtime.device import Device
 from superstep.runtime.exact_experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
@@ -141,35 +140,4 @@ def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[
 
 
 def _same(x: Tensor) -> Tensor:
-    return x
-
-
-class GatherWhole(torch.autograd.Function):
-    """Forward gathers the sequence over tp; the gradient is whole already, and each rank keeps its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None
-
-
-class KeepOwn(torch.autograd.Function):
-    """Forward keeps this rank's part of the sequence, backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return x.chunk(group.size(), dim=1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gather_sequence(grad, ctx.group), None
-
-
-def pass_on(x: Tensor, group: Group) -> Tensor:
-    """Nothing is left to sum."""
     return x

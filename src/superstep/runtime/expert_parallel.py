@@ -32,8 +32,8 @@ from superstep.model.experts import Experts, sort_by_expert, spread, unsort
 from superstep.plan.resolve import Resolved
 from superstep.plan.sequence import positions
 from superstep.runtime.collectives import gather_sequence
-from superstep.runtime.exact import GatherWhole, KeepOwn
 from superstep.runtime.mesh import Group, Mesh
+from superstep.runtime.sequence_split import GatherWhole, KeepOwn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_stra
 from superstep.runtime.exact import Exact, make_exact
 from superstep.runtime.expert_parallel import split_tokens
 from superstep.runtime.mesh import Group
-from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, part, split, vocabulary_cross_entropy_sum
+from superstep.runtime.sequence_split import part
+from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]

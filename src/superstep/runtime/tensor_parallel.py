@@ -32,9 +32,9 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.rules import Rules
 from superstep.runtime.collectives import gather_sequence, scatter_sequence
-from superstep.runtime.exact import GatherWhole, KeepOwn, pass_on
 from superstep.runtime.layout import is_cut
 from superstep.runtime.mesh import Group
+from superstep.runtime.sequence_split import GatherWhole, KeepOwn, part
 
 Forward = Callable[..., Tensor]
 
@@ -94,24 +94,6 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-class _Part(torch.autograd.Function):
-    """Forward keeps this rank's part of the sequence, backward gathers the parts of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return part(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gather_sequence(grad, ctx.group), None
-
-
-def part(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of the sequence: [B, S, ...] to [B, S / size, ...]."""
-    return x.chunk(group.size(), 1)[group.rank()]
-
-
 @dataclass(frozen=True, slots=True)
 class Seam:
     """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
@@ -136,15 +118,20 @@ class Seams:
     end: Callable[[Tensor, Group], Tensor]
 
 
+def pass_on(x: Tensor, group: Group) -> Tensor:
+    """Nothing is left to sum."""
+    return x
+
+
 OVER_TP = Seams(
     whole=Seam(_Enter.apply, _Leave.apply, _Leave.apply),
     split=Seam(_Gather.apply, _Scatter.apply, _Scatter.apply),
-    end=_Part.apply,
+    end=KeepOwn.apply,
 )
 EXACT_OVER_TP = Seams(
     whole=Seam(pass_on, pass_on, _Leave.apply),
     split=Seam(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
-    end=_Part.apply,
+    end=KeepOwn.apply,
 )
 """Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
 
