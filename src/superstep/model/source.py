@@ -38,7 +38,7 @@ def load_units(config: RunConfig) -> Sequence[UnitSpec]:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source} cannot be run: {_told(error)}") from error
     function = getattr(module, FUNCTION, None)
     if not callable(function):
@@ -49,14 +49,14 @@ def load_units(config: RunConfig) -> Sequence[UnitSpec]:
         found = function(config)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source}: {FUNCTION}(config) fails: {_told(error)}") from error
     if not isinstance(found, Sequence) or isinstance(found, str):
         raise ConfigError(f"{source}: {FUNCTION}(config) gives {type(found).__name__}; return a list of UnitSpec.")
     return found
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """The kind of an error and its first line; where in a file that is known, that too."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}".rstrip(": ") + "."

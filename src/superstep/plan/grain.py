@@ -71,9 +71,9 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
         )
     if plan.cp > 1 and grain.chunks % (2 * plan.cp):
         raise ConfigError(
-            f"plan.cp = {plan.cp} with numerics.exact = true: a sequence has {grain.chunks} parts, two or more for "
-            f"each context-parallel rank; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
-            "numerics.exact_chunks to a larger power of two for every layout that is compared."
+            f"plan.cp = {plan.cp} with numerics.exact = true: a sequence has {grain.chunks} parts, as many for each "
+            f"context-parallel rank and at least two; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
+            "to a larger power of two with numerics.exact_chunks of twice that, for every layout that is compared."
         )
     # All four are powers of two, and check_context saw that cp · tp divides the tokens.
     assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0

@@ -30,12 +30,13 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
             "own does not say how many it has; set plan.context to 'ring'."
         )
     choices = cp_of_heads(shape.heads, shape.kv_heads, plan.tp)
+    mode = " and numerics.exact = true" if config.numerics.exact else ""
     if config.numerics.exact:
         # A key head on several ranks would have its gradient summed in an order that depends on cp.
         choices = [n for n in choices if shape.kv_heads // plan.tp % n == 0]
     if plan.cp not in choices:
         raise ConfigError(
-            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and plan.tp = "
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses'{mode} hands whole heads to each rank, and plan.tp = "
             f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
             f"set plan.cp to one of {choices}, or plan.context to 'ring'."
         )
@@ -50,10 +51,10 @@ def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
     assert plan.dp is not None
     if shape is None or shape.moe is None:
         if plan.ep > 1:
-            raise ConfigError(
-                f"plan.ep = {plan.ep} shares out experts, and model.name = '{config.model.name}' has none; "
-                "set plan.ep to 1, or model.experts to the number of experts."
-            )
+            model, mend = f"model.name = '{config.model.name}'", ", or model.experts to the number of experts"
+            if shape is None:
+                model, mend = f"model.source = '{config.model.source}'", ""
+            raise ConfigError(f"plan.ep = {plan.ep} shares out experts, and {model} has none; set plan.ep to 1{mend}.")
         return
     ranks = plan.dp * plan.cp * plan.tp
     choices = [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.moe.experts % n == 0]
