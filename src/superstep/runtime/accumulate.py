@@ -135,32 +135,35 @@ def accumulate_after(module: nn.Module) -> None:
     """
     for param in module.parameters():
         if param.dtype != torch.float32 and param.grad is not None:
-            param.register_post_accumulate_grad_hook(_adds_to(param.grad))
+            param.register_post_accumulate_grad_hook(hands_to(param.grad.add_))
             param.grad = None
             param.grad_dtype = param.dtype
 
 
-def _adds_to(into: Tensor) -> Callable[[Tensor], None]:
-    def add(param: Tensor) -> None:
+def hands_to(add: Adder) -> Callable[[Tensor], None]:
+    """A hook that hands a parameter's gradient to ``add`` as soon as it is whole, and keeps none."""
+
+    def hand_over(param: Tensor) -> None:
         assert param.grad is not None
-        into.add_(param.grad)
+        add(param.grad)
         param.grad = None
 
-    return add
+    return hand_over
 
 
 def accumulate_straight(module: nn.Module, sums: Sums) -> None:
     """Change the forward of the module's linears and embeddings so. Their weights' ``.grad`` must be there."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
-            _replace(layer, _linear(layer, sums))
+            replace_forward(layer, _linear(layer, sums))
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
-            _replace(layer, _embedding(layer, sums))
+            replace_forward(layer, _embedding(layer, sums))
         elif isinstance(layer, GroupedLinear):
-            _replace(layer, _grouped(layer, sums))
+            replace_forward(layer, _grouped(layer, sums))
 
 
-def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
+def replace_forward(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
+    """Give one layer another forward. An attribute of the instance is found before the class's method, which stays."""
     layer.forward = forward
 
 

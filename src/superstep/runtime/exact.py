@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.self_check import first_difference
 from superstep.plan.grain import Grain
 from superstep.plan.rules import Rules
-from superstep.runtime.accumulate import Sink
+from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
 from superstep.runtime.exact_experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact_linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
@@ -92,39 +92,26 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         weight = module.get_parameter(local)
         sink = exact.sinks[weight]
         if isinstance(layer, nn.Linear) and layer.bias is None:
-            _replace(layer, exact_linear(layer, sink, exact.cut(param)))
+            replace_forward(layer, exact_linear(layer, sink, exact.cut(param)))
         elif isinstance(layer, nn.Embedding):
-            _replace(layer, exact_embedding(layer, sink))
+            replace_forward(layer, exact_embedding(layer, sink))
         elif isinstance(layer, GroupedLinear):
-            _replace(layer, exact_grouped_linear(layer, sink))
+            replace_forward(layer, exact_grouped_linear(layer, sink))
         elif isinstance(layer, Gate):
             sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
-            _replace(layer, exact_gate(layer, sinks, exact.parts))
+            replace_forward(layer, exact_gate(layer, sinks, exact.parts))
         elif isinstance(layer, RMSNorm):
-            _replace(layer, exact_norm(weight, sink, layer.eps))
+            replace_forward(layer, exact_norm(weight, sink, layer.eps))
         else:
-            weight.register_post_accumulate_grad_hook(_adds_to(sink.into))
+            weight.register_post_accumulate_grad_hook(hands_to(partial(PARAMETER.add, sink.into)))
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
-            _replace(layer, exact_silu)
+            replace_forward(layer, exact_silu)
         elif isinstance(layer, MixtureOfExperts):
             layer.combine = exact_combine  # type: ignore[method-assign]
     if isinstance(module, Head):
         # The loss multiplies; what enters a cut head still enters here.
-        _replace(module.lm_head, _same)
-
-
-def _replace(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
-    layer.forward = forward
-
-
-def _adds_to(into: Tensor) -> Any:  # noqa: ANN401
-    def add(param: Tensor) -> None:
-        assert param.grad is not None
-        PARAMETER.add(into, param.grad)
-        param.grad = None
-
-    return add
+        replace_forward(module.lm_head, _same)
 
 
 def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -170,14 +170,7 @@ def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
     packed: list[Slot] = []
     start = decayed = 0
     for slot in order:
-        placed = Slot(
-            local=slot.local,
-            spec=slot.spec,
-            shape=slot.shape,
-            index=slot.index,
-            start=start,
-            is_partial=slot.is_partial,
-        )
+        placed = replace(slot, start=start)
         packed.append(placed)
         start = placed.stop
         decayed = start if len(slot.shape) > 1 else decayed

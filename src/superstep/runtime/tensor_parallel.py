@@ -31,7 +31,8 @@ from torch.autograd.function import FunctionCtx
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.plan.rules import Rules
-from superstep.runtime.collectives import gather_sequence, scatter_sequence
+from superstep.runtime.accumulate import replace_forward
+from superstep.runtime.collectives import scatter_sequence
 from superstep.runtime.layout import is_cut
 from superstep.runtime.mesh import Group
 from superstep.runtime.sequence_split import GatherWhole, KeepOwn, part
@@ -39,30 +40,21 @@ from superstep.runtime.sequence_split import GatherWhole, KeepOwn, part
 Forward = Callable[..., Tensor]
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(GatherWhole):
     """Forward gathers the sequence, backward reduce-scatters its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return gather_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         return scatter_sequence(grad, ctx.group), None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(KeepOwn):
     """Forward reduce-scatters along the sequence, backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
         return scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gather_sequence(grad, ctx.group), None
 
 
 class _Enter(torch.autograd.Function):
@@ -173,17 +165,17 @@ def split(
     for path, cut in _cut_layers(spec, rules).items():
         layer = module.get_submodule(path)
         if isinstance(layer, nn.Embedding):
-            _replace(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
+            replace_forward(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
         elif isinstance(layer, nn.Linear) and cut == 1:
-            _replace(layer, _rows(layer, group, seam.leave))
+            replace_forward(layer, _rows(layer, group, seam.leave))
         elif isinstance(layer, nn.Linear) and path not in regions:
-            _replace(layer, _entering(layer.forward, entrance))
+            replace_forward(layer, _entering(layer.forward, entrance))
     for path in sorted(set(regions.values())):
         region = module.get_submodule(path)
-        _replace(region, _entering(region.forward, entrance))
-    _replace(module, _closing(module.forward, entrance))
+        replace_forward(region, _entering(region.forward, entrance))
+    replace_forward(module, _closing(module.forward, entrance))
     if sequence_parallel and is_whole:
-        _replace(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
+        replace_forward(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
@@ -217,11 +209,6 @@ def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
     """Whether all that a unit has is one table, cut over its rows."""
     tables = [param.axes for param in spec.params.values()]
     return len(tables) == 1 and len(tables[0]) == 2 and rules.cut(tables[0][0]) == "tp"
-
-
-def _replace(layer: nn.Module, forward: Forward) -> None:
-    # An attribute of the instance, found before the class's method: the module's code stays as it is.
-    layer.forward = forward
 
 
 def _then(inner: Callable[..., Tensor], outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
