@@ -1,0 +1,49 @@
+"""Chip: one accelerator, by the figures that its maker publishes and those measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Rate = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
+"""The formats that a chip multiplies at rates of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One accelerator: dense rates, without structured sparsity.
+
+    Attributes:
+        year: of its generation; kernels differ by it.
+        flops_per_s: peak rate of products by format; a format that is not there is not multiplied by this chip.
+        measured_share: the best product ever measured in 16 bits, as a share of the peak; None where nobody has told.
+        memory_bytes, memory_bytes_per_s: its own memory.
+        cores: streaming multiprocessors or what stands for them; a product's tiles are dealt to them in waves.
+        launch_s: from the end of a kernel to the start of the next.
+        link_bytes_per_s: to its neighbours in the fast domain, one direction, all links together.
+        domain: how many chips the fast links join.
+        host_bytes_per_s: to the memory of the host, one direction.
+        power_w: thermal design power.
+        failures_per_hour: that end a job, of one chip with its share of the host; None where nobody has told.
+        source: where the figures were read.
+    """
+
+    name: str
+    vendor: str
+    year: int
+    flops_per_s: tuple[tuple[Rate, float], ...]
+    measured_share: float | None = None
+    memory_bytes: float
+    memory_bytes_per_s: float
+    cores: int
+    launch_s: float = 3e-6
+    link_bytes_per_s: float
+    domain: int
+    host_bytes_per_s: float = 25e9
+    power_w: float
+    failures_per_hour: float | None = None
+    source: str
+
+    def peak(self, rate: Rate) -> float | None:
+        """FLOP/s of products in a format; None where the chip has none."""
+        return dict(self.flops_per_s).get(rate)

@@ -1,0 +1,39 @@
+"""Cluster: how many chips, and what joins them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from superstep.hardware.chip import Chip
+
+Topology = Literal["switched", "torus"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Chips in fast domains (a node's NVLink, a rack's NVL72, a pod's ICI), and the network between domains.
+
+    Attributes:
+        chips: all of them.
+        domain: chips that the fast links join.
+        link_bytes_per_s: of one chip over the fast links, one direction.
+        link_latency_s: of one message over them.
+        network_bytes_per_s: of one chip between domains, one direction.
+        network_latency_s: of one message between domains.
+        oversubscription: how many times less the network carries between far domains than its ports together; 1 where
+            it is not blocking.
+        topology: a torus joins all its chips by the fast links, neighbour to neighbour.
+        price_per_chip_hour: None where no price is given.
+    """
+
+    chip: Chip
+    chips: int
+    domain: int
+    link_bytes_per_s: float
+    link_latency_s: float = 2e-6
+    network_bytes_per_s: float
+    network_latency_s: float = 6e-6
+    oversubscription: float = 1.0
+    topology: Topology = "switched"
+    price_per_chip_hour: float | None = None
