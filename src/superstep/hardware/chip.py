@@ -5,8 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rate = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
-"""The formats that a chip multiplies at rates of their own."""
+Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+"""The formats that a chip multiplies at rates of their own. fp32 keeps all 24 bits; tf32 rounds its factors to 11."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRate:
+    """What one matrix product was measured at.
+
+    Attributes:
+        rows, width, inner: of [rows, inner] x [inner, width].
+    """
+
+    rate: Rate
+    rows: int
+    width: int
+    inner: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRate:
+    """What the memory was measured at, when an operation reads and writes ``bytes`` together."""
+
+    bytes: int
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +46,11 @@ class Chip:
         link_bytes_per_s: to its neighbours in the fast domain, one direction, all links together.
         domain: how many chips the fast links join.
         host_bytes_per_s: to the memory of the host, one direction.
-        power_w: thermal design power.
+        power_w: thermal design power; None where nobody has told.
         failures_per_hour: that end a job, of one chip with its share of the host; None where nobody has told.
         source: where the figures were read.
+        products: rates of products as measured on this chip, by shape; empty where only the published figures are known.
+        copies: rates of its memory as measured, by size.
     """
 
     name: str
@@ -40,9 +65,11 @@ class Chip:
     link_bytes_per_s: float
     domain: int
     host_bytes_per_s: float = 25e9
-    power_w: float
+    power_w: float | None = None
     failures_per_hour: float | None = None
     source: str
+    products: tuple[ProductRate, ...] = ()
+    copies: tuple[CopyRate, ...] = ()
 
     def peak(self, rate: Rate) -> float | None:
         """FLOP/s of products in a format; None where the chip has none."""

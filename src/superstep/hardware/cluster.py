@@ -8,6 +8,21 @@ from typing import Literal
 from superstep.hardware.chip import Chip
 
 Topology = Literal["switched", "torus"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRate:
+    """What a collective was measured at: ``latency_s`` and, beyond it, a second for each ``bytes_per_s``.
+
+    The bytes are those of the whole tensor on one rank: of the input of an all-reduce, a reduce-scatter, an all-to-all
+    and a send, of the output of an all-gather.
+    """
+
+    name: Collective
+    ranks: int
+    latency_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +40,8 @@ class Cluster:
             it is not blocking.
         topology: a torus joins all its chips by the fast links, neighbour to neighbour.
         price_per_chip_hour: None where no price is given.
+        collectives: as measured; empty where only the links' rates are known.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: of one host, as measured; None where they were not.
     """
 
     chip: Chip
@@ -37,3 +54,6 @@ class Cluster:
     oversubscription: float = 1.0
     topology: Topology = "switched"
     price_per_chip_hour: float | None = None
+    collectives: tuple[CollectiveRate, ...] = ()
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
