@@ -1,6 +1,6 @@
 """Efficiency: the shares of published peaks that are reached. The only fitted constants, in one table.
 
-None is keyed to a source, a model or a cluster: to a generation of chips, or to a generation of kernels. ``bench.published``
+None is keyed to a source, a model or a cluster, but to a generation of chips or of kernels. ``bench.published``
 fits them, with the values before the fit as a prior, and prints them beside what they were.
 """
 

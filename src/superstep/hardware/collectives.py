@@ -67,7 +67,8 @@ def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
     domains = np.ceil(group.ranks / local)
     ring = 2 * gather_s(size, group, links)
     saved = 2 * (domains - 1 - 2 * np.ceil(np.log2(np.maximum(domains, 1.0)))) * links.network_latency_s
-    return ring - np.maximum(saved, 0.0)
+    seconds: Array = ring - np.maximum(saved, 0.0)
+    return seconds
 
 
 def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
