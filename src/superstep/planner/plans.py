@@ -1,0 +1,118 @@
+"""Plans: many layouts of one run, a column for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from superstep.cost.decoder import Array
+from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
+from superstep.planner.problem import Problem
+
+CONTEXT: tuple[Context, ...] = get_args(Context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """Columns of one length; names and meanings are those of ``PlanConfig``.
+
+    Attributes:
+        context, schedule, recompute: indices into ``CONTEXT``, ``SCHEDULES`` and ``RECOMPUTE``.
+        microbatch_group: 0 where the schedule has none.
+        microbatches: of one data-parallel rank in a step.
+    """
+
+    pp: Array
+    dp: Array
+    cp: Array
+    tp: Array
+    ep: Array
+    sequence_parallel: Array
+    context: Array
+    microbatch: Array
+    microbatches: Array
+    recompute: Array
+    schedule: Array
+    chunks: Array
+    microbatch_group: Array
+    zero: Array
+    replicas: Array
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    @property
+    def layout(self) -> Layout:
+        """What the closed forms of ``cost`` read."""
+        return Layout(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            shards=self.dp * self.cp / self.replicas,
+            zero=self.zero,
+            sequence_parallel=self.sequence_parallel,
+            chunks=self.chunks,
+            schedule=self.schedule,
+            microbatch=self.microbatch,
+            microbatches=self.microbatches,
+            recompute=self.recompute,
+            recomputed_layers=np.ones(1),
+            # The engine keeps the optimizer's state on its device.
+            offload=np.zeros(1),
+        )
+
+    @property
+    def mesh(self) -> Array:
+        """A number for each mesh; equal meshes have equal numbers."""
+        return ((self.pp * 2.0**20 + self.cp) * 2.0**9 + self.tp) * 2.0**12 + self.ep
+
+    def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Plans:
+        """Some of them."""
+        return Plans(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def plan_config(self, row: int, problem: Problem) -> PlanConfig:
+        """One of them as a ``[plan]``."""
+        group = int(self.microbatch_group[row])
+        return PlanConfig(
+            **{name: int(getattr(self, name)[row]) for name in ("pp", "dp", "cp", "tp", "ep", "zero", "replicas")},
+            context=CONTEXT[int(self.context[row])],
+            schedule=schedule_of(int(self.schedule[row])),
+            chunks=int(self.chunks[row]),
+            microbatch=int(self.microbatch[row]),
+            microbatch_group=group or None,
+            recompute=recompute_of(int(self.recompute[row])),
+            sequence_parallel=bool(self.sequence_parallel[row]),
+            prefetch=problem.base.plan.prefetch,
+        )
+
+
+def joined(parts: Sequence[Plans]) -> Plans:
+    """One after the other."""
+    return Plans(
+        **{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)}
+    )
+
+
+def schedule_of(index: int) -> Schedule:
+    """The engine's schedule at a place of ``SCHEDULES``."""
+    known: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
+    return known[SCHEDULES[index]]
+
+
+def recompute_of(index: int) -> Recompute:
+    """The policy at a place of ``RECOMPUTE``."""
+    known: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
+    return known[RECOMPUTE[index]]
+
+
+def run_config(plan: PlanConfig, problem: Problem) -> RunConfig:
+    """The run with a layout in its place."""
+    numerics = replace(problem.base.numerics, compute=problem.compute)
+    return replace(problem.base, plan=plan, numerics=numerics)

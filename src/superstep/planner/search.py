@@ -1,0 +1,215 @@
+"""Search: the best plans of a problem, exactly, without pricing all of them.
+
+Cores come in the order of their bounds, so that the search ends at the first core whose bound is above the best plans
+found. Plans of one mesh are much alike, so a search keeps the best plan of each of the best meshes. Plans of the same
+seconds are in the order of their bytes, then of the space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from superstep.cost.decoder import Array
+from superstep.cost.estimate import Estimate
+from superstep.planner.plans import Plans
+from superstep.planner.price import Pricing
+from superstep.planner.problem import Problem
+from superstep.planner.space import Space
+
+CHUNK = 8192
+"""Plans priced at once: their columns stay in a core's cache."""
+
+SLACK = 1 + 1e-9
+"""Rounding: a bound is exceeded where it is by more than this."""
+
+Key = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A problem in one format of its products."""
+
+    problem: Problem
+    pricing: Pricing
+
+    @property
+    def space(self) -> Space:
+        """Its plans."""
+        return Space(self.problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan with its price.
+
+    Attributes:
+        plan: one row.
+        parts: of its step, by the closed form.
+        memory_bytes: by the closed form.
+    """
+
+    side: Side
+    plan: Plans
+    parts: Estimate
+    memory_bytes: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.parts.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        best: the best plan of each of the best meshes, the best first.
+        plans: in the space.
+        priced: of them, those whose seconds were computed.
+        too_large: those that were found not to fit; what was not looked at may be too large as well.
+        smallest_bytes: of the smallest plan that was looked at; infinite where all cores were too large.
+    """
+
+    best: tuple[Found, ...]
+    plans: int
+    priced: int
+    too_large: int
+    smallest_bytes: float
+
+
+def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Answer:
+    """The best ``keep`` meshes' best plans, of all formats.
+
+    Args:
+        sides: the likely best first.
+        keep: how many.
+        is_pruned: False prices every plan that fits; the answer is the same.
+    """
+    kept = _Kept(keep)
+    tally = _Tally()
+    for side in sides:
+        space = side.space
+        cores = space.cores()
+        counts = space.count(cores)
+        tally.plans += int(counts.sum())
+        for batch in _batches(side, cores, counts, kept, tally, is_pruned=is_pruned):
+            _price(side, batch, kept, tally, is_pruned=is_pruned)
+    return Answer(
+        best=kept.best,
+        plans=tally.plans,
+        priced=tally.priced,
+        too_large=tally.too_large,
+        smallest_bytes=tally.smallest_bytes,
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    plans: int = 0
+    priced: int = 0
+    too_large: int = 0
+    serial: int = 0
+    smallest_bytes: float = float("inf")
+
+
+class _Kept:
+    """The best plan of each mesh, of the best so many meshes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.of_mesh: dict[tuple[int, float], tuple[Key, Found]] = {}
+
+    @property
+    def best(self) -> tuple[Found, ...]:
+        """The best first."""
+        return tuple(found for _, found in sorted(self.of_mesh.values(), key=lambda pair: pair[0]))
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds above which a plan is of no use."""
+        if len(self.of_mesh) < self.most:
+            return float("inf")
+        return max(key[0] for key, _ in self.of_mesh.values())
+
+    def offer(self, side: Side, key: Key, mesh: float, found: Found) -> None:
+        """Keep a plan if it is among the best."""
+        # Formats of one mesh compete with each other.
+        name = (0, mesh)
+        if name not in self.of_mesh or key < self.of_mesh[name][0]:
+            self.of_mesh[name] = (key, found)
+        if len(self.of_mesh) > self.most:
+            del self.of_mesh[max(self.of_mesh, key=lambda other: self.of_mesh[other][0])]
+
+
+def _batches(
+    side: Side, cores: Plans, counts: Array, kept: _Kept, tally: _Tally, *, is_pruned: bool
+) -> Iterator[Plans]:
+    """Cores in batches of about ``CHUNK`` plans, until none can be among the best."""
+    if not len(cores):
+        return
+    bound_s = np.concatenate([side.pricing.core_bound_s(part) for part in chunks_of(cores)])
+    least = np.concatenate([side.pricing.core_bound_bytes(part) for part in chunks_of(cores)])
+    order = np.argsort(bound_s, kind="stable")
+    if is_pruned:
+        fits = least[order] <= side.pricing.memory_bytes * SLACK
+        tally.too_large += int(counts[order[~fits]].sum())
+        order = order[fits]
+    at = 0
+    while at < len(order):
+        if is_pruned and bound_s[order[at]] > kept.limit_s * SLACK:
+            return
+        total = np.cumsum(counts[order[at : at + CHUNK]])
+        end = at + max(int(np.searchsorted(total, CHUNK, side="right")), 1)
+        yield cores.take(order[at:end])
+        at = end
+
+
+def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: bool) -> None:
+    """Price the plans of some cores."""
+    for part in chunks_of(side.space.with_schedules(cores)):
+        if is_pruned and kept.limit_s < float("inf"):
+            part = part.take(side.pricing.schedule_bound_s(part) <= kept.limit_s * SLACK)
+        for plans in chunks_of(side.space.with_shardings(part)):
+            held = side.pricing.bytes(plans)
+            fits = held <= side.pricing.memory_bytes
+            tally.smallest_bytes = min(tally.smallest_bytes, float(held.min(initial=np.inf)))
+            tally.too_large += len(plans) - int(fits.sum())
+            if fits.any():
+                _offer(side, plans.take(fits), held[fits], kept, tally)
+
+
+def _offer(side: Side, plans: Plans, held: Array, kept: _Kept, tally: _Tally) -> None:
+    parts = side.pricing.seconds(plans)
+    step_s = np.broadcast_to(parts.step_s, (len(plans),))
+    tally.priced += len(plans)
+    useful = np.flatnonzero(step_s <= kept.limit_s * SLACK)
+    order = useful[np.lexsort((useful, held[useful], step_s[useful]))]
+    # The first of each mesh.
+    _, first = np.unique(plans.mesh[order], return_index=True)
+    for row in order[np.sort(first)]:
+        key = (float(step_s[row]), float(held[row]), float(tally.serial))
+        tally.serial += 1
+        found = Found(
+            side=side,
+            plan=plans.take(np.array([row])),
+            parts=parts_of(parts, int(row), len(plans)),
+            memory_bytes=float(held[row]),
+        )
+        kept.offer(side, key, float(plans.mesh[row]), found)
+
+
+def parts_of(parts: Estimate, row: int, rows: int) -> Estimate:
+    """One plan's row of an estimate of many."""
+    return Estimate(
+        **{field.name: np.broadcast_to(getattr(parts, field.name), (rows,))[row] for field in fields(parts)}
+    )
+
+
+def chunks_of(plans: Plans) -> Iterator[Plans]:
+    """Plans in pieces that fit the cache."""
+    for start in range(0, len(plans), CHUNK):
+        yield plans.take(np.arange(start, min(start + CHUNK, len(plans))))
