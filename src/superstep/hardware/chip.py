@@ -49,7 +49,7 @@ class Chip:
         power_w: thermal design power; None where nobody has told.
         failures_per_hour: that end a job, of one chip with its share of the host; None where nobody has told.
         source: where the figures were read.
-        products: rates of products as measured on this chip, by shape; empty where only the published figures are known.
+        products: rates of products as measured on this chip, by shape; empty where only published figures are known.
         copies: rates of its memory as measured, by size.
     """
 

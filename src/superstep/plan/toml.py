@@ -175,7 +175,8 @@ def _literal(value: Any) -> str:  # noqa: ANN401
             # A TOML basic string escapes as JSON does, DEL excepted.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case float():
-            text = repr(value)
+            short = f"{value:g}"
+            text = short if float(short) == value else repr(value)
             return text if any(mark in text for mark in ".einf") else text + ".0"
         case _:
             return repr(value)
