@@ -47,6 +47,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "TPUv5e": ("v5e", "v5litepod"),
     "TPUv5p": ("v5p",),
     "TPUv6e": ("v6e", "Trillium"),
+    "TPUv7x": ("v7x", "TPU7x", "Ironwood"),
     "Gaudi3": ("Gaudi-3",),
     "Trainium2": ("Trn2",),
 }

@@ -37,6 +37,7 @@ class Chip:
     """One accelerator: dense rates, without structured sparsity.
 
     Attributes:
+        name, vendor: as people write them.
         year: of its generation; kernels differ by it.
         flops_per_s: peak rate of products by format; a format that is not there is not multiplied by this chip.
         measured_share: the best product ever measured in 16 bits, as a share of the peak; None where nobody has told.

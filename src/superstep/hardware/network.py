@@ -84,6 +84,7 @@ _USUAL: tuple[tuple[Chip, Network], ...] = (
     (others.TPU_V5E, _pod(200, 8, "Cloud TPU documentation: 2 x 100 Gb/s a host of 8 chips")),
     (others.TPU_V5P, _HOST_OF_4),
     (others.TPU_V6E, _pod(800, 8, "Cloud TPU documentation: 4 x 200 Gb/s a host of 8 chips")),
+    (others.TPU_V7X, _pod(400, 4, "Cloud TPU documentation: 100 Gb/s a chip")),
     (others.GAUDI3, Network(bytes_per_s=3 * 200 * GBIT_PER_S, source="3 of its 24 ports of 200 Gb/s")),
     (others.TRAINIUM2, _ports(200, "Trn2: 16 x 200 Gb/s")),
 )

@@ -136,6 +136,19 @@ TPU_V6E = Chip(
     host_bytes_per_s=32 * GB_PER_S,
     source=f"Cloud TPU documentation, v6e; {_BOOK}; {_SURVEY}",
 )
+TPU_V7X = Chip(
+    name="TPUv7x",
+    vendor="Google",
+    year=2025,
+    flops_per_s=tera(bf16=2307, fp8=4614),
+    memory_bytes=192 * GIB,
+    memory_bytes_per_s=7380 * GB_PER_S,
+    cores=4,
+    link_bytes_per_s=600 * GB_PER_S,
+    domain=9216,
+    host_bytes_per_s=32 * GB_PER_S,
+    source=f"Cloud TPU documentation, TPU7x; {_SURVEY}; matrix units, two a TensorCore, and host as v6e's",
+)
 
 GAUDI3 = Chip(
     name="Gaudi3",
@@ -178,6 +191,7 @@ OTHERS: tuple[Chip, ...] = (
     TPU_V5E,
     TPU_V5P,
     TPU_V6E,
+    TPU_V7X,
     GAUDI3,
     TRAINIUM2,
 )
