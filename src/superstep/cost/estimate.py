@@ -69,8 +69,8 @@ def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Esti
     def both(of_dense: Array, of_mixture: Array) -> Array:
         return usual * of_dense + moe * of_mixture
 
-    head_forward, head_backward = _head(model, layout, rates, stack)
-    embed = _embedding(model, layout, rates)
+    head_forward, head_backward = head_seconds(model, layout, rates, stack)
+    embed = embedding_s(model, layout, rates)
     again_share = layout.recomputed_layers
     compute = both(dense.forward_s + dense.backward_s, mixture.forward_s + mixture.backward_s)
     again = again_share * both(_again(dense, layout), _again(mixture, layout))
@@ -118,7 +118,7 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
     return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
 
 
-def _head(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> tuple[Array, Array]:
+def head_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> tuple[Array, Array]:
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     columns = model.vocab / layout.tp
     forward, by_input, by_weight = linear_s(tokens, columns, model.width, rates.half_flops_per_s, rates)
@@ -128,7 +128,7 @@ def _head(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> tuple[A
     return forward + moved_s / 2, by_input + by_weight + moved_s / 2
 
 
-def _embedding(model: Decoder, layout: Layout, rates: Rates) -> Array:
+def embedding_s(model: Decoder, layout: Layout, rates: Rates) -> Array:
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     return 6 * E * tokens * model.width / rates.memory_bytes_per_s
 

@@ -2,7 +2,9 @@
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes are those
 of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files; Mixtral's are those of
-``mistralai/Mixtral-8x7B-v0.1/config.json`` (Jiang 2024, table 1).
+``mistralai/Mixtral-8x7B-v0.1/config.json`` (Jiang 2024, table 1). GPT-3 175B (Brown 2020, table 2.1) and Megatron's
+model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the decoder here has
+three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples of 256.
 """
 
 from __future__ import annotations
@@ -126,6 +128,11 @@ def _llama(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
     return replace(base, **over)
 
 
+def _gpt(layers: int, width: int, heads: int, ffn: int) -> ModelShape:
+    """A published GPT in the decoder's own terms: 51,200 ids, as padded there, and sequences of 2,048 tokens."""
+    return _llama(layers, width, heads, ffn, kv_heads=heads, vocab=51200, rope_theta=10000.0, max_tokens=2048)
+
+
 def _qwen3(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
     base = ModelShape(
         family="qwen3", layers=layers, width=width, heads=heads, kv_heads=8, head_dim=128, ffn=ffn,
@@ -177,6 +184,8 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_dropless(128, 8, 0.001)),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_dropless(128, 8, 0.001)),
+    "gpt3-175b": _gpt(96, 12288, 96, 32768),
+    "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(
         32, 4096, 32, 14336, vocab=32000, rope_theta=1000000.0, max_tokens=32768, moe=_dropless(8, 2, 0.02)
     ),

@@ -121,7 +121,7 @@ class _Kept:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.of_mesh: dict[tuple[int, float], tuple[Key, Found]] = {}
+        self.of_mesh: dict[float, tuple[Key, Found]] = {}
 
     @property
     def best(self) -> tuple[Found, ...]:
@@ -137,10 +137,8 @@ class _Kept:
 
     def offer(self, side: Side, key: Key, mesh: float, found: Found) -> None:
         """Keep a plan if it is among the best."""
-        # Formats of one mesh compete with each other.
-        name = (0, mesh)
-        if name not in self.of_mesh or key < self.of_mesh[name][0]:
-            self.of_mesh[name] = (key, found)
+        if mesh not in self.of_mesh or key < self.of_mesh[mesh][0]:
+            self.of_mesh[mesh] = (key, found)
         if len(self.of_mesh) > self.most:
             del self.of_mesh[max(self.of_mesh, key=lambda other: self.of_mesh[other][0])]
 
