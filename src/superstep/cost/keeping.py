@@ -1,0 +1,61 @@
+"""Keeping: what a training software holds in memory, as far as it does not change the seconds.
+
+Two softwares with the same kernels differ here: whether a split sequence is gathered again for the backward pass,
+whether 16-bit weights stay beside their masters, how many copies of the logits a loss makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.cost.decoder import Array, array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What is kept; arrays of one shape are as many of them.
+
+    Attributes:
+        element_bytes: of a number in the forward pass.
+        weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
+        update_bytes: of what the update makes and drops, for each parameter that it updates.
+        logit_bytes: of a logit at the loss's peak, all its copies together.
+        keeps_wide_norms: 1 where a norm that is no one kernel keeps its input in fp32 and its quotient.
+        keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
+        selects_products: 1 where selective recomputation keeps what products and attention gave, 0 where it drops the
+            scores alone.
+    """
+
+    element_bytes: Array
+    weight_shard_bytes: Array
+    update_bytes: Array
+    logit_bytes: Array
+    keeps_wide_norms: Array
+    keeps_gathered: Array
+    selects_products: Array
+
+
+def superstep(*, element_bytes: int = 2) -> Keeping:
+    """What Superstep itself keeps: its norms are one function, its gathered sequences stay."""
+    return Keeping(
+        element_bytes=array(element_bytes),
+        weight_shard_bytes=array(0),
+        update_bytes=array(0),
+        logit_bytes=array(4 + element_bytes),
+        keeps_wide_norms=array(0),
+        keeps_gathered=array(1),
+        selects_products=array(1),
+    )
+
+
+def megatron() -> Keeping:
+    """Megatron-LM: fused norms, a split sequence gathered again, a vocabulary-parallel loss in fp32."""
+    return Keeping(
+        element_bytes=array(2),
+        weight_shard_bytes=array(2),
+        update_bytes=array(0),
+        logit_bytes=array(10),
+        keeps_wide_norms=array(0),
+        keeps_gathered=array(0),
+        selects_products=array(0),
+    )
