@@ -122,7 +122,11 @@ def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, r
     size = 2 * E * tokens * layout.cp * kv_heads * model.head_dim
     seconds = gather_s(size, group, rates.links)
     first = seconds / np.maximum(layout.cp - 1, 1.0)
-    return np.where(layout.cp > 1, np.maximum(seconds - attention, first), 0.0)
+    ring = np.maximum(seconds - attention, first)
+    # Queries, keys, values and the output change hands, and attention waits for them (Jacobs 2023, sec. 3.1).
+    heads = 2 * model.heads / layout.tp + 2 * np.maximum(kv_heads, layout.cp)
+    exchange = all_to_all_s(E * tokens * heads * model.head_dim, group, rates.links)
+    return np.where(layout.cp > 1, np.where(layout.is_ulysses > 0, exchange, ring), 0.0)
 
 
 def _experts(model: Decoder, layout: Layout, rates: Rates) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:

@@ -169,11 +169,14 @@ def _data(
     share = np.where(layout.zero > 0, layout.shards, 1.0)
     total = np.where(layout.zero == 0, plain, reduce + gather + across) + for_experts
     total = np.where(data > 1, total, 0.0)
-    # With ZeRO 3 each microbatch gathers twice, for forward and backward, and reduces.
-    each = np.where(data > 1, 2 * gather + reduce, 0.0)
+    # Where parameters or sums come again with each microbatch, they run beside it.
+    gathers = np.where(sharded, 2 * m, 1.0) if layout.gathers is None else layout.gathers
+    sums = np.where(sharded, m, 1.0) if layout.reductions is None else layout.reductions
+    repeats = sharded | (sums > 1)
+    each = np.where(data > 1, (gathers * gather + sums * reduce) / m, 0.0)
     exposed_three = m * np.maximum(each - stack.overlap_data * compute, each * 0.04) + np.where(data > 1, across, 0.0)
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
-    data_s = np.where(sharded, exposed_three, total - hidden)
+    data_s = np.where(repeats, exposed_three, total - hidden)
     held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
     off = 28.0 * held / rates.host_bytes_per_s

@@ -215,8 +215,10 @@ def _in_flight(layout: Layout, stage: _Stage) -> tuple[Array, Array]:
     p, m, v, r = layout.pp, layout.microbatches, layout.chunks, stage.rank
     usual = np.minimum(p - r, m)
     flying = np.where(layout.schedule == SCHEDULES.index("gpipe"), m, usual)
-    flying = np.where(layout.schedule == SCHEDULES.index("breadth-first"), m, flying)
-    looped = np.minimum((v * p + p - 2 * r - 1) / v, m)
+    group = np.where(layout.group > 0, layout.group, m)
+    flying = np.where(layout.schedule == SCHEDULES.index("breadth-first"), group, flying)
+    group = np.where(layout.group > 0, layout.group, p)
+    looped = np.minimum(((v - 1) * group + 2 * (p - r) - 1) / v, m)
     flying = np.where((layout.schedule == SCHEDULES.index("interleaved")) & (p > 1), looped, flying)
     flying = np.where(layout.schedule == SCHEDULES.index("zb-v"), np.minimum(p, m), flying)
     flying = np.where(layout.schedule == SCHEDULES.index("zb-2p"), np.minimum(2 * p - 1, m), flying)

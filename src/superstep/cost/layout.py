@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class Layout:
         recompute: index into ``RECOMPUTE``.
         recomputed_layers: share of the layers that are recomputed; 1 for all of them.
         offload: 1 where the optimizer's state lives in the host's memory.
+        group: microbatches that pass a stage before the next stage's turn; 0 where the schedule has none, or its usual.
+        gathers, reductions: times in a step that a rank gathers each parameter, and sums each gradient; None for what
+            is usual: with ZeRO 3 twice and once for each microbatch, else once.
+        is_ulysses: 1 where cp exchanges heads for tokens; 0 where keys go round a ring.
     """
 
     dp: Array
@@ -45,6 +49,10 @@ class Layout:
     recompute: Array
     recomputed_layers: Array
     offload: Array
+    group: Array = field(default_factory=lambda: np.zeros(()))
+    gathers: Array | None = None
+    reductions: Array | None = None
+    is_ulysses: Array = field(default_factory=lambda: np.zeros(()))
 
     @property
     def world(self) -> Array:

@@ -25,6 +25,7 @@ class Plans:
         context, schedule, recompute: indices into ``CONTEXT``, ``SCHEDULES`` and ``RECOMPUTE``.
         microbatch_group: 0 where the schedule has none.
         microbatches: of one data-parallel rank in a step.
+        layers: of the model.
     """
 
     pp: Array
@@ -42,13 +43,23 @@ class Plans:
     microbatch_group: Array
     zero: Array
     replicas: Array
+    layers: Array
+    prefetch: Array
 
     def __len__(self) -> int:
         return len(self.pp)
 
     @property
     def layout(self) -> Layout:
-        """What the closed forms of ``cost`` read."""
+        """What the closed forms of ``cost`` read.
+
+        The program sums gradients once for each run of microbatches through a stage, and gathers parameters once where
+        it keeps the whole stage beside the next unit: of two units, say.
+        """
+        has_runs = (self.schedule == SCHEDULES.index("breadth-first")) & (self.chunks > 1)
+        run = np.where(has_runs, self.microbatch_group, 1.0)
+        is_kept = (self.layers + 2) / (self.pp * self.chunks) <= 1 + self.prefetch
+        runs_kept = np.where(is_kept, run, 1.0)
         return Layout(
             dp=self.dp,
             tp=self.tp,
@@ -66,6 +77,10 @@ class Plans:
             recomputed_layers=np.ones(1),
             # The engine keeps the optimizer's state on its device.
             offload=np.zeros(1),
+            group=self.microbatch_group,
+            gathers=np.where(self.zero == 3, 2 * self.microbatches / runs_kept, 1.0),
+            reductions=np.where(self.zero >= 2, self.microbatches / run, 1.0),
+            is_ulysses=self.context,
         )
 
     @property
@@ -79,14 +94,23 @@ class Plans:
 
     def plan_config(self, row: int, problem: Problem) -> PlanConfig:
         """One of them as a ``[plan]``."""
-        group = int(self.microbatch_group[row])
+
+        def whole(name: str) -> int:
+            return int(getattr(self, name)[row])
+
         return PlanConfig(
-            **{name: int(getattr(self, name)[row]) for name in ("pp", "dp", "cp", "tp", "ep", "zero", "replicas")},
+            pp=whole("pp"),
+            dp=whole("dp"),
+            cp=whole("cp"),
+            tp=whole("tp"),
+            ep=whole("ep"),
+            zero=whole("zero"),
+            replicas=whole("replicas"),
             context=CONTEXT[int(self.context[row])],
             schedule=schedule_of(int(self.schedule[row])),
-            chunks=int(self.chunks[row]),
-            microbatch=int(self.microbatch[row]),
-            microbatch_group=group or None,
+            chunks=whole("chunks"),
+            microbatch=whole("microbatch"),
+            microbatch_group=whole("microbatch_group") or None,
             recompute=recompute_of(int(self.recompute[row])),
             sequence_parallel=bool(self.sequence_parallel[row]),
             prefetch=problem.base.plan.prefetch,
@@ -95,9 +119,7 @@ class Plans:
 
 def joined(parts: Sequence[Plans]) -> Plans:
     """One after the other."""
-    return Plans(
-        **{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)}
-    )
+    return Plans(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)})
 
 
 def schedule_of(index: int) -> Schedule:

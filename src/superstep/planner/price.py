@@ -6,67 +6,44 @@ every schedule and every sharding of it, so the sum of what is decided is a boun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from superstep.cost import keeping
 from superstep.cost.decoder import Array, Decoder, array, decoder_of
 from superstep.cost.efficiency import FITTED, Efficiency, rates_on
 from superstep.cost.estimate import Estimate, estimate
-from superstep.cost.layout import Layout
+from superstep.cost.footprint import Footprint, footprint
+from superstep.cost.keeping import Keeping
+from superstep.cost.memory import ELEMENT_BYTES
 from superstep.cost.rates import Rates
 from superstep.cost.stack import Stack, superstep
 from superstep.planner.plans import Plans
 from superstep.planner.problem import Problem
 
 
-class Held(Protocol):
-    """Bytes on the fullest rank, by category."""
-
-    @property
-    def parameters(self) -> Array: ...
-    @property
-    def gradients(self) -> Array: ...
-    @property
-    def optimizer(self) -> Array: ...
-    @property
-    def activations(self) -> Array: ...
-    @property
-    def buffers(self) -> Array: ...
-
-
-HeldBy: TypeAlias = Callable[[Decoder, Layout, Stack], Held]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What prices the plans of a problem.
-
-    Attributes:
-        held: the closed form of memory; ``cost.footprint.footprint``.
-    """
+    """What prices the plans of a problem."""
 
     model: Decoder
     rates: Rates
     stack: Stack
-    held: HeldBy
+    keeping: Keeping
     memory_bytes: float
 
     def seconds(self, plans: Plans) -> Estimate:
         """The step of each plan."""
         return estimate(self.model, plans.layout, self.rates, self.stack)
 
-    def held_by(self, plans: Plans) -> Held:
+    def held(self, plans: Plans) -> Footprint:
         """The bytes of each plan, by category."""
-        return self.held(self.model, plans.layout, self.stack)
+        return footprint(self.model, plans.layout, self.stack, self.keeping)
 
     def bytes(self, plans: Plans) -> Array:
         """The bytes of each plan."""
-        held = self.held_by(plans)
-        total: Array = held.parameters + held.gradients + held.optimizer + held.activations + held.buffers
-        return np.broadcast_to(total, (len(plans),))
+        return np.broadcast_to(self.held(plans).bytes, (len(plans),))
 
     def core_bound_s(self, cores: Plans) -> Array:
         """Seconds that no plan of a core is below: the work, and the traffic within a stage."""
@@ -81,17 +58,15 @@ class Pricing:
         least = replace(
             cores, zero=np.full(len(cores), 3.0), replicas=np.ones(len(cores)), microbatches=np.ones(len(cores))
         )
-        held = self.held_by(least)
-        return np.broadcast_to(
-            held.parameters + held.gradients + held.optimizer + held.activations, (len(cores),)
-        )
+        held = self.held(least)
+        return np.broadcast_to(held.parameters + held.gradients + held.optimizer + held.activations, (len(cores),))
 
 
-def pricing_of(problem: Problem, held: HeldBy, efficiency: Efficiency = FITTED) -> Pricing:
+def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
     """What prices the plans of a problem, as the engine would run them.
 
-    The closed forms count two bytes for a number. Where it has four, memory and links are taken at half their rate,
-    and ``held`` is told of numbers twice as long.
+    The closed form of a step counts two bytes for a number. Where it has four, memory and links are taken at half
+    their rate.
 
     Raises:
         ConfigError: the chip does not multiply in the problem's format.
@@ -99,12 +74,13 @@ def pricing_of(problem: Problem, held: HeldBy, efficiency: Efficiency = FITTED) 
     rates = rates_on(problem.cluster, rate=problem.compute, attention="flash-2", efficiency=efficiency)
     stack = superstep()
     if problem.compute == "fp32":
-        rates, stack, held = in_fp32(rates), replace(stack, gradient_bytes=array(2)), _held_in_fp32(held)
+        # Gradients are fp32 either way.
+        rates, stack = in_fp32(rates), replace(stack, gradient_bytes=array(2))
     return Pricing(
         model=decoder_of(problem.shape, problem.sequence_tokens),
         rates=rates,
         stack=stack,
-        held=held,
+        keeping=keeping.superstep(element_bytes=ELEMENT_BYTES[problem.compute]),
         memory_bytes=problem.memory_bytes,
     )
 
@@ -122,37 +98,6 @@ def in_fp32(rates: Rates) -> Rates:
         half_flops_per_s=rates.product_flops_per_s,
         links=links,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Twice:
-    """Bytes in fp32, from those with numbers of two bytes: no master weights beside the parameters."""
-
-    half: Held
-
-    @property
-    def parameters(self) -> Array:
-        return 2 * self.half.parameters
-
-    @property
-    def gradients(self) -> Array:
-        return self.half.gradients
-
-    @property
-    def optimizer(self) -> Array:
-        return self.half.optimizer * 2 / 3
-
-    @property
-    def activations(self) -> Array:
-        return 2 * self.half.activations
-
-    @property
-    def buffers(self) -> Array:
-        return 2 * self.half.buffers
-
-
-def _held_in_fp32(held: HeldBy) -> HeldBy:
-    return lambda model, layout, stack: _Twice(held(model, layout, stack))
 
 
 def by_core_s(parts: Estimate) -> Array:

@@ -98,7 +98,16 @@ class Space:
         ones, zeros = np.ones(table.shape[1]), np.zeros(table.shape[1])
         names = ("pp", "dp", "cp", "tp", "ep", "sequence_parallel", "context", "microbatch", "microbatches")
         columns = dict(zip((*names, "recompute"), table, strict=True))
-        return Plans(**columns, schedule=zeros, chunks=ones, microbatch_group=zeros, zero=zeros, replicas=ones)
+        return Plans(
+            **columns,
+            schedule=zeros,
+            chunks=ones,
+            microbatch_group=zeros,
+            zero=zeros,
+            replicas=ones,
+            layers=ones * self.problem.shape.layers,
+            prefetch=ones * self.problem.base.plan.prefetch,
+        )
 
     def _cores_of(self, mesh: Mesh) -> Iterator[tuple[float, ...]]:
         problem = self.problem

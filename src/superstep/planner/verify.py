@@ -41,8 +41,8 @@ class Verified:
     Attributes:
         run: resolved, as it would train.
         parts: of the step on its busiest pipeline rank.
-        memory: of its fullest one.
-        spare_bytes: what the closed form counts beyond that: gathered units, buckets, the device's own.
+        memory: of its fullest one, as the program allocates it.
+        memory_bytes: that, or the closed form's where it is larger: it has what an instruction makes and drops besides.
         is_simulated: False where the program is too long; parts and memory are then the closed form's.
     """
 
@@ -74,13 +74,12 @@ def verified(found: Found) -> Verified:
         )
     program = compile_step(run.plan)
     memory = max(rank_bytes(run, program), key=lambda rank: rank.bytes)
-    overhead = float(np.broadcast_to(found.side.pricing.held_by(found.plan).buffers, (1,))[0])
     return Verified(
         found=found,
         run=run,
         parts=simulated(run, program, found.plan.layout, found.side.pricing),
         memory=memory,
-        memory_bytes=memory.bytes + overhead,
+        memory_bytes=max(memory.bytes, found.memory_bytes),
         is_simulated=True,
     )
 
@@ -100,7 +99,7 @@ def simulated(run: Resolved, program: Program, layout: Layout, pricing: Pricing)
     timeline = simulate(program, durations.whole)
     spent = timeline.spent()
     rank = max(range(program.pp), key=lambda r: spent[r].busy_s)
-    of_kind = {kind: 0.0 for kind in KINDS}
+    of_kind = dict.fromkeys(KINDS, 0.0)
     update_s = settled_s = 0.0
     for event in timeline.of(rank):
         seconds = event.end_s - event.start_s
@@ -167,9 +166,7 @@ class _Durations:
 
     def _head(self) -> dict[str, UnitSeconds]:
         pricing = self.pricing
-        forward, backward = map(
-            _number, head_seconds(pricing.model, self.layout, pricing.rates, pricing.stack)
-        )
+        forward, backward = map(_number, head_seconds(pricing.model, self.layout, pricing.rates, pricing.stack))
         if has_fused_loss(self.run):
             # The gradient is made in the forward pass.
             return _only_compute(UnitSeconds(forward_s=forward + backward, backward_s=0.0))
@@ -243,7 +240,9 @@ def _only_compute(seconds: UnitSeconds) -> dict[str, UnitSeconds]:
 
 
 def _sum(parts: list[UnitSeconds]) -> UnitSeconds:
-    return UnitSeconds(**{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(UnitSeconds)})
+    return UnitSeconds(
+        **{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(UnitSeconds)}
+    )
 
 
 def _number(value: Array) -> float:
