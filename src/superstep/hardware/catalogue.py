@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from superstep.errors import ConfigError, did_you_mean
@@ -48,7 +49,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "TPUv5p": ("v5p",),
     "TPUv6e": ("v6e", "Trillium"),
     "TPUv7x": ("v7x", "TPU7x", "Ironwood"),
-    "Gaudi3": ("Gaudi-3",),
+    "Gaudi3": ("Gaudi3-128GB",),
     "Trainium2": ("Trn2",),
 }
 """Other names; case, spaces and punctuation do not count."""
@@ -66,8 +67,9 @@ def chip(name: str, *, field: str = "chip") -> Chip:
     """The chip that people call so; raises ConfigError, which names the field that asks, where nobody does."""
     found = _BY_KEY.get(key_of(name))
     if found is None:
-        hint = did_you_mean(name.upper(), [*CHIPS, *(other for names in ALIASES.values() for other in names)])
-        hint = hint if hint.startswith("; did") else did_you_mean("", CHIPS)
+        spelled = {other.lower(): other for chip, names in ALIASES.items() for other in (chip, *names)}
+        close = difflib.get_close_matches(name.lower(), spelled, n=1)
+        hint = did_you_mean(spelled[close[0]], [spelled[close[0]]]) if close else did_you_mean("", CHIPS)
         raise ConfigError(f"{field} = {name!r} is not in the catalogue{hint}")
     return CHIPS[found]
 

@@ -27,7 +27,7 @@ LIMITS: dict[str, Limit] = {
     "year": Limit(2000, 2100, ""),
     "flops_per_s": Limit(1e6, 1e17, _FLOPS),
     "measured_share": Limit(0.01, 1, "of the peak"),
-    "memory_bytes": Limit(1e8, 1e13, _BYTES),
+    "memory_bytes": Limit(1e9, 1e13, _BYTES),
     "memory_bytes_per_s": Limit(1e9, 1e14, _RATE),
     "cores": Limit(1, 1e5, ""),
     "launch_s": Limit(0, 1e-2, _SECONDS),

@@ -127,7 +127,7 @@ TPU_V6E = Chip(
     name="TPUv6e",
     vendor="Google",
     year=2024,
-    flops_per_s=tera(bf16=918),
+    flops_per_s=tera(bf16=918, fp8=918),
     memory_bytes=32 * GIB,
     memory_bytes_per_s=1600 * GB_PER_S,
     cores=2,

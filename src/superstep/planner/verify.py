@@ -13,7 +13,7 @@ import numpy as np
 
 from superstep.cost.block import E, Seconds, block_seconds
 from superstep.cost.decoder import Array
-from superstep.cost.estimate import Estimate, embedding_s, head_seconds
+from superstep.cost.estimate import Estimate, embedding_s, head_s
 from superstep.cost.layout import Layout
 from superstep.cost.memory import FP32, RankBytes, buffer_numel, family_numel, has_fused_loss, rank_bytes, zero_stage
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
@@ -166,11 +166,11 @@ class _Durations:
 
     def _head(self) -> dict[str, UnitSeconds]:
         pricing = self.pricing
-        forward, backward = map(_number, head_seconds(pricing.model, self.layout, pricing.rates, pricing.stack))
+        whole = _number(head_s(pricing.model, self.layout, pricing.rates, pricing.stack))
         if has_fused_loss(self.run):
             # The gradient is made in the forward pass.
-            return _only_compute(UnitSeconds(forward_s=forward + backward, backward_s=0.0))
-        return _only_compute(UnitSeconds(forward_s=forward, backward_s=backward, weight_s=backward / 2))
+            return _only_compute(UnitSeconds(forward_s=whole, backward_s=0.0))
+        return _only_compute(UnitSeconds(forward_s=whole / 3, backward_s=whole * 2 / 3, weight_s=whole / 3))
 
     def _held(self, unit: UnitParameters) -> float:
         """Numbers of a unit that one rank updates."""
