@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from superstep.cli import prove, sample, train, view
+from superstep.cli import plan, prove, sample, train, view
 from superstep.errors import SuperstepError, UserError, did_you_mean
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train.main, "train a model; with no argument, a demo on the source text of Python's library"),
+    "plan": (plan.main, "rank every layout of a model on a cluster: step time, memory, days, price"),
     "prove": (prove.main, "compare a layout with a one-process reference, tensor by tensor"),
     "view": (view.main, "show a step as a timeline, from a run.toml or as a run recorded it"),
     "sample": (sample.main, "write text with a trained run"),

@@ -71,14 +71,12 @@ class Answer:
         plans: in the space.
         priced: of them, those whose seconds were computed.
         too_large: those that were found not to fit; what was not looked at may be too large as well.
-        smallest_bytes: of the smallest plan that was looked at; infinite where all cores were too large.
     """
 
     best: tuple[Found, ...]
     plans: int
     priced: int
     too_large: int
-    smallest_bytes: float
 
 
 def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Answer:
@@ -103,7 +101,6 @@ def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Answe
         plans=tally.plans,
         priced=tally.priced,
         too_large=tally.too_large,
-        smallest_bytes=tally.smallest_bytes,
     )
 
 
@@ -113,7 +110,6 @@ class _Tally:
     priced: int = 0
     too_large: int = 0
     serial: int = 0
-    smallest_bytes: float = float("inf")
 
 
 class _Kept:
@@ -174,7 +170,6 @@ def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: b
         for plans in chunks_of(side.space.with_shardings(part)):
             held = side.pricing.bytes(plans)
             fits = held <= side.pricing.memory_bytes
-            tally.smallest_bytes = min(tally.smallest_bytes, float(held.min(initial=np.inf)))
             tally.too_large += len(plans) - int(fits.sum())
             if fits.any():
                 _offer(side, plans.take(fits), held[fits], kept, tally)

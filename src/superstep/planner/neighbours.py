@@ -1,0 +1,87 @@
+"""Neighbours: for each axis, the best plan that differs in it; and plans for what is left when nodes are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from superstep.planner.price import pricing_of
+from superstep.planner.problem import Problem, Rule
+from superstep.planner.search import Found, Side, search
+from superstep.planner.verify import Verified, verified
+
+AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
+"""The fields in which a neighbour differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """The best plan with another value of a field.
+
+    Attributes:
+        field, value: of ``[plan]``.
+        slower: its step over the best plan's, less 1.
+        spared_bytes: of the memory that the best plan takes; below 0 where it takes more.
+    """
+
+    field: str
+    value: object
+    found: Found
+    slower: float
+    spared_bytes: float
+
+
+def neighbours(best: Found) -> Iterator[Neighbour]:
+    """What each field costs: by the closed form, the nearest first in the order of ``AXES``."""
+    problem = best.side.problem
+    plan = best.plan.plan_config(0, problem)
+    seen = {best.plan.plan_config(0, problem)}
+    for field in AXES:
+        if field == "sequence_parallel" and plan.tp == 1:
+            continue
+        rule = Rule(field, getattr(plan, field), is_wanted=False)
+        side = replace(best.side, problem=replace(problem, rules=(*problem.rules, rule)))
+        if not len(side.space.cores()):
+            continue
+        for found in search([side], keep=1).best:
+            other = found.plan.plan_config(0, problem)
+            if other not in seen:
+                seen.add(other)
+                yield Neighbour(
+                    field=field,
+                    value=getattr(other, field),
+                    found=found,
+                    slower=found.step_s / best.step_s - 1,
+                    spared_bytes=best.memory_bytes - found.memory_bytes,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A plan for what is left of a cluster.
+
+    Attributes:
+        lost: nodes.
+        chips: that the plan uses; the largest number that some plan does, of those that are left.
+        verified: the plan, resolved and compiled; None where none fits.
+    """
+
+    lost: int
+    chips: int
+    verified: Verified | None
+
+
+def fallbacks(problems: Sequence[Problem], nodes: int) -> Iterator[Fallback]:
+    """The best plan after the loss of 1, 2, ... ``nodes`` nodes, with the same global batch."""
+    cluster = problems[0].cluster
+    node = min(cluster.domain, cluster.chips)
+    for lost in range(1, nodes + 1):
+        left = cluster.chips - lost * node
+        yield next(_on(problems, lost, left, node), Fallback(lost=lost, chips=0, verified=None))
+
+
+def _on(problems: Sequence[Problem], lost: int, left: int, node: int) -> Iterator[Fallback]:
+    for chips in range(left, 0, -node):
+        sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
+        for found in search([side for side in sides if len(side.space.cores())], keep=1).best:
+            yield Fallback(lost=lost, chips=chips, verified=verified(found))
