@@ -16,7 +16,10 @@ from superstep.program.compile import compile_step
 
 TOLERANCE = 0.15
 """What the closed form leaves out: stages that are uneven by less than a layer, the order in which transfers and sums
-come, traffic that runs beside compute without slowing it."""
+come, traffic that runs beside compute without slowing it. It is worse where traffic takes more than compute, since
+the clock lets fetches and sums pass each other on one link: no such plan is near the best."""
+NEAR = 1.3
+"""Times the best plan's step."""
 
 
 def found_of(side, row, plans):
@@ -40,7 +43,8 @@ GRID = {
 def test_the_closed_form_agrees_with_the_program(name):
     side = side_of(GRID[name])
     plans = everything(side)
-    usual = (plans.microbatches >= 2 * plans.pp) & (plans.microbatches <= 16) & (plans.chunks <= 4)
+    step_s = side.pricing.seconds(plans).step_s
+    usual = (plans.microbatches <= 16) & (plans.chunks <= 4) & (step_s < NEAR * step_s.min())
     rows = np.random.default_rng(1).permutation(np.flatnonzero(usual))[:25]
     ratios = []
     for row in rows:

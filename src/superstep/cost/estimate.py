@@ -120,12 +120,18 @@ def _again(block: Seconds, layout: Layout) -> Array:
 
 
 def _bubble_share(block: Seconds, layout: Layout) -> Array:
-    """Of the time to fill and drain, what the schedule leaves idle: zero-bubble puts weight gradients there."""
+    """Of the time to fill and drain, what the schedule leaves idle: zero-bubble puts weight gradients there.
+
+    ZB-V needs 2·p - 1 microbatches to unfold (Qi 2023, sec. 6); a lone one goes through all stages by itself.
+    """
     total = block.forward_s + block.backward_s
     h1 = np.maximum(total - 2 * block.weight_s, 0.0) / total
     share = np.ones_like(total)
     share = np.where(layout.schedule == SCHEDULES.index("zb-h1"), h1, share)
-    share = np.where(layout.schedule == SCHEDULES.index("zb-v"), h1 * 0.5, share)
+    folded = np.clip((2 * layout.pp - 1 - layout.microbatches) / np.maximum(2 * layout.pp - 2, 1.0), 0.0, 1.0)
+    share = np.where(
+        layout.schedule == SCHEDULES.index("zb-v"), (1 - folded) * h1 * 0.5 + folded * layout.chunks, share
+    )
     return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
 
 
@@ -183,18 +189,22 @@ def _data(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
     )
     share = np.where(layout.zero > 0, layout.shards, 1.0)
-    total = np.where(layout.zero == 0, plain, reduce + gather + across) + for_experts
+    total = np.where(layout.zero == 0, plain, reduce + gather) + for_experts
     total = np.where(data > 1, total, 0.0)
     # Where parameters or sums come again with each microbatch, they run beside it.
     gathers = np.where(sharded, 2 * m, 1.0) if layout.gathers is None else layout.gathers
     sums = np.where(sharded, m, 1.0) if layout.reductions is None else layout.reductions
     repeats = sharded | (sums > 1)
-    each = np.where(data > 1, (gathers * gather + sums * reduce) / m, 0.0)
+    each = np.where(data > 1, gathers * gather + sums * reduce, 0.0)
+    experts_apart = model.moe_layers > 0
+    each += np.where(experts_apart, gathers * gather_s(E * experts, expert_copies, rates.links), 0.0)
+    each += np.where(experts_apart, sums * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0)
+    each = each / m
     exposed_three = m * np.maximum(each - stack.overlap_data * compute, (1 - stack.overlap_data) * each) + np.where(
         data > 1, across, 0.0
     )
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
-    data_s = np.where(repeats, exposed_three, total - hidden)
+    data_s = np.where(repeats, exposed_three, total - hidden + np.where(layout.zero > 0, across, 0.0))
     held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
     off = 30.0 * held / rates.host_bytes_per_s
