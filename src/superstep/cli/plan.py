@@ -26,7 +26,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.toml import write_config
 from superstep.planner.demand import check_problem, smallest, smallest_cluster
 from superstep.planner.figures import Figures, figures
-from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, neighbours
+from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved
 from superstep.planner.price import pricing_of
 from superstep.planner.problem import Problem
 from superstep.planner.search import Answer, Side, search
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     _say(header(found[0], ranked.answer))
     _say(table(ranked.plans, ranked.figures))
     if ranked.neighbours:
-        _say(alternatives_text(ranked.plans[0], ranked.neighbours))
+        _say(alternatives_text(ranked.neighbours))
     if options.explain:
         _say(explanation(ranked.plans[0]))
     if options.fallback:
@@ -113,11 +113,13 @@ def rank(found: Sequence[Problem], options: Options) -> Ranked:
     answer, plans = _best(sides, options.top)
     if not plans:
         raise _too_large(sides, options)
+    first, beside = improved(plans[0])
+    plans = (first, *(plan for plan in plans[1:] if plan.run.plan.mesh != first.run.plan.mesh))
     return Ranked(
         answer=answer,
         plans=plans,
         figures=tuple(figures(plan, options.tokens, options.price) for plan in plans),
-        neighbours=tuple(neighbours(plans[0].found)),
+        neighbours=beside,
         fallbacks=tuple(fallbacks(found, options.fallback)),
     )
 

@@ -70,8 +70,8 @@ def _run_text(each: Figures) -> str:
     return ", ".join(words) + "; "
 
 
-def alternatives_text(best: Verified, found: Sequence[Neighbour]) -> str:
-    """What each axis is worth, by the closed form."""
+def alternatives_text(found: Sequence[Neighbour]) -> str:
+    """What each axis is worth."""
     lines = ["Nearest alternatives to the first, best of each kind:"]
     for each in sorted(found, key=lambda n: n.slower):
         memory = "the same memory"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from superstep.planner.price import pricing_of
 from superstep.planner.problem import Problem, Rule
-from superstep.planner.search import Found, Side, search
+from superstep.planner.search import Side, search
 from superstep.planner.verify import Verified, verified
 
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
@@ -26,34 +26,49 @@ class Neighbour:
 
     field: str
     value: object
-    found: Found
+    plan: Verified
     slower: float
     spared_bytes: float
 
 
-def neighbours(best: Found) -> Iterator[Neighbour]:
-    """What each field costs: by the closed form, the nearest first in the order of ``AXES``."""
-    problem = best.side.problem
-    plan = best.plan.plan_config(0, problem)
-    seen = {best.plan.plan_config(0, problem)}
+def neighbours(best: Verified) -> Iterator[Neighbour]:
+    """What each field costs: the best plan that differs in it by the closed form, with the price of its program."""
+    side = best.found.side
+    problem, plan = side.problem, best.run.config.plan
+    seen = {best.found.plan.plan_config(0, problem)}
     for field in AXES:
         if field == "sequence_parallel" and plan.tp == 1:
             continue
         rule = Rule(field, getattr(plan, field), is_wanted=False)
-        side = replace(best.side, problem=replace(problem, rules=(*problem.rules, rule)))
-        if not len(side.space.cores()):
+        ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
+        if not len(ruled.space.cores()):
             continue
-        for found in search([side], keep=1).best:
+        for found in search([ruled], keep=1).best:
             other = found.plan.plan_config(0, problem)
-            if other not in seen:
-                seen.add(other)
+            if other in seen:
+                continue
+            seen.add(other)
+            priced = verified(replace(found, side=side))
+            if priced.memory_bytes <= problem.memory_bytes:
                 yield Neighbour(
                     field=field,
                     value=getattr(other, field),
-                    found=found,
-                    slower=found.step_s / best.step_s - 1,
-                    spared_bytes=best.memory_bytes - found.memory_bytes,
+                    plan=priced,
+                    slower=priced.step_s / best.step_s - 1,
+                    spared_bytes=best.memory_bytes - priced.memory_bytes,
                 )
+
+
+def improved(best: Verified, *, rounds: int = 3) -> tuple[Verified, tuple[Neighbour, ...]]:
+    """The best plan, or one that a few steps from neighbour to faster neighbour lead to; and its neighbours.
+
+    The search ranks by the closed form; a program may turn out faster than that of the best.
+    """
+    found = tuple(neighbours(best))
+    fastest = min(found, key=lambda each: each.plan.step_s, default=None)
+    if rounds and fastest is not None and fastest.slower < 0:
+        return improved(fastest.plan, rounds=rounds - 1)
+    return best, found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
