@@ -25,8 +25,8 @@ def problem_of(
     **model,
 ) -> Problem:
     """A run of a named size, ``model`` its fields, with a layout to find."""
-    found = cluster(f"{chips}x{chip}")
-    found = replace(found, domain=domain or found.domain)
+    found = cluster(f"8x{chip}")
+    found = replace(found, chips=chips, domain=domain or found.domain)
     return Problem(
         base=RunConfig(
             model=ModelConfig(name=name, **model),

@@ -92,18 +92,23 @@ def smallest(side: Side) -> Smallest:
 
 
 def smallest_cluster(sides: Sequence[Side]) -> int | None:
-    """The fewest chips of the kind, in whole domains, on which a plan fits; None where not even ``MOST_CHIPS`` do.
+    """The fewest chips of the kind on which a plan fits; None where not even ``MOST_CHIPS`` do.
 
-    Twice as many chips are tried until a plan fits, then the numbers between are halved.
+    Within a domain they double; beyond it, whole domains double until a plan fits, then the numbers between are halved.
     """
     problem = sides[0].problem
-    step = min(problem.cluster.domain, problem.cluster.chips)
+    chips, domain = problem.cluster.chips, problem.cluster.domain
 
-    def fits(domains: int) -> bool:
-        enlarged = [_enlarged(side.problem, domains * step) for side in sides]
+    def fits(count: int) -> bool:
+        enlarged = [_enlarged(side.problem, count) for side in sides]
         return any(search([each], keep=1).best for each in enlarged if len(each.space.cores()))
 
-    return _least(fits, problem.cluster.chips // step, MOST_CHIPS // step, step)
+    while 2 * chips <= domain:
+        chips *= 2
+        if fits(chips):
+            return chips
+    domains = _least(lambda count: fits(count * domain), max(chips // domain, 1), MOST_CHIPS // domain)
+    return None if domains is None else domains * domain
 
 
 def _enlarged(problem: Problem, chips: int) -> Side:
@@ -111,8 +116,9 @@ def _enlarged(problem: Problem, chips: int) -> Side:
     return Side(problem=larger, pricing=pricing_of(larger))
 
 
-def _least(fits: Callable[[int], bool], low: int, most: int, step: int) -> int | None:
-    high = 2 * max(low, 1)
+def _least(fits: Callable[[int], bool], low: int, most: int) -> int | None:
+    """The least number above ``low`` that fits, where all above it do."""
+    high = 2 * low
     while not fits(high):
         low, high = high, 2 * high
         if high > most:
@@ -120,4 +126,4 @@ def _least(fits: Callable[[int], bool], low: int, most: int, step: int) -> int |
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return high * step
+    return high

@@ -35,7 +35,7 @@ def neighbours(best: Verified) -> Iterator[Neighbour]:
     """What each field costs: the best plan that differs in it by the closed form, with the price of its program."""
     side = best.found.side
     problem, plan = side.problem, best.run.config.plan
-    seen = {best.found.plan.plan_config(0, problem)}
+    seen = {best.run.plan}
     for field in AXES:
         if field == "sequence_parallel" and plan.tp == 1:
             continue
@@ -44,15 +44,14 @@ def neighbours(best: Verified) -> Iterator[Neighbour]:
         if not len(ruled.space.cores()):
             continue
         for found in search([ruled], keep=1).best:
-            other = found.plan.plan_config(0, problem)
-            if other in seen:
-                continue
-            seen.add(other)
             priced = verified(replace(found, side=side))
+            if priced.run.plan in seen:
+                continue
+            seen.add(priced.run.plan)
             if priced.memory_bytes <= problem.memory_bytes:
                 yield Neighbour(
                     field=field,
-                    value=getattr(other, field),
+                    value=getattr(priced.run.config.plan, field),
                     plan=priced,
                     slower=priced.step_s / best.step_s - 1,
                     spared_bytes=best.memory_bytes - priced.memory_bytes,
