@@ -82,7 +82,7 @@ def test_no_plan_is_held_twice(name):
     assert len(WHOLE[name]) > 10
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_every_plan_of_the_space_resolves(data):
     name = data.draw(st.sampled_from(list(PROBLEMS)))
@@ -93,7 +93,7 @@ def test_every_plan_of_the_space_resolves(data):
     assert run.plan.mesh.shards("dense") == plans.layout.shards[row]
 
 
-@examples(1000)
+@examples(500)
 @given(st.data())
 def test_a_neighbour_is_in_the_space_where_it_resolves_and_only_there(data):
     """Up to three fields of a plan are changed; most such plans cannot work."""

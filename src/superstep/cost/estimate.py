@@ -125,10 +125,13 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
     ZB-V needs 2·p - 1 microbatches to unfold (Qi 2023, sec. 6); a lone one goes through all stages by itself.
     """
     total = block.forward_s + block.backward_s
-    h1 = np.maximum(total - 2 * block.weight_s, 0.0) / total
+    p, m = layout.pp, layout.microbatches
+    # Fewer microbatches than ranks leave fewer weights' gradients to fill with; a lone one has its own.
+    fillers = 2 - np.clip((p - m) / np.maximum(p - 1, 1.0), 0.0, 1.0)
+    h1 = np.maximum(total - fillers * block.weight_s, 0.0) / total
     share = np.ones_like(total)
     share = np.where(layout.schedule == SCHEDULES.index("zb-h1"), h1, share)
-    folded = np.clip((2 * layout.pp - 1 - layout.microbatches) / np.maximum(2 * layout.pp - 2, 1.0), 0.0, 1.0)
+    folded = np.clip((2 * p - 1 - m) / np.maximum(2 * p - 2, 1.0), 0.0, 1.0)
     share = np.where(
         layout.schedule == SCHEDULES.index("zb-v"), (1 - folded) * h1 * 0.5 + folded * layout.chunks, share
     )

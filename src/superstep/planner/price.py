@@ -75,7 +75,7 @@ def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
     stack = superstep()
     if problem.compute == "fp32":
         # Gradients are fp32 either way.
-        rates, stack = in_fp32(rates), replace(stack, gradient_bytes=array(2))
+        rates, stack = in_fp32(rates, problem.cluster.chip.peak("fp32") or 0.0), replace(stack, gradient_bytes=array(2))
     return Pricing(
         model=decoder_of(problem.shape, problem.sequence_tokens),
         rates=rates,
@@ -85,7 +85,7 @@ def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
     )
 
 
-def in_fp32(rates: Rates) -> Rates:
+def in_fp32(rates: Rates, peak_flops_per_s: float) -> Rates:
     """Rates at which twice the bytes of what is counted move."""
     links = replace(
         rates.links,
@@ -96,6 +96,7 @@ def in_fp32(rates: Rates) -> Rates:
         rates,
         memory_bytes_per_s=rates.memory_bytes_per_s / 2,
         half_flops_per_s=rates.product_flops_per_s,
+        peak_half_flops_per_s=array(peak_flops_per_s),
         links=links,
     )
 
