@@ -74,15 +74,19 @@ def _meanings(cls: type[Any]) -> dict[str, str]:
     return found
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:].removesuffix(".") + "."
+
+
 def _keys(cls: type[Any]) -> Iterator[tuple[str, ...]]:
     hints, words = typing.get_type_hints(cls), _meanings(cls)
     for field in fields(cls):
         if field.name == "chip":
-            yield "`chip`", "the name of a chip, or a table", "", words["chip"]
+            yield "`chip`", "the name of a chip, or a table", "", _sentence(words["chip"])
             continue
         must = field.default is MISSING
         default = "" if must else "left out" if field.default in (None, ()) else f"`{field.default}`"
-        yield f"`{field.name}`", describe_type(hints[field.name]), default, words[field.name]
+        yield f"`{field.name}`", describe_type(hints[field.name]), default, _sentence(words[field.name])
 
 
 def _cluster_keys() -> str:
