@@ -59,8 +59,8 @@ def year_of(row: Row) -> float:
     found = re.match(r"(\d{4})(?:-(\d\d)(?!\d))?", row["date"])
     if found is None:
         return 2024.0
-    month = int(found[2]) if found[2] else 6
-    return int(found[1]) + (min(month, 12) - 1) / 12
+    told = int(found[2] or 0)
+    return int(found[1]) + ((told if 1 <= told <= 12 else 6) - 1) / 12
 
 
 def is_timed(row: Row) -> bool:

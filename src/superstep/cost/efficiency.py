@@ -1,7 +1,7 @@
 """Efficiency: the shares of published peaks that real steps reach. All fitted constants, in one table.
 
 None is keyed to a source, a model or a cluster: each belongs to a generation of chips, to a kind of attention kernel or
-to a habit of software. Before the fit each had the value ``before``: what papers measured of kernels and links, or a round guess;
+to a habit of software. Before the fit each had the value ``before``, which papers measured or a round guess gave;
 ``python -m bench.published --fit`` draws it towards the published runs, more or less freely (``spread``, of its
 logarithm). Where no run bears on a constant it stays what it was.
 
