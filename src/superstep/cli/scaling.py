@@ -120,7 +120,7 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
         raise ConfigError(f"--budget = '{text}': {found['hours']} is no number; {form}") from None
     if not 0 < hours < math.inf:
         raise ConfigError(f"--budget = '{text}': {found['hours']} hours must be above 0; {form}")
-    device = chip(found["chip"])
+    device = chip(found["chip"], field="--budget")
     peak_flops_per_s = device.peak("bf16") or device.peak("fp16") or device.peak("fp32")
     if peak_flops_per_s is None:
         raise ConfigError(f"--budget = '{text}': the peak of {device.name} is not known; {form}")

@@ -183,7 +183,8 @@ def _ground(found: Study) -> Iterator[str]:
     which = "every point" if found.points == "all" else "the final loss of each run"
     yield f"laws: {which}, Huber loss of log L (delta {HUBER_DELTA:g}), L-BFGS; exponents: powers of least squares"
     if found.resamples:
-        yield f"{LEVEL:.0%} intervals: {found.resamples} resamples of the runs, seed {found.seed}; [-] where too few could be fitted"
+        drawn = f"{found.resamples} resamples of the runs, seed {found.seed}"
+        yield f"{LEVEL:.0%} intervals: {drawn}; [-] where most of them could not be fitted"
 
 
 def _row(first: str, *cells: str) -> str:

@@ -12,6 +12,7 @@ replacement. They say what other runs of the same kind would have given, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -30,6 +31,8 @@ TRUSTED_FACTOR = 10.0
 
 Points = Literal["final", "all"]
 F = TypeVar("F")
+Fitted = Callable[[Sequence[Run], F | None], F]
+"""Makes a law of runs, from a law of similar runs to begin with or from none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +87,14 @@ def study(runs: Sequence[Run], *, points: Points = "final", resamples: int, seed
     Raises:
         ConfigError: the runs allow no fit at all.
     """
-    drawn = _draws(runs, resamples, seed)
     missing: dict[str, str] = {}
 
-    def made(name: str, fitted: Callable[[Sequence[Run], F | None], F]) -> Fit[F] | None:
+    def made(name: str, fitted: Fitted[F]) -> Fit[F] | None:
         try:
-            law = fitted(runs, None)
+            return bootstrap(runs, fitted, resamples=resamples, seed=seed)
         except ConfigError as error:
             missing[name] = str(error)
             return None
-        resampled = _again(drawn, law, fitted)
-        return Fit(law=law, resampled=tuple(resampled) if 2 * len(resampled) > resamples else ())
 
     found = Study(
         runs=tuple(runs),
@@ -119,20 +119,19 @@ def taken(runs: Sequence[Run], points: Points) -> Sequence[Run]:
     return runs if points == "all" else ended(runs)
 
 
-def _draws(runs: Sequence[Run], resamples: int, seed: int) -> list[list[Run]]:
+def bootstrap(runs: Sequence[Run], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:
+    """The fit of the runs, and those of as many resamples as allow one, each begun from the first.
+
+    Raises:
+        ConfigError: the runs themselves do not allow it.
+    """
+    law = fitted(runs, None)
     rng = np.random.default_rng(seed)
-    return [[runs[i] for i in rng.integers(0, len(runs), len(runs))] for _ in range(resamples)]
-
-
-def _again(drawn: Sequence[Sequence[Run]], law: F, fitted: Callable[[Sequence[Run], F | None], F]) -> list[F]:
-    """The fits of those resamples that allow one."""
-    found = []
-    for some in drawn:
-        try:
-            found.append(fitted(some, law))
-        except ConfigError:
-            continue
-    return found
+    resampled = []
+    for _ in range(resamples):
+        with suppress(ConfigError):
+            resampled.append(fitted([runs[i] for i in rng.integers(0, len(runs), len(runs))], law))
+    return Fit(law=law, resampled=tuple(resampled) if 2 * len(resampled) > resamples else ())
 
 
 def estimate(found: Fit[F], quantity: Callable[[F], float]) -> Estimate:

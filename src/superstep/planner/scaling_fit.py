@@ -157,17 +157,22 @@ HOFFMANN: Form[Hoffmann] = Form(
 
 
 def _predict_kaplan(constants: Array, data: Data) -> tuple[Array, Array]:
-    """log L = alpha_D · log(exp(p - s·n) + exp(q - d)), with s = alpha_N / alpha_D."""
-    alpha_d, s, p, q = constants
-    log_sum, shares = _log_sum(np.stack([p - s * data.n, q - data.d]))
-    slopes = [log_sum, -alpha_d * shares[0] * data.n, alpha_d * shares[0], alpha_d * shares[1]]
-    return alpha_d * log_sum, np.stack(slopes)
+    """log L = alpha_D · log(exp(u) + exp(v)), with u = (p - alpha_N·n) / alpha_D and v = q / alpha_D - d.
+
+    p and q are what log L would be in the middle of the runs were it for size or for data alone.
+    """
+    alpha_d, alpha_n, p, q = constants
+    u, v = (p - alpha_n * data.n) / alpha_d, q / alpha_d - data.d
+    log_sum, (of_u, of_v) = _log_sum(np.stack([u, v]))
+    by_alpha_d = log_sum - of_u * u - of_v * q / alpha_d
+    return alpha_d * log_sum, np.stack([by_alpha_d, -of_u * data.n, of_u, of_v])
 
 
 def _kaplan_starts(data: Data) -> list[Array]:
+    """The middle loss, dealt out to size and to data within the power."""
     middle = float(np.median(data.log_loss))
     return [
-        np.array([alpha_d, s, middle / alpha_d + math.log(share), middle / alpha_d + math.log(1 - share)])
+        np.array([alpha_d, s * alpha_d, middle + alpha_d * math.log(share), middle + alpha_d * math.log(1 - share)])
         for alpha_d in (0.03, 0.06, 0.1, 0.2, 0.4)
         for s in (0.3, 0.6, 1.0, 1.7)
         for share in (0.05, 0.2, 0.5, 0.8, 0.95)
@@ -175,23 +180,24 @@ def _kaplan_starts(data: Data) -> list[Array]:
 
 
 def _kaplan_law(constants: Array, data: Data) -> Kaplan:
-    alpha_d, s, p, q = constants.tolist()
+    alpha_d, alpha_n, p, q = constants.tolist()
     return Kaplan(
-        alpha_n=s * alpha_d,
+        alpha_n=alpha_n,
         alpha_d=alpha_d,
-        n_c=math.exp(p / s + data.mean_n),
-        d_c=math.exp(q + data.mean_d),
+        n_c=math.exp(p / alpha_n + data.mean_n),
+        d_c=math.exp(q / alpha_d + data.mean_d),
     )
 
 
 def _kaplan_constants(law: Kaplan, data: Data) -> Array:
-    s = law.alpha_n / law.alpha_d
-    return np.array([law.alpha_d, s, s * (math.log(law.n_c) - data.mean_n), math.log(law.d_c) - data.mean_d])
+    p = law.alpha_n * (math.log(law.n_c) - data.mean_n)
+    q = law.alpha_d * (math.log(law.d_c) - data.mean_d)
+    return np.array([law.alpha_d, law.alpha_n, p, q])
 
 
 KAPLAN: Form[Kaplan] = Form(
     predict=_predict_kaplan,
-    bounds=((1e-3, 4), (0.02, 50), (-300, 300), (-300, 300)),
+    bounds=((5e-3, 4), (5e-3, 4), (-12, 12), (-12, 12)),
     starts=_kaplan_starts,
     law=_kaplan_law,
     constants=_kaplan_constants,
