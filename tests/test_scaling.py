@@ -321,6 +321,25 @@ def test_the_example_of_the_page_is_drawn_as_it_says():
     assert [run.final.loss for run in read_csv(EXAMPLE)] == pytest.approx(drawn, abs=6e-5)
 
 
+NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
+
+
+def test_the_answer_that_the_page_shows_is_the_one_that_is_given(capsys):
+    """Its words are; its numbers within 5%, since intervals may differ in a digit from machine to machine."""
+    assert main(["scaling", str(EXAMPLE), "--budget", "10000xH100-hours"]) == 0
+    said = {NUMBER.sub("#", line.strip()): line for line in capsys.readouterr().out.splitlines()}
+    page = EXAMPLE.with_suffix(".md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(best use.*?)```", page, re.DOTALL)[1].splitlines()
+    for line in shown:
+        if line != "...":
+            given, named = (
+                [float(number.replace(",", "").rstrip(".")) for number in NUMBER.findall(text)]
+                for text in (said[NUMBER.sub("#", line.strip())], line)
+            )
+            assert given == pytest.approx(named, rel=0.05), line
+    assert len(shown) > 10
+
+
 def test_the_answer_as_text_json_and_svg(tmp_path, capsys):
     out, plot = tmp_path / "law.json", tmp_path / "law.svg"
     argv = ["scaling", str(EXAMPLE), "--budget", "10000xH100-hours", "--params", "7e9", "--tokens=140e9"]

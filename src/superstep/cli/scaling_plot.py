@@ -21,6 +21,7 @@ SMALL, LARGE, BEST = (63, 94, 171), (230, 140, 40), "#b3003c"
 """Colours of the smallest size, of the largest, and of what is best."""
 STEPS = 80
 MOST_LEGENDS = 14
+"""Of more sizes than that, some have their lines and names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def plot_svg(found: Study, best: Best | None) -> str:
     points = table(found.runs)
     frame = _frame(points.flops.tolist(), points.loss.tolist(), best)
     sizes = sorted({run.params for run in found.runs})
+    shown = sizes[:: -(-len(sizes) // MOST_LEGENDS)]
     law = found.hoffmann.law if found.hoffmann else None
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
@@ -49,13 +51,13 @@ def plot_svg(found: Study, best: Best | None) -> str:
         "<title>Loss of the runs over the FLOPs of their training, and the law that was fitted to them</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         *_axes(frame),
-        *_legend(sizes),
+        *_legend(sizes, shown),
     ]
     for params, loss, flops in zip(points.params, points.loss, points.flops, strict=True):
         x, y = frame.place(math.log10(flops), loss)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{_colour(sizes, params)}" fill-opacity="0.8"/>')
     if law is not None:
-        parts += [_line(frame, _at_size(law, params), f'stroke="{_colour(sizes, params)}"') for params in sizes]
+        parts += [_line(frame, _at_size(law, params), f'stroke="{_colour(sizes, params)}"') for params in shown]
         parts.append(_line(frame, _frontier(law), f'stroke="{BEST}" stroke-width="2" stroke-dasharray="6 4"'))
     if best is not None and best.loss is not None:
         x, y = frame.place(math.log10(best.flops), best.loss)
@@ -99,9 +101,8 @@ def _colour(sizes: Sequence[float], params: float) -> str:
     return "#" + "".join(f"{round(a + part * (b - a)):02x}" for a, b in zip(SMALL, LARGE, strict=True))
 
 
-def _legend(sizes: Sequence[float]) -> Iterator[str]:
-    """Sizes and their colours; of many, some."""
-    shown = sizes[:: -(-len(sizes) // MOST_LEGENDS)]
+def _legend(sizes: Sequence[float], shown: Sequence[float]) -> Iterator[str]:
+    """Sizes and their colours."""
     x = WIDTH - RIGHT + 16
     for row, params in enumerate(shown):
         y = TOP + 10 + 20 * row
