@@ -293,6 +293,28 @@ def test_what_lies_far_beyond_the_runs():
     assert set(beyond(runs, 20 * largest, 1e14)) == {"parameters", "tokens", "FLOPs"}
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    points=st.lists(
+        st.tuples(st.sampled_from((1e5, 1e7, 1.01e7, 1e12)), st.floats(1, 1e18), st.floats(1e-3, 1e3)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_runs_without_any_law_are_refused_or_fitted_by_numbers(points):
+    runs = [
+        Run(name=str(i), params=n, points=(Point(tokens=d, loss=loss, flops=6 * n * d),))
+        for i, (n, d, loss) in enumerate(points)
+    ]
+    try:
+        found = study(runs, resamples=3, seed=0)
+    except ConfigError:
+        return
+    chosen = choices(found, 1e24)
+    estimates = [x for each in chosen.values() for x in (each.params, each.tokens, each.loss) if x is not None]
+    assert all(math.isfinite(value) for x in estimates for value in (x.value, *(x.interval or ())))
+
+
 # The command.
 
 

@@ -26,6 +26,10 @@ from superstep.planner.scaling_runs import Array, Run, check_spread, table
 HUBER_DELTA = 1e-3
 """Of log L (Hoffmann 2022, section D.2): a residual above a thousandth counts by its size, not by its square."""
 KEPT_STARTS = 12
+EXPONENT = (0.02, 4.0)
+"""An exponent near 0 is a law without that term, whose scale is beyond all numbers."""
+LOG_SHARE, LOG_LOSS = (-12.0, 12.0), (-8.0, 8.0)
+"""Of a term's share in the loss, and of the loss that a term alone would give, in the middle of the runs."""
 LEAST_POINTS = 6
 """One more than the constants of Hoffmann's law."""
 
@@ -148,8 +152,7 @@ def _hoffmann_constants(law: Hoffmann, data: Data) -> Array:
 
 HOFFMANN: Form[Hoffmann] = Form(
     predict=_predict_hoffmann,
-    # An exponent of 0 or an A of 0 would be a law without that term, whose other constants mean nothing.
-    bounds=((-12, 12), (-12, 12), (-12, 12), (1e-3, 4), (1e-3, 4)),
+    bounds=(LOG_SHARE, LOG_SHARE, LOG_SHARE, EXPONENT, EXPONENT),
     starts=_hoffmann_starts,
     law=_hoffmann_law,
     constants=_hoffmann_constants,
@@ -197,7 +200,7 @@ def _kaplan_constants(law: Kaplan, data: Data) -> Array:
 
 KAPLAN: Form[Kaplan] = Form(
     predict=_predict_kaplan,
-    bounds=((5e-3, 4), (5e-3, 4), (-12, 12), (-12, 12)),
+    bounds=(EXPONENT, EXPONENT, LOG_LOSS, LOG_LOSS),
     starts=_kaplan_starts,
     law=_kaplan_law,
     constants=_kaplan_constants,

@@ -20,6 +20,10 @@ BUDGETS_OF_ENVELOPE = 400
 SAME_BUDGET = 1.1
 """Runs within this factor of each other's FLOPs are of one budget."""
 LEAST = 3
+LEAST_RANGE = 3.0
+"""From the least budget to the largest."""
+LEAST_SLOPE = 0.005
+"""Of log L; below it the scale of a power law is beyond all numbers."""
 
 
 def fit_envelope(runs: Sequence[Run]) -> PowerFrontier:
@@ -123,7 +127,16 @@ def _lowest(group: Table) -> tuple[float, float, float] | None:
 
 
 def _power(flops: Array, params: Array, tokens: Array) -> PowerFrontier:
-    """Both power laws, by least squares of the logarithms."""
+    """Both power laws, by least squares of the logarithms.
+
+    Raises:
+        ConfigError: the budgets are too much alike.
+    """
+    if flops.max() < LEAST_RANGE * flops.min():
+        raise ConfigError(
+            f"the budgets that count span a factor of {flops.max() / flops.min():.3g}, and a power law needs "
+            f"{LEAST_RANGE:g}; train for smaller and for larger ones."
+        )
     c = np.log(flops)
     middle = float(c.mean())
     a, log_params = np.polyfit(c - middle, np.log(params), 1)
@@ -167,6 +180,6 @@ def _power_law(of: str, what: str, points: Sequence[tuple[float, float]]) -> Pow
         raise ConfigError(f"{len(rows)} {what} have a loss below that of all smaller ones, and a power law needs 3.")
     x, log_loss = rows.T
     slope, at = np.polyfit(x - x.mean(), log_loss, 1)
-    if slope >= 0:
-        raise ConfigError(f"the loss does not fall over {what}.")
+    if slope > -LEAST_SLOPE:
+        raise ConfigError(f"the loss falls over {what} with an exponent of {-slope:.4f} only, which is no power law.")
     return PowerLaw(of=of, alpha=float(-slope), scale=math.exp(float(x.mean() - at / slope)))

@@ -86,8 +86,11 @@ class Kaplan:
 
     def loss(self, params: float, tokens: float) -> float:
         """Nats per token."""
-        size = math.pow(self.n_c / params, self.alpha_n / self.alpha_d)
-        return math.pow(size + self.d_c / tokens, self.alpha_d)
+        of_size = self.alpha_n / self.alpha_d * math.log(self.n_c / params)
+        of_data = math.log(self.d_c / tokens)
+        # The two may lie too many powers of ten apart for their sum.
+        log_sum = max(of_size, of_data) + math.log1p(math.exp(-abs(of_size - of_data)))
+        return math.exp(self.alpha_d * log_sum)
 
     def optimum(self, flops: float) -> Optimum:
         """The least of the sum in eq. 1.5, which has the form of Hoffmann's with beta = 1."""
