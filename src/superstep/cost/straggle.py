@@ -101,7 +101,7 @@ def _pipeline_s(
         match instruction:
             case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute() | Step():
                 noise = float(np.exp(jitter.spread * _slowest(rng.random(), lockstep))) if jitter.spread else 1.0
-                return seconds * factors[rank] * noise
+                return float(seconds * factors[rank] * noise)
             case _:
                 return seconds
 
