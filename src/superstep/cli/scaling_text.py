@@ -27,6 +27,8 @@ TITLES = {
 """By the names of a study's fits."""
 LAWS = ("hoffmann", "kaplan")
 """Those that know the loss of a size after some tokens."""
+WIDE = 0.2
+"""Of the interval of a: a tenfold budget then asks for a size that is not known to better than 1.6 times."""
 FIRST, REST = 22, 27
 """Columns of a table, in characters."""
 
@@ -66,6 +68,13 @@ def warnings(found: Study, asked: Asked) -> list[str]:
         lines.append(
             f"the runs' flops are {ratio:.2f} times 6 N D: the parabolas and the envelope go by those flops, the laws "
             "of the loss by 6 N D."
+        )
+    leading = next(fit for fit in (found.hoffmann, found.isoflop, found.envelope) if fit is not None)
+    interval = constants(leading)["a"].interval
+    if interval and interval[1] - interval[0] > WIDE:
+        lines.append(
+            f"the runs leave a, the exponent of the best size, anywhere from {interval[0]:.2f} to {interval[1]:.2f}; "
+            "add runs of other sizes and budgets before you rely on the answer."
         )
     asked_of = [(asked.best.params, asked.best.tokens)] if asked.best else []
     for params, tokens in [*asked_of, *([asked.at] if asked.at else [])]:
