@@ -212,3 +212,12 @@ def test_a_chip_with_less_power_for_its_peak_multiplies_more_slowly():
     assert float(cool.product_flops_per_s / warm.product_flops_per_s) == pytest.approx(252.9 / 271.2, abs=0.04)
     usual, unlike = (price_of(usual_cluster(chip(name), 8), Software())[0] for name in ("H100", "H200"))
     assert usual.product_flops_per_s == unlike.product_flops_per_s
+
+
+def test_tokens_that_crowd_to_one_rank_slow_the_experts():
+    model = decoder_of(SHAPES["qwen3-30b-a3b"], 2048)
+    even, crowded = (
+        estimate(replace(model, imbalance=array(value)), layout(dp=8, ep=8), RATES, STACK) for value in (1.0, 2.0)
+    )
+    assert crowded.experts_s == pytest.approx(2 * even.experts_s, rel=0.01)
+    assert even.compute_s < crowded.compute_s < 2 * even.compute_s
