@@ -192,22 +192,23 @@ def _data(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
     )
     share = np.where(layout.zero > 0, layout.shards, 1.0)
-    total = np.where(layout.zero == 0, plain, reduce + gather) + for_experts
+    last = np.where((layout.reductions > 0) & (layout.zero > 0), across, 0.0)
+    total = np.where(layout.zero == 0, plain, reduce + gather + across - last) + for_experts
     total = np.where(data > 1, total, 0.0)
     # Where parameters or sums come again with each microbatch, they run beside it.
-    gathers = np.where(sharded, 2 * m, 1.0) if layout.gathers is None else layout.gathers
-    sums = np.where(sharded, m, 1.0) if layout.reductions is None else layout.reductions
+    gathers = np.where(layout.gathers > 0, layout.gathers, np.where(sharded, 2 * m, 1.0))
+    sums = np.where(layout.reductions > 0, layout.reductions, np.where(sharded, m, 1.0))
     repeats = sharded | (sums > 1)
     each = np.where(data > 1, gathers * gather + sums * reduce, 0.0)
     experts_apart = model.moe_layers > 0
     each += np.where(experts_apart, gathers * gather_s(E * experts, expert_copies, rates.links), 0.0)
     each += np.where(experts_apart, sums * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0)
     each = each / m
-    exposed_three = m * np.maximum(each - stack.overlap_data * compute, (1 - stack.overlap_data) * each) + np.where(
+    exposed_three = m * np.maximum(each - stack.overlap_shards * compute, (1 - stack.overlap_shards) * each) + np.where(
         data > 1, across, 0.0
     )
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
-    data_s = np.where(repeats, exposed_three, total - hidden + np.where(layout.zero > 0, across, 0.0))
+    data_s = np.where(repeats, exposed_three, total - hidden + last)
     held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
     off = 30.0 * held / rates.host_bytes_per_s

@@ -29,8 +29,9 @@ class Layout:
         recomputed_layers: share of the layers that are recomputed; 1 for all of them.
         offload: 1 where the optimizer's state lives in the host's memory.
         group: microbatches that pass a stage before the next stage's turn; 0 where the schedule has none, or its usual.
-        gathers, reductions: times in a step that a rank gathers each parameter, and sums each gradient; None for what
-            is usual: with ZeRO 3 twice and once for each microbatch, else once.
+        gathers, reductions: times in a step that a rank gathers each parameter, and sums each gradient; 0 for what is
+            usual: with ZeRO 3 twice and once for each microbatch, else once. Where they are given, sums over replicas
+            come last, as in our program.
         is_ulysses: 1 where cp exchanges heads for tokens; 0 where keys go round a ring.
     """
 
@@ -50,8 +51,8 @@ class Layout:
     recomputed_layers: Array
     offload: Array
     group: Array = field(default_factory=lambda: np.zeros(()))
-    gathers: Array | None = None
-    reductions: Array | None = None
+    gathers: Array = field(default_factory=lambda: np.zeros(()))
+    reductions: Array = field(default_factory=lambda: np.zeros(()))
     is_ulysses: Array = field(default_factory=lambda: np.zeros(()))
 
     @property

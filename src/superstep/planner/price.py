@@ -12,13 +12,14 @@ import numpy as np
 
 from superstep.cost import keeping
 from superstep.cost.decoder import Array, Decoder, array, decoder_of
-from superstep.cost.efficiency import FITTED, Efficiency, rates_on
+from superstep.cost.efficiency import FITTED, Efficiency
 from superstep.cost.estimate import Estimate, estimate
 from superstep.cost.footprint import Footprint, footprint
 from superstep.cost.keeping import Keeping
 from superstep.cost.memory import ELEMENT_BYTES
 from superstep.cost.rates import Rates
-from superstep.cost.stack import Stack, superstep
+from superstep.cost.software import SUPERSTEP, price_of
+from superstep.cost.stack import Stack
 from superstep.planner.plans import Plans
 from superstep.planner.problem import Problem
 
@@ -71,8 +72,9 @@ def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
     Raises:
         ConfigError: the chip does not multiply in the problem's format.
     """
-    rates = rates_on(problem.cluster, rate=problem.compute, attention="flash-2", efficiency=efficiency)
-    stack = superstep()
+    rates, stack = price_of(problem.cluster, replace(SUPERSTEP, compute=problem.compute), efficiency)
+    # The engine sends beside compute, as the software that this was fitted on.
+    stack = replace(stack, overlap_pipeline=array(efficiency["hidden.transfers"]))
     if problem.compute == "fp32":
         # Gradients are fp32 either way.
         rates, stack = in_fp32(rates, problem.cluster.chip.peak("fp32") or 0.0), replace(stack, gradient_bytes=array(2))
