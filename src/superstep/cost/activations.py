@@ -148,7 +148,7 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     norms = 2 * stream + np.where(has_wide_norms, 2 * d.t * d.D * FP32, 0.0)
     masks = 2 * model.dropout * d.t * d.D
     whole = norms + d.G * d.D * e + heads + mixed + core + masks + half.kept
-    few = stream + heads + mixed + core + d.T * d.D * e + half.products
+    few = stream + mixed + core + keeping.selects_products * (heads + d.T * d.D * e + half.products)
     at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * (2 * e + FP32))
     return LayerBytes(
         whole=whole,

@@ -22,8 +22,8 @@ class Keeping:
         logit_bytes: of a logit at the loss's peak, all its copies together.
         keeps_wide_norms: 1 where a norm that is no one kernel keeps its input in fp32 and its quotient.
         keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
-        selects_products: 1 where selective recomputation keeps what products and attention gave, 0 where it drops the
-            scores alone.
+        selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
+            it drops the scores alone.
     """
 
     element_bytes: Array
