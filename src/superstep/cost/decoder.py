@@ -16,6 +16,10 @@ from superstep.plan.shape import ModelShape
 Array = npt.NDArray[np.float64]
 
 
+ROTATED = 64
+"""Numbers of a head that turn with the position in latent attention, beside those that do not."""
+
+
 def array(value: object) -> Array:
     """Numbers or truth values as an array of floats."""
     return np.asarray(value, dtype=np.float64)
@@ -35,6 +39,8 @@ class Decoder:
         expert_ffn: F of one expert.
         dense_layers: layers before the mixtures begin.
         sequence_tokens: S.
+        query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
+        frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
     """
 
     layers: Array
@@ -54,11 +60,18 @@ class Decoder:
     expert_ffn: Array
     dense_layers: Array
     sequence_tokens: Array
+    query_rank: Array
+    key_rank: Array
+    frozen: Array
 
     @property
     def attention_parameters(self) -> Array:
         """Matrices of one attention: queries, keys, values, output."""
-        return 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        wide = self.heads * self.head_dim
+        down = self.width * (self.query_rank + self.key_rank + ROTATED)
+        latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
+        return np.where(self.key_rank > 0, latent, plain)
 
     @property
     def matrices(self) -> Array:
@@ -115,4 +128,7 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         expert_ffn=array(shape.ffn if moe else 0),
         dense_layers=array(0),
         sequence_tokens=array(sequence_tokens),
+        query_rank=array(0),
+        key_rank=array(0),
+        frozen=array(0),
     )

@@ -39,6 +39,7 @@ class Efficiency:
         memory: share of the memory's rate.
         ramp: the inner dim at which a product reaches half of its rate.
         link, network: share of the rates of links in and between domains.
+        send: of these, what a transfer between two ranks reaches.
         link_latency_s, network_latency_s: of one step of a collective.
         launch_s: from one kernel to the next.
     """
@@ -50,6 +51,7 @@ class Efficiency:
     ramp: float
     link: float
     network: float
+    send: float
     link_latency_s: float
     network_latency_s: float
     launch_s: float
@@ -81,6 +83,7 @@ FITTED = Efficiency(
     ramp=64.0,
     link=0.65,
     network=0.78,
+    send=0.6,
     link_latency_s=3e-6,
     network_latency_s=12e-6,
     launch_s=6e-6,
@@ -132,5 +135,6 @@ def rates_on(cluster: Cluster, *, rate: Rate, attention: str, efficiency: Effici
             domain=array(cluster.domain),
             network_bytes_per_s=array(cluster.network_bytes_per_s * efficiency.network / cluster.oversubscription),
             network_latency_s=array(efficiency.network_latency_s),
+            send_share=array(efficiency.send),
         ),
     )

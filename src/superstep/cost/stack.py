@@ -20,9 +20,12 @@ class Stack:
         is_eight_bit: 1 where linear layers multiply in 8 bits or fewer.
         gradient_bytes: of a gradient as it is reduced.
         kept_gradient_bytes: of a gradient as it is accumulated.
+        bucket_bytes: the largest piece in which gradients and parameters go over the data-parallel ranks.
         overlap_data: share of the data-parallel traffic that may run beside compute.
         overlap_tensor: share of the tensor-parallel traffic that may.
         overlap_pipeline: share of the transfers between stages that may.
+        eager: what unfused operations move, over what their definition says.
+        sends_once: 1 where a token goes once to a domain, however many of its experts are there.
     """
 
     attention: Array
@@ -32,9 +35,12 @@ class Stack:
     is_eight_bit: Array
     gradient_bytes: Array
     kept_gradient_bytes: Array
+    bucket_bytes: Array
     overlap_data: Array
     overlap_tensor: Array
     overlap_pipeline: Array
+    eager: Array
+    sends_once: Array
 
 
 def superstep(*, is_eight_bit: bool = False, has_fused_kernels: bool = False) -> Stack:
@@ -48,7 +54,10 @@ def superstep(*, is_eight_bit: bool = False, has_fused_kernels: bool = False) ->
         is_eight_bit=array(is_eight_bit),
         gradient_bytes=array(4),
         kept_gradient_bytes=array(4),
+        bucket_bytes=array(1e12),
         overlap_data=array(0.8),
         overlap_tensor=array(0),
         overlap_pipeline=array(0.6),
+        eager=array(1),
+        sends_once=array(0),
     )
