@@ -89,7 +89,7 @@ def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) 
         kept=kept,
         products=(1 + model.gated) * inner + d.t * d.D * e,
         deferred=2 * d.T * d.D * e + (2 + model.gated) * inner,
-        transient=(2 + model.gated) * inner,
+        transient=(1 + model.gated) * inner,
     )
     return _layer(model, d, stack, keeping, half)
 
@@ -113,7 +113,7 @@ def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping
         kept=own * d.D * e + 2 * passed + activation + router + orders,
         products=(1 + model.gated) * inner + passed + 2 * beside + router / 2,
         deferred=2 * (passed + beside) + (2 + model.gated) * inner,
-        transient=2 * passed + (2 + model.gated) * inner,
+        transient=2 * passed + (1 + model.gated) * inner,
     )
     return _layer(model, d, stack, keeping, half)
 
@@ -144,12 +144,13 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     is_fused = stack.attention >= ATTENTION.index("flash-1")
     scores = d.T * model.sequence_tokens * d.N
     core = np.where(is_fused, d.T * d.N * FP32, _scores(model, scores, stack, e))
-    has_wide_norms = (keeping.keeps_wide_norms > 0) & (stack.has_fused_norms == 0)
-    norms = 2 * stream + np.where(has_wide_norms, 2 * d.t * d.D * FP32, 0.0)
+    norms = 2 * stream + np.where(stack.has_fused_norms > 0, 0.0, 2 * keeping.norm_bytes * d.t * d.D)
     masks = 2 * model.dropout * d.t * d.D
     whole = norms + d.G * d.D * e + heads + mixed + core + masks + half.kept
     few = stream + mixed + core + keeping.selects_products * (heads + d.T * d.D * e + half.products)
-    at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * (2 * e + FP32))
+    # Fused attention sums the queries' gradients in fp32; the others hold those of softmax and of what it read.
+    is_eager = stack.attention == ATTENTION.index("eager")
+    at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * np.where(is_eager, 2 * e + FP32, 2 * e))
     return LayerBytes(
         whole=whole,
         selective=np.where(keeping.selects_products > 0, few, whole - core),

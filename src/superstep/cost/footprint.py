@@ -15,8 +15,7 @@ Microbatches in flight on rank r of p with m microbatches and v chunks, in layer
     zb-v         p on every rank
     zb-2p        min(2·p - 1, m) on every rank
 
-The fullest rank is the first, the second or the last stage: the embedding is on the first, head and loss on the last,
-and where layers do not divide, the ends have one fewer.
+The fullest rank is the first, the second or the last stage: the embedding is on the first, head and loss on the last.
 """
 
 from __future__ import annotations
@@ -104,28 +103,19 @@ def footprint(
 def _stages(model: Decoder, layout: Layout) -> tuple[_Stage, ...]:
     p = layout.pp
     most = np.ceil(model.layers / p)
-    spare = most * p - model.layers
+    # Where layers and two divide, embedding and head stand for a layer each (Qi 2023, sec. 4; Llama 3, sec. 3.3.2).
+    ends = most - np.where((p > 1) & (most * p == model.layers + 2), 1.0, 0.0)
     alone = np.where(p == 1, 1.0, 0.0)
-    zero = np.zeros_like(p)
+    tables = np.where(p == 1, 2 - model.tied, 1.0)
     return (
-        _Stage(
-            rank=zero,
-            layers=most - np.where(spare >= 2, 1.0, 0.0),
-            tables=np.where(p == 1, 2 - model.tied, 1.0),
-            is_last=alone,
-        ),
+        _Stage(rank=np.zeros_like(p), layers=ends, tables=tables, is_last=alone),
         _Stage(
             rank=np.minimum(1.0, p - 1),
-            layers=most,
-            tables=np.where(p == 1, 2 - model.tied, np.where(p == 2, 1.0, 0.0)),
+            layers=np.where(p <= 2, ends, most),
+            tables=np.where(p <= 2, tables, 0.0),
             is_last=np.where(p <= 2, 1.0, 0.0),
         ),
-        _Stage(
-            rank=p - 1,
-            layers=most - np.where(spare >= 1, 1.0, 0.0),
-            tables=np.where(p == 1, 2 - model.tied, 1.0),
-            is_last=zero + 1,
-        ),
+        _Stage(rank=p - 1, layers=ends, tables=tables, is_last=np.ones_like(p)),
     )
 
 
@@ -200,7 +190,10 @@ def _activations(
     embedding = np.where(stage.rank == 0, d.T * INDEX + model.dropout * d.t * d.D, 0.0)
     in_layers = flying * (stage.layers * kept + embedding) + waiting * stage.layers * mean("deferred")
     has_chunks = (stack.has_fused_loss > 0) & (layout.tp == 1)
-    logits = np.where(has_chunks, 0.0, keeping.logit_bytes * d.T * model.vocab / layout.tp)
+    gathers = (keeping.gathers_logits > 0) & (layout.tp > 1)
+    # Gathered logits are there twice in 16 bits, and so are their gradients: whole and in parts.
+    copies = keeping.logit_bytes + np.where(gathers, 2 * keeping.element_bytes, 0.0)
+    logits = np.where(has_chunks, 0.0, copies * d.T * model.vocab / np.where(gathers, 1.0, layout.tp))
     head = stage.is_last * ((d.t + d.G) * d.D * keeping.element_bytes + logits)
     again = np.maximum(np.where(moe > 0, layers[1].whole, layers[0].whole) - kept, 0.0) * np.where(
         (layout.is_full + layout.is_selective) * often > 0, 1.0, 0.0

@@ -20,7 +20,9 @@ class Keeping:
         weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
         update_bytes: of what the update makes and drops, for each parameter that it updates.
         logit_bytes: of a logit at the loss's peak, all its copies together.
-        keeps_wide_norms: 1 where a norm that is no one kernel keeps its input in fp32 and its quotient.
+        norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
+            bits, and its input in fp32 in the place of 16 bits where it computes there.
+        gathers_logits: 1 where tensor-parallel ranks gather the logits before the loss.
         keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
         selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
             it drops the scores alone.
@@ -30,7 +32,8 @@ class Keeping:
     weight_shard_bytes: Array
     update_bytes: Array
     logit_bytes: Array
-    keeps_wide_norms: Array
+    norm_bytes: Array
+    gathers_logits: Array
     keeps_gathered: Array
     selects_products: Array
 
@@ -42,7 +45,8 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
         weight_shard_bytes=array(0),
         update_bytes=array(0),
         logit_bytes=array(4 + element_bytes),
-        keeps_wide_norms=array(0),
+        norm_bytes=array(0),
+        gathers_logits=array(0),
         keeps_gathered=array(1),
         selects_products=array(1),
     )
@@ -55,7 +59,8 @@ def megatron() -> Keeping:
         weight_shard_bytes=array(2),
         update_bytes=array(0),
         logit_bytes=array(10),
-        keeps_wide_norms=array(0),
+        norm_bytes=array(0),
+        gathers_logits=array(0),
         keeps_gathered=array(0),
         selects_products=array(0),
     )
