@@ -329,12 +329,12 @@ MADE: dict[str, Callable[[], str]] = {
     "tolerances": _tolerances,
     "metrics": _metrics,
 }
-_BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(\n<!-- /made -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """A page with its made blocks as the code makes them now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{MADE[block[2]]()}\n{block[3]}", page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{MADE[block[2]]()}\n\n{block[3]}", page)
 
 
 def main() -> None:

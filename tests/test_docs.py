@@ -286,6 +286,10 @@ def test_drawings_and_tables_are_current(page, made):
     assert text_of(page) == made.filled(text_of(page)), "run python docs/make_reference.py"
 
 
+def test_every_made_block_is_on_a_page(made):
+    assert {name for page in PAGES for name in re.findall("<!-- made: (.+?) -->", text_of(page))} == made.MADE.keys()
+
+
 def test_a_page_that_is_out_of_date_is_seen(made):
     page = text_of(ROOT / "docs" / "explanation" / "program.md")
     assert page.count("<!-- made: ") == 2

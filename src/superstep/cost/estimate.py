@@ -185,7 +185,7 @@ def _data(
     total = np.where(data > 1, total, 0.0)
     # With ZeRO 3 each microbatch gathers twice, for forward and backward, and reduces.
     each = np.where(data > 1, 2 * gather + reduce, 0.0)
-    exposed_three = m * np.maximum(each - stack.overlap_data * compute, (1 - stack.overlap_data) * each) + np.where(
+    exposed_three = m * np.maximum(each - stack.overlap_shards * compute, (1 - stack.overlap_shards) * each) + np.where(
         data > 1, across, 0.0
     )
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
