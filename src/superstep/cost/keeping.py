@@ -19,11 +19,13 @@ class Keeping:
         element_bytes: of a number in the forward pass.
         weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
         update_bytes: of what the update makes and drops, for each parameter that it updates.
+        bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
         logit_bytes: of a logit at the loss's peak, all its copies together.
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
             bits, and its input in fp32 in the place of 16 bits where it computes there.
         gathers_logits: 1 where tensor-parallel ranks gather the logits before the loss.
         keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
+        weighs_head: 1 where stages are even in work, the head's with it, 0 where they are even in layers.
         selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
             it drops the scores alone.
     """
@@ -31,10 +33,12 @@ class Keeping:
     element_bytes: Array
     weight_shard_bytes: Array
     update_bytes: Array
+    bucket_bytes: Array
     logit_bytes: Array
     norm_bytes: Array
     gathers_logits: Array
     keeps_gathered: Array
+    weighs_head: Array
     selects_products: Array
 
 
@@ -44,10 +48,12 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
         element_bytes=array(element_bytes),
         weight_shard_bytes=array(0),
         update_bytes=array(0),
+        bucket_bytes=array(0),
         logit_bytes=array(4 + element_bytes),
         norm_bytes=array(0),
         gathers_logits=array(0),
         keeps_gathered=array(1),
+        weighs_head=array(1),
         selects_products=array(1),
     )
 
@@ -58,9 +64,11 @@ def megatron() -> Keeping:
         element_bytes=array(2),
         weight_shard_bytes=array(2),
         update_bytes=array(0),
+        bucket_bytes=array(0),
         logit_bytes=array(10),
         norm_bytes=array(0),
         gathers_logits=array(0),
         keeps_gathered=array(0),
+        weighs_head=array(0),
         selects_products=array(0),
     )
