@@ -28,7 +28,7 @@ from superstep.cost.efficiency import CONSTANTS, FITTED
 from superstep.errors import ConfigError
 
 CALCULON = "Calculon, as others measured it on 958 such rows: median 19.8% on plain GPT, 22.4% overall; Spearman 0.81"
-STEPS = ("pretrain_step", "sft_step", "lora_step")
+STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")
 KEPT = 0.5
 """Of what one calibration row says, the share that is believed: rows of one stack differ among themselves about as much
 as stacks do, so half of a single row's deviation is its own."""

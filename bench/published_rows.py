@@ -65,7 +65,12 @@ def year_of(row: Row) -> float:
 
 def is_timed(row: Row) -> bool:
     """Whether a step's seconds and the dims of its model are there."""
-    return bool(row["step_time_s"] and row["hidden"] and row["n_layers"]) and row["kind"] != "layer_fwd_bwd_ms"
+    return bool(row["step_time_s"] and row["hidden"] and row["n_layers"])
+
+
+def is_layer(row: Row) -> bool:
+    """Whether the seconds are those of one layer, forward and backward, without head and update."""
+    return row["kind"] == "layer_fwd_bwd_ms"
 
 
 def readings(row: Row) -> list[Reading]:
@@ -88,13 +93,13 @@ def decoder_of_row(row: Row) -> Decoder:
     heads = number(row, "n_heads", 1)
     experts = number(row, "n_experts")
     return Decoder(
-        layers=array(number(row, "n_layers")),
+        layers=array(1.0 if is_layer(row) else number(row, "n_layers")),
         width=array(number(row, "hidden")),
         heads=array(heads),
         kv_heads=array(number(row, "n_kv_heads", heads)),
         head_dim=array(number(row, "head_dim", number(row, "hidden") / heads)),
         ffn=array(number(row, "ffn")),
-        vocab=array(number(row, "vocab")),
+        vocab=array(0.0 if is_layer(row) else number(row, "vocab")),
         gated=array(number(row, "gated_mlp", 1.0) if row["gated_mlp"] != "0" else 0.0),
         tied=array(number(row, "tied_emb")),
         biases=array(is_classic),
@@ -247,6 +252,8 @@ def _format(row: Row) -> Rate:
     told = row["precision"].lower()
     if "bf16/fp8" in told:
         return "bf16"
+    if "16" not in told and re.search(r"fp32|tf32|float32", told):
+        return "tf32" if "tf32" in told else "fp32"
     return "fp4" if "fp4" in told else "fp8" if re.search(r"fp8|float8", told) else "bf16"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.published_rows import Reading, Row, readings
+from bench.published_rows import Reading, Row, is_layer, readings
 from superstep.cost.decoder import Array
 from superstep.cost.efficiency import Efficiency
 from superstep.cost.estimate import Estimate, estimate
@@ -37,6 +37,7 @@ class Steps:
             self.rows.append(row)
             self._readings += found
         self._owner = np.array(owner)
+        self._is_layer = np.array([is_layer(self.rows[place]) for place in owner])
         self._decoders = stacked([each.decoder for each in self._readings])
         self._layouts = stacked([each.layout for each in self._readings])
 
@@ -53,14 +54,18 @@ class Steps:
 
     def seconds(self, efficiency: Efficiency) -> Array:
         """Each row's step at its best reading."""
-        each = self.estimates(efficiency).step_s
+        each = self._readings_s(efficiency)
         best = np.full(len(self.rows), np.inf)
         np.minimum.at(best, self._owner, each)
         return best
 
+    def _readings_s(self, efficiency: Efficiency) -> Array:
+        found = self.estimates(efficiency)
+        return found.step_s - np.where(self._is_layer, found.optimizer_s + found.data_s, 0.0)
+
     def span(self, efficiency: Efficiency) -> tuple[Array, Array]:
         """The fastest and the slowest reading of each row."""
-        each = self.estimates(efficiency).step_s
+        each = self._readings_s(efficiency)
         slowest = np.zeros(len(self.rows))
         np.maximum.at(slowest, self._owner, each)
         return self.seconds(efficiency), slowest
