@@ -1,0 +1,221 @@
+"""Predicted beside published: peak memory of training runs, and which layouts did not fit.
+
+    python -m bench.published_memory                every table; the last line is the summary
+    python -m bench.published_memory --runs FILE    another table with the columns of runs.csv
+    python -m bench.published_memory --json FILE    per row and per source
+
+A published peak is what torch allocated, what its allocator reserved, or what nvidia-smi saw: ``mem_kind`` says which.
+Where it does not, it is read as reserved, and in GiB, as programs print it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.published_rows import DATA, Reading, Row, is_timed, number, read_rows, readings, year_of
+from superstep.cost.decoder import Array, Decoder, array
+from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.keeping import Keeping, megatron
+from superstep.cost.layout import Layout
+from superstep.cost.software import Software, price_of, stacked
+from superstep.cost.stack import Stack
+from superstep.errors import ConfigError
+
+GIB, GB = float(2**30), 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habit:
+    """What the frameworks with these words in their name keep in memory, by their documents and code."""
+
+    words: str
+    keeping: Keeping
+    kept_gradient_bytes: float = 4.0
+    drops: float = 0.0
+
+
+_MEGATRON = megatron()
+_TORCH = replace(_MEGATRON, logit_bytes=array(18), norm_bytes=array(6))
+"""torch's own loss: logits in 16 bits, and in fp32 themselves, their log-softmax, and two gradients."""
+_COMPILED = replace(_MEGATRON, logit_bytes=array(4))
+"""A compiled loss reads logits and writes their gradient, both in 16 bits."""
+
+HABITS: tuple[Habit, ...] = (
+    # Operator-wise selection keeps every second product; parameters are sharded in fp32 alone.
+    Habit(
+        words="titan",
+        keeping=replace(_COMPILED, weight_shard_bytes=array(0), selects_products=array(0.5)),
+    ),
+    Habit(words="compile|maxtext|jax|xla|pax", keeping=replace(_COMPILED, weight_shard_bytes=array(0))),
+    Habit(words="oneflow", keeping=_COMPILED, kept_gradient_bytes=2.0),
+    # Megatron's defaults drop activations and scores; its code kept fp32 copies of what RMS norms read.
+    Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON),
+    Habit(words="megatron-lm|neox", keeping=_MEGATRON, drops=2024.0),
+    # The head gathers its logits (parallel_output is off), the loss is torch's.
+    Habit(
+        words="aleph",
+        keeping=replace(_TORCH, gathers_logits=array(1)),
+        kept_gradient_bytes=2.0,
+        drops=2024.0,
+    ),
+    # Its update flattens 16-bit gradients (2), copies them to fp32 (4), and Adam makes two of those (8).
+    Habit(words="internevo|colossal", keeping=replace(_TORCH, update_bytes=array(14)), kept_gradient_bytes=2.0),
+    # Gradients are collected in two buckets of 5e8 numbers (reduce_bucket_size, overlap_comm).
+    Habit(words="deepspeed", keeping=replace(_TORCH, bucket_bytes=array(2e9)), kept_gradient_bytes=2.0),
+    Habit(words="", keeping=replace(_TORCH, weight_shard_bytes=array(0))),
+)
+"""The first that fits a framework's name. ``drops`` is the year until which dropout is assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Rows and what each would hold."""
+
+    rows: Sequence[Row]
+    model: Decoder
+    layout: Layout
+    found: Footprint
+    memory_bytes: Array
+
+    @property
+    def fits(self) -> Array:
+        """1 where the fullest rank fits into its chip."""
+        return array(is_fitting(self.found, self.layout, self.memory_bytes))
+
+    @property
+    def reported(self) -> Array:
+        """The peak as each row's figure counts it, in its unit."""
+        beside = CONTEXT_BYTES + np.where(self.layout.world > 1, COMMUNICATOR_BYTES, 0.0)
+        kinds = [row["mem_kind"] for row in self.rows]
+        is_allocated = np.array(["torch max" in kind or "allocated" in kind for kind in kinds])
+        is_all = np.array(["nvidia-smi" in kind for kind in kinds])
+        unit = np.array([GB if re.search(r"to GB|converted|^GB|titan", kind) else GIB for kind in kinds])
+        asked = np.where(is_allocated, self.found.bytes, self.found.reserved + np.where(is_all, beside, 0.0))
+        value: Array = asked / unit
+        return value
+
+
+def hold(rows: Sequence[Row]) -> Held:
+    """The footprints of rows that the catalogue knows; where a microbatch is open, the smallest one counts."""
+    known: list[tuple[Row, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
+    for row in rows:
+        try:
+            known.append((row, values(row, readings(row)[0])))
+        except ConfigError:
+            continue
+    parts = list(zip(*(each for _, each in known), strict=True))
+    model, layout, stack, keeping = (stacked(part) for part in parts[:4])
+    return Held(
+        rows=[row for row, _ in known],
+        model=model,
+        layout=layout,
+        found=footprint(model, layout, stack, keeping),
+        memory_bytes=np.stack(parts[4]),
+    )
+
+
+def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping, Array]:
+    """A row as footprints take it, and its chip's memory."""
+    habit = next(each for each in HABITS if re.search(each.words, row["framework"].lower()))
+    software = replace(reading.software, kept_gradient_bytes=habit.kept_gradient_bytes)
+    if "liger" in row["notes"].lower():
+        # Liger's kernels are for norms, rotations and activations too.
+        software = replace(software, has_fused_norms=True, has_fused_kernels=True)
+    drops = array(reading.decoder.dropout > 0 or year_of(row) < habit.drops)
+    stack = price_of(reading.cluster, _priced(software))[1]
+    memory = array(number(row, "gpu_mem_gb", reading.cluster.chip.memory_bytes / GIB) * GIB)
+    return replace(reading.decoder, dropout=drops), reading.layout, stack, habit.keeping, memory
+
+
+def _priced(software: Software) -> Software:
+    """The format changes no bytes here, and not every chip has every format."""
+    return replace(software, compute="bf16")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="bench.published_memory")
+    parser.add_argument("--runs", type=Path, default=DATA / "runs.csv")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    rows = [row for row in read_rows(options.runs) if row["hidden"] and row["n_layers"]]
+    peaks = hold([row for row in rows if number(row, "peak_mem_gb")])
+    labels = hold([row for row in rows if row["oom"] == "1" or is_timed(row)])
+    error = print_peaks(peaks)
+    print_labels(labels)
+    if options.json:
+        options.json.write_text(json.dumps(_report(peaks, labels), indent=1) + "\n", encoding="utf-8")
+    line = f"peak memory of {len(error)} runs: median {np.median(error):.1%}, 90th {np.quantile(error, 0.9):.1%}"
+    print(line, "|", _accuracy(labels))
+
+
+def print_peaks(held: Held) -> Array:
+    """Relative errors by source, and the rows beyond 15%."""
+    published = np.array([number(row, "peak_mem_gb") for row in held.rows])
+    ratio = held.reported / published
+    error: Array = np.abs(ratio - 1)
+    sources = np.array([row["source"] for row in held.rows])
+    print(f"{'peak memory':24} rows  median    90th   ours/published")
+    for source in dict.fromkeys(sources):
+        own = sources == source
+        print(
+            f"{source:24} {own.sum():4} {np.median(error[own]):7.1%} {np.quantile(error[own], 0.9):7.1%}"
+            f"   {np.median(ratio[own]):.2f}"
+        )
+    for row, wrong, ours, told in zip(held.rows, error > 0.15, held.reported, published, strict=True):
+        if wrong:
+            print(f"  beyond 15%: {row['row_id']:24} published {told:6.1f}, ours {ours:6.1f}")
+    return error
+
+
+def print_labels(held: Held) -> None:
+    """Which layouts fit, by source: told to fit and refused (false), told not to and let through (missed)."""
+    told = np.array([row["oom"] == "1" for row in held.rows])
+    ours = held.fits == 0
+    sources = np.array([row["source"] for row in held.rows])
+    print(f"\n{'out of memory':24} rows   oom  false  missed  right")
+    for source in dict.fromkeys(sources):
+        own = sources == source
+        print(
+            f"{source:24} {own.sum():4} {told[own].sum():5} {(ours & ~told)[own].sum():6} {(~ours & told)[own].sum():7}"
+            f"  {(ours == told)[own].mean():.1%}"
+        )
+    groups = np.array([f"{row['recompute'][:9]}, {row['attn_kernel'][:30]}" for row in held.rows])
+    mixed = [source for source in dict.fromkeys(sources) if told[sources == source].any()]
+    for group in dict.fromkeys(groups[np.isin(sources, mixed)]):
+        own = (groups == group) & np.isin(sources, mixed)
+        print(f"  {group:42} {own.sum():4} {(ours & ~told)[own].sum():6} false {(~ours & told)[own].sum():4} missed")
+
+
+def _accuracy(held: Held) -> str:
+    """Over the sources that tell of both kinds."""
+    sources = {row["source"] for row in held.rows if row["oom"] == "1"}
+    own = np.array([row["source"] in sources for row in held.rows])
+    if not own.any():
+        return "no layout that did not fit"
+    right = (held.fits == 0) == np.array([row["oom"] == "1" for row in held.rows])
+    return f"fits or not, of {own.sum()} layouts: {right[own].mean():.1%} right"
+
+
+def _report(peaks: Held, labels: Held) -> dict[str, object]:
+    return {
+        "peaks": [
+            {"row": row["row_id"], "published": number(row, "peak_mem_gb"), "predicted": round(float(ours), 2)}
+            for row, ours in zip(peaks.rows, peaks.reported, strict=True)
+        ],
+        "labels": [
+            {"row": row["row_id"], "oom": row["oom"] == "1", "predicted": not fits}
+            for row, fits in zip(labels.rows, labels.fits, strict=True)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()
