@@ -24,7 +24,7 @@ from superstep.cost.decoder import Array, Decoder, array
 from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.keeping import Keeping, megatron
 from superstep.cost.layout import Layout
-from superstep.cost.software import Software, price_of, stacked
+from superstep.cost.software import price_of, stacked
 from superstep.cost.stack import Stack
 from superstep.errors import ConfigError
 
@@ -42,31 +42,30 @@ class Habit:
 
 
 _MEGATRON = megatron()
-_TORCH = replace(_MEGATRON, logit_bytes=array(18), norm_bytes=array(6))
+_TORCH = replace(
+    _MEGATRON,
+    input_bytes=array(2),
+    logit_bytes=array(18),
+    norm_bytes=array(6),
+)
 """torch's own loss: logits in 16 bits, and in fp32 themselves, their log-softmax, and two gradients."""
-_COMPILED = replace(_MEGATRON, logit_bytes=array(4))
-"""A compiled loss reads logits and writes their gradient, both in 16 bits."""
+_FUSED = replace(_TORCH, logit_bytes=array(4))
+"""A compiled loss, or FlashAttention's, reads logits and writes their gradient, both in 16 bits."""
 
 HABITS: tuple[Habit, ...] = (
     # Operator-wise selection keeps every second product; parameters are sharded in fp32 alone.
-    Habit(
-        words="titan",
-        keeping=replace(_COMPILED, weight_shard_bytes=array(0), selects_products=array(0.5)),
-    ),
-    Habit(words="compile|maxtext|jax|xla|pax", keeping=replace(_COMPILED, weight_shard_bytes=array(0))),
-    Habit(words="oneflow", keeping=_COMPILED, kept_gradient_bytes=2.0),
-    # Megatron's defaults drop activations and scores; its code kept fp32 copies of what RMS norms read.
-    Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON),
-    Habit(words="megatron-lm|neox", keeping=_MEGATRON, drops=2024.0),
+    Habit(words="titan", keeping=replace(_FUSED, weight_shard_bytes=array(0), selects_products=array(0.5))),
+    Habit(words="compile|maxtext|jax|xla|pax|foundry", keeping=replace(_FUSED, weight_shard_bytes=array(0))),
+    Habit(words="oneflow", keeping=_FUSED, kept_gradient_bytes=2.0),
+    # Their recipes accumulate gradients in 16 bits (grad_reduce_in_fp32 off, grad_sync_dtype bf16).
+    Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON, kept_gradient_bytes=2.0),
+    Habit(words="deepspeed-megatron|megatron-deepspeed|neox", keeping=_MEGATRON, kept_gradient_bytes=2.0),
+    # Megatron's defaults drop activations and scores.
+    Habit(words="megatron", keeping=_MEGATRON, drops=2024.0),
     # The head gathers its logits (parallel_output is off), the loss is torch's.
-    Habit(
-        words="aleph",
-        keeping=replace(_TORCH, gathers_logits=array(1)),
-        kept_gradient_bytes=2.0,
-        drops=2024.0,
-    ),
+    Habit(words="aleph", keeping=replace(_TORCH, gathers_logits=array(1)), kept_gradient_bytes=2.0, drops=2024.0),
     # Its update flattens 16-bit gradients (2), copies them to fp32 (4), and Adam makes two of those (8).
-    Habit(words="internevo|colossal", keeping=replace(_TORCH, update_bytes=array(14)), kept_gradient_bytes=2.0),
+    Habit(words="internevo", keeping=replace(_FUSED, update_bytes=array(14)), kept_gradient_bytes=2.0),
     # Gradients are collected in two buckets of 5e8 numbers (reduce_bucket_size, overlap_comm).
     Habit(words="deepspeed", keeping=replace(_TORCH, bucket_bytes=array(2e9)), kept_gradient_bytes=2.0),
     Habit(words="", keeping=replace(_TORCH, weight_shard_bytes=array(0))),
@@ -94,7 +93,7 @@ class Held:
         """The peak as each row's figure counts it, in its unit."""
         beside = CONTEXT_BYTES + np.where(self.layout.world > 1, COMMUNICATOR_BYTES, 0.0)
         kinds = [row["mem_kind"] for row in self.rows]
-        is_allocated = np.array(["torch max" in kind or "allocated" in kind for kind in kinds])
+        is_allocated = np.array([re.search("torch max|allocated|GB peak", kind) is not None for kind in kinds])
         is_all = np.array(["nvidia-smi" in kind for kind in kinds])
         unit = np.array([GB if re.search(r"to GB|converted|^GB|titan", kind) else GIB for kind in kinds])
         asked = np.where(is_allocated, self.found.bytes, self.found.reserved + np.where(is_all, beside, 0.0))
@@ -129,14 +128,11 @@ def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping,
         # Liger's kernels are for norms, rotations and activations too.
         software = replace(software, has_fused_norms=True, has_fused_kernels=True)
     drops = array(reading.decoder.dropout > 0 or year_of(row) < habit.drops)
-    stack = price_of(reading.cluster, _priced(software))[1]
+    # The format changes no rates here, and not every chip has every format.
+    stack = price_of(reading.cluster, replace(software, compute="bf16"))[1]
+    stack = replace(stack, is_eight_bit=array(software.compute in ("fp8", "fp4")))
     memory = array(number(row, "gpu_mem_gb", reading.cluster.chip.memory_bytes / GIB) * GIB)
     return replace(reading.decoder, dropout=drops), reading.layout, stack, habit.keeping, memory
-
-
-def _priced(software: Software) -> Software:
-    """The format changes no bytes here, and not every chip has every format."""
-    return replace(software, compute="bf16")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -83,8 +83,7 @@ def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) 
     """A layer with one feed-forward."""
     d, e = local(model, layout, keeping), keeping.element_bytes
     inner = d.T * model.ffn / layout.tp * e
-    gate = np.where(stack.has_fused_elementwise > 0, 3.0, 4.0)
-    kept = d.G * d.D * e + np.where(model.gated > 0, gate, 2.0) * inner
+    kept = d.G * d.D * _read_bytes(stack, keeping) + _activation(model, stack, keeping) * inner
     half = _FeedForward(
         kept=kept,
         products=(1 + model.gated) * inner + d.t * d.D * e,
@@ -104,10 +103,9 @@ def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping
     rows = own * model.experts_per_token * imbalance
     inner = (rows * model.expert_ffn + own * model.shared_ffn) * e
     passed = rows * d.D * e
-    gate = np.where(stack.has_fused_elementwise > 0, 3.0, 4.0)
     router = d.t * model.experts * 2 * FP32
     orders = rows * INDEX * np.where(layout.ep > 1, 2.0, 1.0)
-    activation = np.where(model.gated > 0, gate, 2.0) * inner
+    activation = _activation(model, stack, keeping) * inner
     beside = np.where(model.shared_ffn > 0, own * d.D * e, 0.0)
     half = _FeedForward(
         kept=own * d.D * e + 2 * passed + activation + router + orders,
@@ -116,6 +114,17 @@ def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping
         transient=2 * passed + (1 + model.gated) * inner,
     )
     return _layer(model, d, stack, keeping, half)
+
+
+def _read_bytes(stack: Stack, keeping: Keeping) -> Array:
+    """Of a number that a product reads, as it is kept."""
+    return np.where(stack.is_eight_bit > 0, keeping.input_bytes, keeping.element_bytes)
+
+
+def _activation(model: Decoder, stack: Stack, keeping: Keeping) -> Array:
+    """Tensors as wide as the feed-forward that stay: what the activation read, and what the next product reads."""
+    gate = np.where(stack.has_fused_elementwise > 0, 2.0, 3.0)
+    return np.where(model.gated > 0, gate, 1.0) + _read_bytes(stack, keeping) / keeping.element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +150,15 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     stream = d.t * d.D * e
     heads = d.T * (d.N + 2 * d.K) * d.H * e
     mixed = d.T * d.N * d.H * e
+    read = _read_bytes(stack, keeping)
+    # Attention keeps its output as it is; where the next product reads another format, that is kept besides.
+    again = np.where(read < e, d.T * d.N * d.H * read, 0.0)
     is_fused = stack.attention >= ATTENTION.index("flash-1")
     scores = d.T * model.sequence_tokens * d.N
     core = np.where(is_fused, d.T * d.N * FP32, _scores(model, scores, stack, e))
     norms = 2 * stream + np.where(stack.has_fused_norms > 0, 0.0, 2 * keeping.norm_bytes * d.t * d.D)
     masks = 2 * model.dropout * d.t * d.D
-    whole = norms + d.G * d.D * e + heads + mixed + core + masks + half.kept
+    whole = norms + d.G * d.D * read + heads + mixed + again + core + masks + half.kept
     few = stream + mixed + core + keeping.selects_products * (heads + d.T * d.D * e + half.products)
     # Fused attention sums the queries' gradients in fp32; the others hold those of softmax and of what it read.
     is_eager = stack.attention == ATTENTION.index("eager")

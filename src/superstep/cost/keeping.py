@@ -17,6 +17,7 @@ class Keeping:
 
     Attributes:
         element_bytes: of a number in the forward pass.
+        input_bytes: of a number that a product reads, as it is kept where products are in 8 bits.
         weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
         update_bytes: of what the update makes and drops, for each parameter that it updates.
         bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
@@ -31,6 +32,7 @@ class Keeping:
     """
 
     element_bytes: Array
+    input_bytes: Array
     weight_shard_bytes: Array
     update_bytes: Array
     bucket_bytes: Array
@@ -46,6 +48,7 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
     """What Superstep itself keeps: its norms are one function, its gathered sequences stay."""
     return Keeping(
         element_bytes=array(element_bytes),
+        input_bytes=array(element_bytes),
         weight_shard_bytes=array(0),
         update_bytes=array(0),
         bucket_bytes=array(0),
@@ -59,9 +62,10 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
 
 
 def megatron() -> Keeping:
-    """Megatron-LM: fused norms, a split sequence gathered again, a vocabulary-parallel loss in fp32."""
+    """Megatron-LM: a split sequence gathered again, a vocabulary-parallel loss in fp32, 8-bit inputs kept in 8 bits."""
     return Keeping(
         element_bytes=array(2),
+        input_bytes=array(1),
         weight_shard_bytes=array(2),
         update_bytes=array(0),
         bucket_bytes=array(0),
