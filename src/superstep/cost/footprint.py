@@ -165,7 +165,7 @@ def _split(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[Array, Arr
     # Where layers and two divide, embedding and head stand for a layer each (Qi 2023, sec. 4; Llama 3, sec. 3.3.2).
     ends = most - np.where((p > 1) & (most * p == model.layers + 2), 1.0, 0.0)
     # Stages of even work: the head is worth so many layers.
-    head = model.vocab * model.width / _layer_work(model)
+    head = model.vocab * model.width / np.maximum(_layer_work(model), 1.0)
     beside = np.clip(np.round((model.layers + head) / stages - head), 0.0, np.ceil(model.layers / stages))
     each = layout.chunks * (model.layers - beside) / np.maximum(stages - 1, 1.0)
     final = beside + each * (1 - 1 / layout.chunks)
