@@ -29,6 +29,7 @@ from superstep.cost.stack import Stack
 from superstep.errors import ConfigError
 
 GIB, GB = float(2**30), 1e9
+XLA = "maxtext|jax|xla|pax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ _FUSED = replace(_TORCH, logit_bytes=array(4))
 HABITS: tuple[Habit, ...] = (
     # Operator-wise selection keeps every second product; parameters are sharded in fp32 alone.
     Habit(words="titan", keeping=replace(_FUSED, weight_shard_bytes=array(0), selects_products=array(0.5))),
-    Habit(words="compile|maxtext|jax|xla|pax|foundry", keeping=replace(_FUSED, weight_shard_bytes=array(0))),
+    Habit(words=f"compile|foundry|{XLA}", keeping=replace(_FUSED, weight_shard_bytes=array(0))),
     Habit(words="oneflow", keeping=_FUSED, kept_gradient_bytes=2.0),
     # Their recipes accumulate gradients in 16 bits (grad_reduce_in_fp32 off, grad_sync_dtype bf16).
     Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON, kept_gradient_bytes=2.0),
@@ -85,8 +86,13 @@ class Held:
 
     @property
     def fits(self) -> Array:
-        """1 where the fullest rank fits into its chip."""
-        return array(is_fitting(self.found, self.layout, self.memory_bytes))
+        """1 where the fullest rank fits into its chip; XLA places all tensors beforehand."""
+        names = np.array([row["framework"].lower() for row in self.rows])
+        is_planned = np.array([re.search(XLA, name) is not None for name in names])
+        planned, allocated = (
+            is_fitting(self.found, self.layout, self.memory_bytes, is_planned=each) for each in (True, False)
+        )
+        return np.where(is_planned, array(planned), array(allocated))
 
     @property
     def reported(self) -> Array:

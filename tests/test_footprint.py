@@ -87,6 +87,7 @@ GRID = [
         (2, 2, 3, "selective"),
         (4, 1, 0, "none"),
         (4, 2, 1, "full"),
+        (4, 1, 2, "full"),
         (4, 1, 3, "none"),
     )
     for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))

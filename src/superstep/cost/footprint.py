@@ -233,8 +233,18 @@ def _stage_bytes(
     )
 
 
-def is_fitting(found: Footprint, layout: Layout, memory_bytes: Array) -> npt.NDArray[np.bool_]:
-    """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts."""
+def is_fitting(
+    found: Footprint, layout: Layout, memory_bytes: Array, *, is_planned: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts.
+
+    Args:
+        found, layout: of one plan or of many.
+        memory_bytes: of the chip.
+        is_planned: a compiler has placed every tensor beforehand (XLA): nothing lies between them, nothing beside.
+    """
+    if is_planned:
+        return np.asarray(found.bytes <= USABLE * memory_bytes)
     beside = CONTEXT_BYTES + np.where(layout.world > 1, COMMUNICATOR_BYTES, 0.0)
     return np.asarray(found.reserved + beside <= USABLE * memory_bytes)
 
