@@ -181,9 +181,9 @@ def spearman(first: Array, second: Array) -> float:
 
 
 def left_out(steps: Steps, published: Array) -> Scored:
-    """Each source predicted with constants that were fitted without it."""
+    """Each source with judged rows predicted with constants that were fitted without it."""
     predicted = np.zeros_like(published)
-    for source in dict.fromkeys(row["source"] for row in steps.rows):
+    for source in dict.fromkeys(row["source"] for row in steps.rows if is_judged(row)):
         mine = np.array([row["source"] == source for row in steps.rows])
         values = fit(steps, keep=~mine)
         predicted[mine] = steps.seconds(FITTED.changed(values))[mine]

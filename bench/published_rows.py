@@ -59,8 +59,8 @@ def year_of(row: Row) -> float:
     found = re.match(r"(\d{4})(?:-(\d\d)(?!\d))?", row["date"])
     if found is None:
         return 2024.0
-    month = int(found[2]) if found[2] else 6
-    return int(found[1]) + (min(month, 12) - 1) / 12
+    told = int(found[2] or 0)
+    return int(found[1]) + ((told if 1 <= told <= 12 else 6) - 1) / 12
 
 
 def is_timed(row: Row) -> bool:
@@ -185,7 +185,10 @@ def _recompute(row: Row) -> tuple[str, float]:
     if told.endswith("offloaded"):
         # All but one projection is computed again.
         return "full", 0.75
-    return ("selective", 1.0) if told.startswith("selective") and "0 layers" not in told else ("none", 1.0)
+    if not told.startswith("selective") or "0 layers" in told:
+        return "none", 1.0
+    # torchtitan's default keeps every other product; elsewhere the word is Korthikanti's: attention alone.
+    return ("full", 0.4) if "titan" in row["framework"].lower() else ("selective", 1.0)
 
 
 def cluster_of(row: Row) -> Cluster:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
+from planner_blocks import PLANNER_BLOCKS
 
 from superstep.cost.memory import rank_bytes
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
@@ -326,6 +327,7 @@ MADE: dict[str, Callable[[], str]] = {
     **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
     **LAYOUT_BLOCKS,
     **HARDWARE_BLOCKS,
+    **PLANNER_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,
 }

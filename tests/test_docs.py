@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import prove, sample, view
+from superstep.cli import prove, sample, scaling, view
 from superstep.cli.main import VERBS, main
 from superstep.cli.options import DEMO
 from superstep.cost.predict import Machine, predict
@@ -152,6 +152,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(rundir, "choose", begin)
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(sample, "text", begin)
+    monkeypatch.setattr(scaling, "read_runs", begin)
 
     def called(argv):
         try:
@@ -192,6 +193,7 @@ def test_a_command_of_a_page_is_accepted(command, call, capsys):
         "prove --every",
         "view --plan.zero 4",
         "sample runs/demo",
+        "scaling runs/demo --budget 10000xH100-weeks",
         "shear",
     ],
 )

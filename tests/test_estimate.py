@@ -174,7 +174,8 @@ def test_every_constant_bears_on_some_step():
                     has_fused_norms=fused, has_fused_kernels=fused)
             for data in (True, False) for tensor in (True, False) for fused in (True, False)
         ]  # fmt: skip
-        assert any(_differs(chips[era], software, name) for software in kinds), name
+        where = "A100-PCIe" if name == "power" else chips[era]
+        assert any(_differs(where, software, name) for software in kinds), name
 
 
 def _differs(name: str, software: Software, constant: str) -> bool:
@@ -203,3 +204,21 @@ def test_latent_attention_has_the_parameters_of_deepseek_v3():
         }
     )  # fmt: skip
     assert model.parameters == pytest.approx(671e9, rel=0.002)
+
+
+def test_a_chip_with_less_power_for_its_peak_multiplies_more_slowly():
+    cool, warm = (price_of(usual_cluster(chip(name), 8), Software())[0] for name in ("A100-PCIe", "A100"))
+    # Best products of the catalogue: 252.9 against 271.2 TFLOP/s.
+    assert float(cool.product_flops_per_s / warm.product_flops_per_s) == pytest.approx(252.9 / 271.2, abs=0.04)
+    usual, unlike = (price_of(usual_cluster(chip(name), 8), Software())[0] for name in ("H100", "H200"))
+    assert usual.product_flops_per_s == unlike.product_flops_per_s
+
+
+def test_tokens_that_crowd_to_one_rank_slow_the_experts():
+    model = decoder_of(SHAPES["qwen3-30b-a3b"], 2048)
+    even, crowded = (
+        estimate(replace(model, imbalance=array(value)), layout(dp=8, ep=8), RATES, STACK) for value in (1.0, 2.0)
+    )
+    # All but the latency.
+    assert 1.8 * even.experts_s < crowded.experts_s < 2 * even.experts_s
+    assert even.compute_s < crowded.compute_s < 2 * even.compute_s

@@ -3,10 +3,12 @@
 T tokens of the microbatch on a context-parallel rank, t those of the residual stream there (T / tp where the sequence
 is split), e bytes of a number. Passes are reads or writes of a whole tensor:
 
-    forward, one kernel each     norms 2 · 2, sums with what was added 2 · 3, rotation 2, activation 2 or 3 (gated)
-    otherwise                    norms 2 · 6 (in fp32 and back), biases, gates and dropout by themselves
+                                 two norms   two sums   rotation   activation
+    fused, one kernel each       2 · 2       2 · 3      2          2, gated 3       of t·D, t·D, T·(N + K)·H, T·F
+    eager                        2 · 17      2 · 3      13         3, gated 5
 
-The backward pass moves about twice as much.
+Eager norms go to fp32 and back, an operation at a time; biases and dropout add their own passes there. The backward
+pass moves twice as much.
 """
 
 from __future__ import annotations
@@ -154,9 +156,12 @@ def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, r
 def _experts(
     model: Decoder, layout: Layout, rates: Rates, stack: Stack
 ) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
-    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts."""
+    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts.
+
+    The rank with the most rows decides: all others wait for it.
+    """
     tokens = layout.microbatch * model.sequence_tokens / layout.cp / layout.tp
-    rows = tokens * model.experts_per_token
+    rows = tokens * model.experts_per_token * model.imbalance
     held = np.maximum(model.experts / layout.ep, 1.0)
     each = np.maximum(rows / held, 1.0)
     width = np.maximum(model.expert_ffn, 1.0)
@@ -182,6 +187,6 @@ def _experts(
     moved = moved + np.where(stack.is_eight_bit > 0, 4.0 * rows * (model.width + width), 0.0)
     group = Group(layout.ep, np.ones_like(layout.ep))
     plain = all_to_all_s(E * rows * model.width, group, rates.links)
-    once = dispatch_s(E * tokens * model.width, model.experts_per_token, group, rates.links)
+    once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
     exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain), 0.0)
     return [*grouped, *beside, router], moved, exchange  # type: ignore[list-item]

@@ -6,7 +6,7 @@ attention that keeps its scores. Every field is an array; arrays of one shape ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class Decoder:
         dense_layers: layers before the mixtures begin.
         sequence_tokens: S.
         query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
+        imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
         frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
     """
 
@@ -63,6 +64,7 @@ class Decoder:
     query_rank: Array
     key_rank: Array
     frozen: Array
+    imbalance: Array = field(default_factory=lambda: np.ones(()))
 
     @property
     def attention_parameters(self) -> Array:

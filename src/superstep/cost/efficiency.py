@@ -1,7 +1,7 @@
 """Efficiency: the shares of published peaks that real steps reach. All fitted constants, in one table.
 
 None is keyed to a source, a model or a cluster: each belongs to a generation of chips, to a kind of attention kernel or
-to a habit of software. Before the fit each had the value ``before``: what papers measured of kernels and links, or a round guess;
+to a habit of software. Before the fit each had the value ``before``, which papers measured or a round guess gave;
 ``python -m bench.published --fit`` draws it towards the published runs, more or less freely (``spread``, of its
 logarithm). Where no run bears on a constant it stays what it was.
 
@@ -10,6 +10,7 @@ logarithm). Where no run bears on a constant it stays what it was.
     memory, link, network, send      shares of published rates; send: of a transfer between two ranks
     ramp                             the inner dim at which a product reaches half its rate
     hop_s                            seconds of one step of a collective between domains
+    power                            a chip with less power for its peak than usual runs at that share to this exponent
     launch_s, eager_launch_s         the least seconds of an operation, in fused and in eager code
     eager                            bytes that unfused operations move, over what their definition says
     host_bytes_per_s                 one rank's optimizer on the host
@@ -96,6 +97,7 @@ CONSTANTS: dict[str, Constant] = {
     "network": Constant(0.866, 0.85, 0.05, "all tables of several nodes"),
     "send": Constant(0.84, 0.5, 0.4, "pp > 1: all tables"),
     "hop_s": Constant(2.12e-05, 1.2e-05, 0.4, "InternEvo over 1,024 chips, dlperf"),
+    "power": Constant(0.35, 0.35, 0.2),
     "launch_s": Constant(5.1e-06, 5e-06, 0.2, "all tables"),
     "eager_launch_s": Constant(2.29e-05, 1.2e-05, 0.3, "Aleph Alpha, LLM Foundry, prime-rl"),
     "eager": Constant(1.21, 1.0, 0.25, "Aleph Alpha, prime-rl, stas00"),
@@ -134,3 +136,25 @@ FITTED = Efficiency({name: constant.value for name, constant in CONSTANTS.items(
 def generation(chip: Chip) -> str:
     """The name of a chip's generation."""
     return next(name for vendor, year, name in GENERATIONS if vendor in (chip.vendor, "") and chip.year >= year)
+
+
+WATTS: dict[str, float] = {
+    "volta": 300 / 125e12,
+    "ampere": 400 / 312e12,
+    "hopper": 700 / 989.5e12,
+    "blackwell": 1000 / 2250e12,
+    "blackwell-ultra": 1300 / 2250e12,
+}
+"""Power for each FLOP/s of the 16-bit peak, of the module that a generation's shares were taken from."""
+
+
+def powered(chip: Chip, exponent: float) -> float:
+    """The share of its usual rate at which a chip multiplies that has less power for its peak.
+
+    Clocks give way: power grows with more than the cube of the clock, so the clock falls by about its cube root. An
+    A100 of 300 W reached 93% of one of 400 W in its best product.
+    """
+    peak, usual = chip.peak("bf16") or chip.peak("fp16"), WATTS.get(generation(chip))
+    if peak is None or usual is None or chip.power_w is None:
+        return 1.0
+    return float(min(chip.power_w / peak / usual, 1.0) ** exponent)

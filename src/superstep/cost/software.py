@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from superstep.cost.decoder import array
-from superstep.cost.efficiency import FITTED, Efficiency, generation
+from superstep.cost.efficiency import FITTED, Efficiency, generation, powered
 from superstep.cost.rates import Rates
 from superstep.cost.stack import ATTENTION, Stack
 from superstep.errors import ConfigError
@@ -87,16 +87,17 @@ def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rate
     if peak is None or half is None:
         known = ", ".join(name for name, _ in chip.flops_per_s)
         raise ConfigError(f"{chip.name} does not multiply in {software.compute}; it knows {known}.")
+    cool = powered(chip, efficiency["power"])
     kind = {"fp8": "products8", "fp4": "products4"}.get(software.compute, "products")
     kernel = software.attention if software.attention.startswith("flash") else "flash-2"
     return Rates(
-        product_flops_per_s=array(peak * efficiency.of(kind, era, "other")),
-        half_flops_per_s=array(half * efficiency.of("products", era, "other")),
+        product_flops_per_s=array(peak * efficiency.of(kind, era, "other") * cool),
+        half_flops_per_s=array(half * efficiency.of("products", era, "other") * cool),
         product_ramp=array(efficiency["ramp"]),
         cores=array(chip.cores),
         attention_forward=array(efficiency.of(f"{kernel}.forward", era, "ampere")),
         attention_backward=array(efficiency.of(f"{kernel}.backward", era, "ampere")),
-        peak_half_flops_per_s=array(half),
+        peak_half_flops_per_s=array(half * cool),
         memory_bytes_per_s=array(chip.memory_bytes_per_s * efficiency["memory"]),
         launch_s=array(efficiency["launch_s" if software.has_fused_kernels else "eager_launch_s"]),
         host_bytes_per_s=array(efficiency["host_bytes_per_s"]),

@@ -1,0 +1,45 @@
+"""Blocks of the page on the planner: the fitted constants, and how near published runs come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from layout_blocks import table
+
+from superstep.cost.efficiency import CONSTANTS
+
+PUBLISHED = Path(__file__).parent.parent / "bench" / "results" / "published.json"
+
+
+def _constants() -> str:
+    rows = [
+        (f"`{name}`", f"{each.value:.4g}", f"{each.before:.4g}", each.fitted_on or "nothing")
+        for name, each in CONSTANTS.items()
+    ]
+    return table(("constant", "in use", "before", "fitted on"), rows)
+
+
+def _accuracy() -> str:
+    summary = json.loads(PUBLISHED.read_text(encoding="utf-8"))["summary"]
+    rows = [
+        (name, str(found["rows"]), f"{found['median']:.1%}", f"{found['p90']:.1%}") for name, found in summary.items()
+    ]
+    return table(("prediction", "rows", "median error", "90th percentile"), rows)
+
+
+def _sources() -> str:
+    sources = json.loads(PUBLISHED.read_text(encoding="utf-8"))["sources"]
+    rows = [
+        (f"`{name}`", str(found["rows"]), f"{found['median']:.1%}", f"{found['p90']:.1%}")
+        for name, found in sources.items()
+    ]
+    return table(("source", "rows", "median error", "90th percentile"), rows)
+
+
+PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
+    "constants": _constants,
+    "published accuracy": _accuracy,
+    "published sources": _sources,
+}
