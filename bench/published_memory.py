@@ -23,7 +23,7 @@ from bench.published_rows import DATA, Reading, Row, is_timed, number, read_rows
 from superstep.cost.decoder import Array, Decoder, array
 from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.keeping import Keeping, megatron
-from superstep.cost.layout import Layout
+from superstep.cost.layout import RECOMPUTE, Layout
 from superstep.cost.software import price_of, stacked
 from superstep.cost.stack import Stack
 from superstep.errors import ConfigError
@@ -144,7 +144,11 @@ def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping,
     stack = price_of(reading.cluster, replace(software, compute="bf16"))[1]
     stack = replace(stack, is_eight_bit=array(software.compute in ("fp8", "fp4")))
     memory = array(number(row, "gpu_mem_gb", reading.cluster.chip.memory_bytes / GIB) * GIB)
-    return replace(reading.decoder, dropout=drops), reading.layout, stack, habit.keeping, memory
+    layout = reading.layout
+    if row["recompute"].startswith("selective") and habit.keeping.selects_products > 0:
+        # Priced as so much of full recomputation; what it keeps is counted product by product.
+        layout = replace(layout, recompute=array(RECOMPUTE.index("selective")), recomputed_layers=array(1))
+    return replace(reading.decoder, dropout=drops), layout, stack, habit.keeping, memory
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 T tokens of the microbatch on a context-parallel rank, t those of the residual stream there (T / tp where the sequence
 is split); N, K heads on a tensor-parallel rank, H their width, F the inner width there, D width, e bytes of a number:
 
-    inputs of both norms                                2 · t·D·e   (kept in fp32 besides: + 2 · t·D·4)
+    inputs of both norms                                2 · t·D·e   (not one kernel: + 2 · t·D·norm_bytes)
     inputs of what attention and feed-forward multiply  2 · t·D·e   (T where they stay gathered)
     queries, keys, values; attention's output           T·(2N + 2K)·H·e
     scores: softmax; with dropout its mask and output   T·S·N·(e; + 1 + e)
@@ -11,6 +11,7 @@ is split); N, K heads on a tensor-parallel rank, H their width, F the inner widt
     masks of two dropouts                               2 · t·D
     feed-forward: what its activation read and gave     2 · T·F·e
     gated: gate, up, their product; silu(gate) unfused  (3; 4) · T·F·e
+    in 8 bits: a product's input is kept in 8 bits; attention's output besides, as it keeps that itself
 
 With dropout, F = 4·D, N = K, S keys to a query and e = 2 that is s·b·h·(10 + 24/t + 5·a·s/(h·t)) bytes without a split
 sequence, and s·b·h/t·(34 + 5·a·s/h) with it (Korthikanti 2022, eq. 2 and 4).
@@ -93,14 +94,14 @@ def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) 
     return _layer(model, d, stack, keeping, half)
 
 
-def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, imbalance: Array) -> LayerBytes:
-    """A layer with a mixture of experts; tp cuts the tokens there. ``imbalance`` is the fullest rank's share of even.
+def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> LayerBytes:
+    """A layer with a mixture of experts; tp cuts the tokens there.
 
     Rows that go to experts and come back are copies of their tokens, kept on both ways.
     """
     d, e = local(model, layout, keeping), keeping.element_bytes
     own = d.T / layout.tp
-    rows = own * model.experts_per_token * imbalance
+    rows = own * model.experts_per_token * model.imbalance
     inner = (rows * model.expert_ffn + own * model.shared_ffn) * e
     passed = rows * d.D * e
     router = d.t * model.experts * 2 * FP32

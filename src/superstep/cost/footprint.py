@@ -2,7 +2,7 @@
 
     parameters   16-bit weights; ZeRO 3: their shard                   (Rajbhandari 2020, sec. 5)
     gradients    as they are accumulated; ZeRO 2 and 3: their shard
-    optimizer    fp32 master and two moments; from ZeRO 1 on: their shard
+    optimizer    fp32 master where weights are narrower, two moments; from ZeRO 1 on: their shard
     activations  of a layer (``cost.activations``), times layers, times microbatches in flight; the head's logits
     buffers      gathered units, transfers between stages, buckets of gradients
     workspace    what one layer's backward pass, or the update, makes and drops
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from superstep.cost.activations import FP32, INDEX, LayerBytes, dense_layer, local, mixture_layer
-from superstep.cost.decoder import Array, Decoder, array
+from superstep.cost.decoder import Array, Decoder
 from superstep.cost.keeping import Keeping, superstep
 from superstep.cost.layout import SCHEDULES, Layout
 from superstep.cost.stack import Stack
@@ -101,21 +101,15 @@ class _Stage:
     is_last: Array
 
 
-def footprint(
-    model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | None = None, *, imbalance: float = 1.0
-) -> Footprint:
+def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | None = None) -> Footprint:
     """The fullest rank of each plan.
 
     Args:
         model, layout, stack: one or many.
         keeping: what the software keeps; Superstep's own where none is given.
-        imbalance: the rows that the fullest rank's experts take, as a share of even ones.
     """
     keeping = superstep() if keeping is None else keeping
-    layers = (
-        dense_layer(model, layout, stack, keeping),
-        mixture_layer(model, layout, stack, keeping, array(imbalance)),
-    )
+    layers = dense_layer(model, layout, stack, keeping), mixture_layer(model, layout, stack, keeping)
     found = [_stage_bytes(model, layout, stack, keeping, layers, stage) for stage in _stages(model, layout, keeping)]
     totals = np.stack(np.broadcast_arrays(*[each.bytes for each in found]))
     fullest = np.argmax(totals, axis=0)
@@ -223,10 +217,12 @@ def _stage_bytes(
     boundary = local(model, layout, keeping).t * model.width * keeping.element_bytes
     passing = np.where(layout.pp > 1, 2.0, 0.0) * boundary
     trains = 1 - model.frozen
+    # Two moments, and master weights where the others are narrower.
+    states = np.where(keeping.element_bytes < FP32, 3 * FP32, 2 * FP32)
     return Footprint(
         parameters=at(3, np.where(sharded > 0, keeping.weight_shard_bytes, keeping.element_bytes)),
         gradients=trains * at(2, stack.kept_gradient_bytes),
-        optimizer=trains * at(1, np.where(layout.offload > 0, 0.0, 3 * FP32)),
+        optimizer=trains * at(1, np.where(layout.offload > 0, 0.0, states)),
         activations=activations,
         buffers=gathered + whole + passing,
         workspace=np.maximum(transient, update),

@@ -49,7 +49,8 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
     return Keeping(
         element_bytes=array(element_bytes),
         input_bytes=array(element_bytes),
-        weight_shard_bytes=array(0),
+        # In fp32 the master weights are all there are.
+        weight_shard_bytes=array(4 if element_bytes == 4 else 0),
         update_bytes=array(0),
         bucket_bytes=array(0),
         logit_bytes=array(4 + element_bytes),
