@@ -1,8 +1,4 @@
-"""Predicted beside published: peak memory of training runs, and which layouts did not fit.
-
-    python -m bench.published_memory                every table; the last line is the summary
-    python -m bench.published_memory --runs FILE    another table with the columns of runs.csv
-    python -m bench.published_memory --json FILE    per row and per source
+"""Peak memory of published runs, and which of their layouts fit.
 
 A published peak is what torch allocated, what its allocator reserved, or what nvidia-smi saw: ``mem_kind`` says which.
 Where it does not, it is read as reserved, and in GiB, as programs print it.
@@ -10,16 +6,13 @@ Where it does not, it is read as reserved, and in GiB, as programs print it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from bench.published_rows import DATA, Reading, Row, is_timed, number, read_rows, readings, year_of
+from bench.published_rows import Reading, Row, number, readings, year_of
 from superstep.cost.decoder import Array, Decoder, array
 from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.keeping import Keeping, megatron
@@ -151,83 +144,82 @@ def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping,
     return replace(reading.decoder, dropout=drops), layout, stack, habit.keeping, memory
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(prog="bench.published_memory")
-    parser.add_argument("--runs", type=Path, default=DATA / "runs.csv")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
-    rows = [row for row in read_rows(options.runs) if row["hidden"] and row["n_layers"]]
-    peaks = hold([row for row in rows if number(row, "peak_mem_gb")])
-    labels = hold([leanest(row) for row in rows if row["oom"] == "1" or is_timed(row)])
-    error = print_peaks(peaks)
-    print_labels(labels)
-    if options.json:
-        options.json.write_text(json.dumps(_report(peaks, labels), indent=1) + "\n", encoding="utf-8")
-    line = f"peak memory of {len(error)} runs: median {np.median(error):.1%}, 90th {np.quantile(error, 0.9):.1%}"
-    print(line, "|", _accuracy(labels))
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Rows that tell their peak memory, and ours in each row's own unit."""
+
+    rows: Sequence[Row]
+    published: Array
+    predicted: Array
+
+    @property
+    def errors(self) -> Array:
+        """Relative."""
+        return np.abs(self.predicted / self.published - 1)
 
 
-def print_peaks(held: Held) -> Array:
-    """Relative errors by source, and the rows beyond 15%."""
-    published = np.array([number(row, "peak_mem_gb") for row in held.rows])
-    ratio = held.reported / published
-    error: Array = np.abs(ratio - 1)
-    sources = np.array([row["source"] for row in held.rows])
-    print(f"{'peak memory':24} rows  median    90th   ours/published")
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Layouts, whether they were out of memory, and whether we say so."""
+
+    rows: Sequence[Row]
+    published: Array
+    predicted: Array
+
+    def of(self, mask: Array) -> str:
+        """Layouts, those out of memory, wrongly refused, wrongly let through, the share that is right."""
+        told, ours = self.published[mask], self.predicted[mask]
+        counts = f"{len(told):5} {told.sum():5} {(ours & ~told).sum():6} {(~ours & told).sum():7}"
+        return f"{counts}  {(ours == told).mean():.1%}"
+
+    @property
+    def right(self) -> tuple[int, float]:
+        """Layouts of the sources that tell of both kinds, and the share that is right."""
+        both = {row["source"] for row, is_out in zip(self.rows, self.published, strict=True) if is_out}
+        own = np.array([row["source"] in both for row in self.rows], dtype=bool)
+        share = float((self.predicted == self.published)[own].mean()) if own.any() else float("nan")
+        return int(own.sum()), share
+
+
+def peaks_of(rows: Sequence[Row]) -> Peaks:
+    """The peaks of the rows that tell one."""
+    told = [row for row in rows if number(row, "peak_mem_gb")]
+    held = hold(told) if told else None
+    if held is None:
+        return Peaks([], array([]), array([]))
+    return Peaks(held.rows, np.array([number(row, "peak_mem_gb") for row in held.rows]), held.reported)
+
+
+def labels_of(rows: Sequence[Row]) -> Labels:
+    """Whether the layouts fit: those that are told not to, and those that were timed."""
+    told = [leanest(row) for row in rows if row["oom"] == "1" or row["step_time_s"]]
+    held = hold(told) if told else None
+    if held is None:
+        return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
+    return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0)
+
+
+def print_peaks(peaks: Peaks) -> None:
+    """Errors by source, and the rows beyond 15%."""
+    sources = np.array([row["source"] for row in peaks.rows])
+    print(f"\n{'peak memory':26}{'rows':>6}{'median':>9}{'90th':>8}{'bias':>7}")
     for source in dict.fromkeys(sources):
         own = sources == source
-        print(
-            f"{source:24} {own.sum():4} {np.median(error[own]):7.1%} {np.quantile(error[own], 0.9):7.1%}"
-            f"   {np.median(ratio[own]):.2f}"
-        )
-    for row, wrong, ours, told in zip(held.rows, error > 0.15, held.reported, published, strict=True):
-        if wrong:
+        error, bias = peaks.errors[own], np.median((peaks.predicted / peaks.published)[own])
+        print(f"{source:26}{own.sum():6}{np.median(error):9.1%}{np.quantile(error, 0.9):8.1%}{bias:7.2f}")
+    for row, told, ours in zip(peaks.rows, peaks.published, peaks.predicted, strict=True):
+        if abs(ours / told - 1) > 0.15:
             print(f"  beyond 15%: {row['row_id']:24} published {told:6.1f}, ours {ours:6.1f}")
-    return error
 
 
-def print_labels(held: Held) -> None:
-    """Which layouts fit, by source: told to fit and refused (false), told not to and let through (missed)."""
-    told = np.array([row["oom"] == "1" for row in held.rows])
-    ours = held.fits == 0
-    sources = np.array([row["source"] for row in held.rows])
-    print(f"\n{'out of memory':24} rows   oom  false  missed  right")
+def print_labels(labels: Labels) -> None:
+    """Which layouts fit, by source and, where some did not, by kernel and recomputation."""
+    sources = np.array([row["source"] for row in labels.rows])
+    print(f"\n{'out of memory':44} rows   oom  false  missed  right")
     for source in dict.fromkeys(sources):
-        own = sources == source
-        print(
-            f"{source:24} {own.sum():4} {told[own].sum():5} {(ours & ~told)[own].sum():6} {(~ours & told)[own].sum():7}"
-            f"  {(ours == told)[own].mean():.1%}"
-        )
-    groups = np.array([f"{row['recompute'][:9]}, {row['attn_kernel'][:30]}" for row in held.rows])
-    mixed = [source for source in dict.fromkeys(sources) if told[sources == source].any()]
-    for group in dict.fromkeys(groups[np.isin(sources, mixed)]):
-        own = (groups == group) & np.isin(sources, mixed)
-        print(f"  {group:42} {own.sum():4} {(ours & ~told)[own].sum():6} false {(~ours & told)[own].sum():4} missed")
-
-
-def _accuracy(held: Held) -> str:
-    """Over the sources that tell of both kinds."""
-    sources = {row["source"] for row in held.rows if row["oom"] == "1"}
-    own = np.array([row["source"] in sources for row in held.rows])
-    if not own.any():
-        return "no layout that did not fit"
-    right = (held.fits == 0) == np.array([row["oom"] == "1" for row in held.rows])
-    return f"fits or not, of {own.sum()} layouts: {right[own].mean():.1%} right"
-
-
-def _report(peaks: Held, labels: Held) -> dict[str, object]:
-    return {
-        "peaks": [
-            {"row": row["row_id"], "published": number(row, "peak_mem_gb"), "predicted": round(float(ours), 2)}
-            for row, ours in zip(peaks.rows, peaks.reported, strict=True)
-        ],
-        "labels": [
-            {"row": row["row_id"], "oom": row["oom"] == "1", "predicted": not fits}
-            for row, fits in zip(labels.rows, labels.fits, strict=True)
-        ],
-    }
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{source:43}{labels.of(sources == source)}")
+    groups = np.array([f"{row['recompute'][:9]}, {row['attn_kernel'][:30]}" for row in labels.rows])
+    mixed = np.isin(sources, sources[labels.published])
+    for group in dict.fromkeys(groups[mixed]):
+        print(f"  {group:41}{labels.of((groups == group) & mixed)}")
+    print()
