@@ -57,7 +57,7 @@ HABITS: tuple[Habit, ...] = (
     # Megatron's defaults drop activations and scores.
     Habit(words="megatron", keeping=_MEGATRON, drops=2024.0),
     # The head gathers its logits (parallel_output is off), the loss is torch's.
-    Habit(words="aleph", keeping=replace(_TORCH, gathers_logits=array(1)), kept_gradient_bytes=2.0, drops=2024.0),
+    Habit(words="aleph", keeping=replace(_TORCH, gathers_logits=array(1)), kept_gradient_bytes=2.0),
     # Its update flattens 16-bit gradients (2), copies them to fp32 (4), and Adam makes two of those (8).
     Habit(words="internevo", keeping=replace(_FUSED, update_bytes=array(14)), kept_gradient_bytes=2.0),
     # Gradients are collected in two buckets of 5e8 numbers (reduce_bucket_size, overlap_comm).

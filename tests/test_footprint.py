@@ -25,17 +25,18 @@ from superstep.program.compile import compile_step
 MODEL = ModelConfig(
     name="llama3-8b", layers=16, width=2048, heads=16, kv_heads=4, head_dim=128, ffn=5632, vocab=32000, tied=False
 )
+MIXTURE = replace(MODEL, ffn=1408, experts=8, experts_per_token=2, shared_experts=1)
 SEQUENCE = 2048
 CLUSTER = usual_cluster(chip("H100-SXM"), 8)
 STACK = price_of(CLUSTER, SUPERSTEP)[1]
 MEGATRON = price_of(CLUSTER, Software())[1]
 
 
-def resolved(compute="bf16", **plan):
+def resolved(compute="bf16", model=MODEL, **plan):
     plan.setdefault("microbatch", 1)
     return resolve(
         RunConfig(
-            model=MODEL,
+            model=model,
             data=DataConfig(sequence_tokens=SEQUENCE),
             train=TrainConfig(batch_sequences=8 * plan.get("dp", 1)),
             plan=PlanConfig(**plan),
@@ -93,8 +94,8 @@ GRID = [
     for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
     if pp > 1 or schedule == "1f1b"
 ]
-NEAR = {"1f1b": 0.08, "gpipe": 0.08, "interleaved": 0.14, "zb-h1": 0.21, "zb-v": 0.23}
-"""How far from the exact bytes, by schedule: where weights' gradients wait, their share varies from rank to rank."""
+NEAR = {"1f1b": 0.08, "gpipe": 0.08, "interleaved": 0.14, "zb-h1": 0.08, "zb-v": 0.19}
+"""How far from the exact bytes, by schedule: where a rank has several stages, how many layers each has is a guess."""
 
 
 @pytest.mark.parametrize("plan", GRID, ids=lambda plan: "-".join(str(value) for value in plan.values()))
@@ -104,6 +105,32 @@ def test_superstep_s_own_plans_hold_about_their_exact_bytes(plan):
     ours = of(run)
     # What an instruction makes and drops within itself, the exact bytes leave out.
     assert float(ours.bytes - ours.workspace) == pytest.approx(exact, rel=NEAR[plan["schedule"]])
+
+
+@pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp": 4, "zero": 1},
+        {"dp": 4, "zero": 2},
+        {"dp": 4, "zero": 3},
+        {"dp": 4, "zero": 3, "replicas": 2},
+        {"tp": 2},
+        {"cp": 2},
+        {"microbatch": 4, "recompute": "selective"},
+        {"dp": 4, "ep": 4, "zero": 3},
+    ],
+    ids=lambda plan: "-".join(f"{name}{value}" for name, value in plan.items()) or "one",
+)
+def test_without_a_pipeline_footprints_are_exact_within_two_percent(model, compute, plan):
+    if "ep" in plan and model is MODEL:
+        plan = {**plan, "ep": 1}
+    run = resolved(compute, model, **plan)
+    exact = max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
+    ours = of(run, keeping.superstep(element_bytes=2 if compute == "bf16" else 4))
+    assert float(ours.bytes - ours.workspace) == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])

@@ -164,10 +164,12 @@ def _split(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[Array, Arr
     each = layout.chunks * (model.layers - beside) / np.maximum(stages - 1, 1.0)
     final = beside + each * (1 - 1 / layout.chunks)
     weighs = (keeping.weighs_head > 0) & (p > 1)
+    # Down and up again, a rank's second stage makes up for its first.
+    even = np.where(layout.schedule == SCHEDULES.index("zb-v"), np.round(model.layers / p), 0.0)
     return (
         # The first stages have the fewest layers among equals: they keep the most microbatches.
-        np.where(weighs, np.floor(each), ends),
-        np.where(weighs, np.ceil(each), most),
+        np.where(weighs, np.where(even > 0, even, np.floor(each)), ends),
+        np.where(weighs, np.where(even > 0, even, np.ceil(each)), most),
         np.where(weighs, final, ends),
     )
 
@@ -189,8 +191,9 @@ def _stage_bytes(
 ) -> Footprint:
     moe = stage.layers * model.moe_layers / model.layers
     usual = stage.layers - moe
-    dense = usual * model.dense_parameters + moe * model.mixture_parameters + stage.tables * model.vocab * model.width
-    dense, experts = dense / layout.tp, moe * model.expert_parameters / layout.ep
+    mixture = _mixture_parameters(model, layout, keeping)
+    cut = usual * model.dense_parameters + stage.tables * model.vocab * model.width
+    dense, experts = cut / layout.tp + moe * mixture, moe * model.expert_parameters / layout.ep
     # Experts are cut over ep of all ranks, and sharded over those that hold the same ones.
     expert_shards = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
     shared = dense / layout.shards + experts / expert_shards
@@ -200,19 +203,25 @@ def _stage_bytes(
         spread: Array = each * np.where(layout.zero >= level, shared, held)
         return spread
 
+    def weights(numbers: Array, ranks: Array) -> Array:
+        # A lone shard has nobody to share with: it is whole.
+        lone = (layout.zero < 3) | (ranks == 1)
+        return np.where(lone, keeping.element_bytes, keeping.weight_shard_bytes / ranks) * numbers
+
     sharded = np.where((layout.zero == 3) & (layout.shards > 1), 1.0, 0.0)
     update = at(1, keeping.update_bytes)
     activations, transient = _activations(model, layout, stack, keeping, layers, stage)
     block = np.where(
         moe > 0,
-        model.mixture_parameters / layout.tp + model.expert_parameters / layout.ep,
+        mixture + model.expert_parameters / layout.ep,
         model.dense_parameters / layout.tp,
     )
     table = np.where(stage.tables > 0, model.vocab * model.width / layout.tp, 0.0)
-    # Two units' weights, the one at work and the one that comes next, and the whole gradients of as many; with several
-    # stages on a rank, those of one.
+    # Two units' weights, the one at work and the one that comes next, and the whole gradients of as many, or of both
+    # tables; with several stages on a rank, those of one.
     gathered = sharded * keeping.element_bytes * (block + np.maximum(block, table))
     grown = block * np.where(layout.chunks > 1, stage.layers / layout.chunks, 1.0) + table
+    grown = np.maximum(grown, stage.tables * table)
     whole = np.where((layout.zero >= 2) & (layout.shards > 1), stack.gradient_bytes * grown + keeping.bucket_bytes, 0.0)
     boundary = local(model, layout, keeping).t * model.width * keeping.element_bytes
     passing = np.where(layout.pp > 1, 2.0, 0.0) * boundary
@@ -220,13 +229,20 @@ def _stage_bytes(
     # Two moments, and master weights where the others are narrower.
     states = np.where(keeping.element_bytes < FP32, 3 * FP32, 2 * FP32)
     return Footprint(
-        parameters=at(3, np.where(sharded > 0, keeping.weight_shard_bytes, keeping.element_bytes)),
+        parameters=weights(dense, layout.shards) + weights(experts, expert_shards),
         gradients=trains * at(2, stack.kept_gradient_bytes),
         optimizer=trains * at(1, np.where(layout.offload > 0, 0.0, states)),
         activations=activations,
         buffers=gathered + whole + passing,
         workspace=np.maximum(transient, update),
     )
+
+
+def _mixture_parameters(model: Decoder, layout: Layout, keeping: Keeping) -> Array:
+    """One layer with experts, without these, on one tensor-parallel rank."""
+    beside = model.width * (model.matrices * model.shared_ffn + model.experts)
+    repeated = np.where(keeping.repeats_shared > 0, beside, 0.0)
+    return (model.mixture_parameters - repeated) / layout.tp + repeated
 
 
 def is_fitting(
@@ -270,7 +286,11 @@ def _activations(
     )
     flying, waiting, heads = _in_flight(layout, stage)
     embedding = np.where(stage.rank == 0, d.T * INDEX + model.dropout * d.t * d.D, 0.0)
-    in_layers = flying * (stage.layers * kept + embedding) + waiting * stage.layers * mean("deferred")
+    deferred = mean("deferred")
+    # A backward pass in two leaves all layers' share of the second part behind the first.
+    is_split = layout.schedule >= SCHEDULES.index("zb-h1")
+    behind = np.where(is_split, np.maximum(deferred - kept, 0.0) / layout.chunks, 0.0)
+    in_layers = flying * (stage.layers * kept + embedding) + stage.layers * (waiting * deferred + behind)
     head = stage.is_last * _head(model, layout, stack, keeping, waiting, heads)
     again = np.maximum(np.where(moe > 0, layers[1].whole, layers[0].whole) - kept, 0.0) * np.where(
         (layout.is_full + layout.is_selective) * often > 0, 1.0, 0.0

@@ -26,6 +26,8 @@ class Keeping:
             bits, and its input in fp32 in the place of 16 bits where it computes there.
         gathers_logits: 1 where tensor-parallel ranks gather the logits before the loss.
         keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
+        repeats_shared: 1 where each tensor-parallel rank holds the router and the experts that all tokens visit whole,
+            0 where these are cut.
         weighs_head: 1 where stages are even in work, the head's with it, 0 where they are even in layers.
         selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
             it drops the scores alone.
@@ -40,6 +42,7 @@ class Keeping:
     norm_bytes: Array
     gathers_logits: Array
     keeps_gathered: Array
+    repeats_shared: Array
     weighs_head: Array
     selects_products: Array
 
@@ -57,6 +60,7 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
         norm_bytes=array(0),
         gathers_logits=array(0),
         keeps_gathered=array(1),
+        repeats_shared=array(1),
         weighs_head=array(1),
         selects_products=array(1),
     )
@@ -74,6 +78,7 @@ def megatron() -> Keeping:
         norm_bytes=array(0),
         gathers_logits=array(0),
         keeps_gathered=array(0),
+        repeats_shared=array(0),
         weighs_head=array(0),
         selects_products=array(0),
     )
