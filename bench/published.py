@@ -1,4 +1,4 @@
-"""Predicted beside published: step times of training runs, from the plan alone.
+"""Predicted beside published: step times, peak memory and what does not fit, from the plan alone.
 
     python -m bench.published                      every table, leave-one-source-out, after one calibration row
     python -m bench.published --runs FILE          another table with the columns of runs.csv; nothing is fitted
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.published_fit import fit
+from bench.published_memory import Labels, Peaks, labels_of, peaks_of, print_labels, print_peaks
 from bench.published_plot import scatter
 from bench.published_rows import Row, is_timed, number, read_rows
 from bench.published_steps import Steps
@@ -66,7 +67,8 @@ def is_judged(row: Row) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Score, print, write."""
     options = _options(argv)
-    steps = Steps([row for row in read_rows(options.runs) if is_timed(row) and row["kind"] in STEPS])
+    rows = read_rows(options.runs)
+    steps = Steps([row for row in rows if is_timed(row) and row["kind"] in STEPS])
     for row, why in steps.left_out:
         print(f"left out: {row['row_id']}: {why}")
     if options.fit:
@@ -88,13 +90,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (count, median, ninth) in lines.items():
         print(f"{name:28} {count:5d} rows  median {median:6.1%}  90th percentile {ninth:6.1%}")
     print(CALCULON)
+    whole = [row for row in rows if row["hidden"] and row["n_layers"]]
+    peaks, labels = peaks_of(whole), labels_of(whole)
+    print_peaks(peaks)
+    print_labels(labels)
     if options.json:
-        _write(options.json, ours, lines, sweeps)
+        _write(options.json, ours, lines, sweeps, (peaks, labels))
     if options.plot:
         Path(options.plot).write_text(scatter(ours.published_s, ours.predicted_s, [r["source"] for r in ours.rows]))
     count, median, ninth = lines["all judged rows"]
     spearman = float(np.median([each.spearman for each in sweeps])) if sweeps else float("nan")
-    print(f"summary: {count} rows, median error {median:.1%}, 90th percentile {ninth:.1%}, Spearman {spearman:.2f}")
+    print(
+        f"summary: {count} rows, median error {median:.1%}, 90th percentile {ninth:.1%}, Spearman {spearman:.2f}; "
+        f"{said_of_memory(peaks, labels)}"
+    )
+
+
+def said_of_memory(peaks: Peaks, labels: Labels) -> str:
+    """Errors of peak memory, and how many layouts are rightly said to fit or not."""
+    said = "no peak memory"
+    if peaks.rows:
+        median, ninth = np.quantile(peaks.errors, (0.5, 0.9))
+        said = f"peak memory of {len(peaks.rows)}: median {median:.1%}, 90th percentile {ninth:.1%}"
+    count, right = labels.right
+    return f"{said}; fits or not: {right:.1%} of {count} right" if count else said
 
 
 def _default() -> Path:
@@ -230,22 +249,40 @@ def print_sweeps(sweeps: Sequence[Sweep]) -> None:
     print()
 
 
-def _write(path: str, ours: Scored, lines: dict[str, tuple[int, float, float]], sweeps: Sequence[Sweep]) -> None:
-    rows = [
-        {"row_id": row["row_id"], "source": row["source"], "published_s": float(p), "predicted_s": float(q)}
-        for row, p, q in zip(ours.rows, ours.published_s, ours.predicted_s, strict=True)
-    ]
+def _write(
+    path: str,
+    ours: Scored,
+    lines: dict[str, tuple[int, float, float]],
+    sweeps: Sequence[Sweep],
+    held: tuple[Peaks, Labels],
+) -> None:
+    peaks, labels = held
+    rows: dict[str, dict[str, object]] = {}
+    for row, p, q in zip(ours.rows, ours.published_s, ours.predicted_s, strict=True):
+        rows[row["row_id"]] = {"published_s": float(p), "predicted_s": float(q)}
+    for row, p, q in zip(peaks.rows, peaks.published, peaks.predicted, strict=True):
+        rows.setdefault(row["row_id"], {}).update(published_mem_gb=float(p), predicted_mem_gb=round(float(q), 2))
+    for row, p, q in zip(labels.rows, labels.published, labels.predicted, strict=True):
+        rows.setdefault(row["row_id"], {}).update(published_oom=bool(p), predicted_oom=bool(q))
+    known = {row["row_id"]: row["source"] for row in (*ours.rows, *peaks.rows, *labels.rows)}
     sources = {}
     for source in dict.fromkeys(row["source"] for row in ours.rows):
         count, median, ninth = summary(ours.where(lambda row, s=source: row["source"] == s))
         sources[source] = {"rows": count, "median": median, "p90": ninth}
+    count, right = labels.right
     text = {
         "summary": {name: {"rows": n, "median": m, "p90": q} for name, (n, m, q) in lines.items()},
+        "memory": {"rows": len(peaks.rows), "median": _at(peaks.errors, 0.5), "p90": _at(peaks.errors, 0.9)},
+        "fits": {"rows": count, "right": right},
         "sources": sources,
         "sweeps": [{"name": s.name, "plans": s.plans, "spearman": s.spearman, "loss": s.loss} for s in sweeps],
-        "rows": rows,
+        "rows": [{"row_id": name, "source": known[name], **values} for name, values in rows.items()],
     }
     Path(path).write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+
+
+def _at(values: Array, share: float) -> float | None:
+    return float(np.quantile(values, share)) if len(values) else None
 
 
 if __name__ == "__main__":

@@ -219,5 +219,6 @@ def test_tokens_that_crowd_to_one_rank_slow_the_experts():
     even, crowded = (
         estimate(replace(model, imbalance=array(value)), layout(dp=8, ep=8), RATES, STACK) for value in (1.0, 2.0)
     )
-    assert crowded.experts_s == pytest.approx(2 * even.experts_s, rel=0.01)
+    # All but the latency.
+    assert 1.8 * even.experts_s < crowded.experts_s < 2 * even.experts_s
     assert even.compute_s < crowded.compute_s < 2 * even.compute_s

@@ -60,7 +60,7 @@ def test_the_smallest_plan_is_no_larger_than_any():
     side = side_of(problem_of("llama3.2-1b", chips=8, batch=8, sequence=1024))
     least = smallest(side)
     assert least.bytes <= min(found.memory_bytes for found in search([side], keep=8).best)
-    assert least.category in ("parameters", "gradients", "optimizer", "activations", "buffers")
+    assert least.category in ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class Options:
     sequence: int | None = None
     """Tokens of a sequence; none takes what the run.toml has, or the model's own, up to 8,192."""
     memory: float | None = None
-    """GiB of a chip that a plan may fill; none leaves six percent of the chip's for what is not the plan's."""
+    """GiB of a chip that a plan may fill; none takes all but the device's context and the communicators' buffers."""
     top: int = 5
     """Plans to show, each on another mesh."""
     fix: tuple[str, ...] = ()

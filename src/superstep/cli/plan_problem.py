@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, get_args
 
+from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.errors import ConfigError, did_you_mean
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.text import cluster as cluster_of
@@ -20,8 +21,6 @@ from superstep.planner.problem import FIELDS, Problem, Rule
 USUAL_TOKENS = 2**22
 """Of a step, where nobody says: what Llama 3 begins with (Dubey 2024, sec. 3.4.1)."""
 USUAL_SEQUENCE = 8192
-SPARED = 0.06
-"""Share of a chip's memory that is not the plan's: the device's context, libraries, fragments."""
 
 
 class Asked(Protocol):
@@ -60,9 +59,10 @@ def problems(model: str, cluster: str, asked: Asked) -> list[Problem]:
 
 
 def memory_of(cluster: Cluster, gib: float | None) -> float:
-    """Bytes of a chip that a plan may fill."""
+    """Bytes of a chip that a plan may fill; by default all but the device's context and the communicators' buffers."""
     if gib is None:
-        return (1 - SPARED) * cluster.chip.memory_bytes
+        beside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if cluster.chips > 1 else 0.0)
+        return USABLE * cluster.chip.memory_bytes - beside
     if gib * 2**30 > cluster.chip.memory_bytes:
         has = cluster.chip.memory_bytes / 2**30
         raise ConfigError(f"--memory = {gib:g} GiB is more than a chip has; set it to {has:.4g} or less.")

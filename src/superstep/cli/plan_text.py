@@ -96,7 +96,7 @@ def explanation(plan: Verified) -> str:
 def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
     if plan.memory is None:
         held = plan.found.side.pricing.held(plan.found.plan)
-        for name in ("parameters", "gradients", "optimizer", "activations", "buffers"):
+        for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace"):
             yield name, float(getattr(held, name).reshape(-1)[0])
         return
     exact: RankBytes = plan.memory

@@ -3,7 +3,7 @@
 T tokens of the microbatch on a context-parallel rank, t those of the residual stream there (T / tp where the sequence
 is split); N, K heads on a tensor-parallel rank, H their width, F the inner width there, D width, e bytes of a number:
 
-    inputs of both norms                                2 · t·D·e   (kept in fp32 besides: + 2 · t·D·4)
+    inputs of both norms                                2 · t·D·e   (not one kernel: + 2 · t·D·norm_bytes)
     inputs of what attention and feed-forward multiply  2 · t·D·e   (T where they stay gathered)
     queries, keys, values; attention's output           T·(2N + 2K)·H·e
     scores: softmax; with dropout its mask and output   T·S·N·(e; + 1 + e)
@@ -11,6 +11,7 @@ is split); N, K heads on a tensor-parallel rank, H their width, F the inner widt
     masks of two dropouts                               2 · t·D
     feed-forward: what its activation read and gave     2 · T·F·e
     gated: gate, up, their product; silu(gate) unfused  (3; 4) · T·F·e
+    in 8 bits: a product's input is kept in 8 bits; attention's output besides, as it keeps that itself
 
 With dropout, F = 4·D, N = K, S keys to a query and e = 2 that is s·b·h·(10 + 24/t + 5·a·s/(h·t)) bytes without a split
 sequence, and s·b·h/t·(34 + 5·a·s/h) with it (Korthikanti 2022, eq. 2 and 4).
@@ -83,39 +84,48 @@ def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) 
     """A layer with one feed-forward."""
     d, e = local(model, layout, keeping), keeping.element_bytes
     inner = d.T * model.ffn / layout.tp * e
-    gate = np.where(stack.has_fused_elementwise > 0, 3.0, 4.0)
-    kept = d.G * d.D * e + np.where(model.gated > 0, gate, 2.0) * inner
+    kept = d.G * d.D * _read_bytes(stack, keeping) + _activation(model, stack, keeping) * inner
     half = _FeedForward(
         kept=kept,
         products=(1 + model.gated) * inner + d.t * d.D * e,
         deferred=2 * d.T * d.D * e + (2 + model.gated) * inner,
-        transient=(2 + model.gated) * inner,
+        transient=(1 + model.gated) * inner,
     )
     return _layer(model, d, stack, keeping, half)
 
 
-def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, imbalance: Array) -> LayerBytes:
-    """A layer with a mixture of experts; tp cuts the tokens there. ``imbalance`` is the fullest rank's share of even.
+def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> LayerBytes:
+    """A layer with a mixture of experts; tp cuts the tokens there.
 
     Rows that go to experts and come back are copies of their tokens, kept on both ways.
     """
     d, e = local(model, layout, keeping), keeping.element_bytes
     own = d.T / layout.tp
-    rows = own * model.experts_per_token * imbalance
+    rows = own * model.experts_per_token * model.imbalance
     inner = (rows * model.expert_ffn + own * model.shared_ffn) * e
     passed = rows * d.D * e
-    gate = np.where(stack.has_fused_elementwise > 0, 3.0, 4.0)
     router = d.t * model.experts * 2 * FP32
     orders = rows * INDEX * np.where(layout.ep > 1, 2.0, 1.0)
-    activation = np.where(model.gated > 0, gate, 2.0) * inner
+    activation = _activation(model, stack, keeping) * inner
     beside = np.where(model.shared_ffn > 0, own * d.D * e, 0.0)
     half = _FeedForward(
         kept=own * d.D * e + 2 * passed + activation + router + orders,
         products=(1 + model.gated) * inner + passed + 2 * beside + router / 2,
         deferred=2 * (passed + beside) + (2 + model.gated) * inner,
-        transient=2 * passed + (2 + model.gated) * inner,
+        transient=2 * passed + (1 + model.gated) * inner,
     )
     return _layer(model, d, stack, keeping, half)
+
+
+def _read_bytes(stack: Stack, keeping: Keeping) -> Array:
+    """Of a number that a product reads, as it is kept."""
+    return np.where(stack.is_eight_bit > 0, keeping.input_bytes, keeping.element_bytes)
+
+
+def _activation(model: Decoder, stack: Stack, keeping: Keeping) -> Array:
+    """Tensors as wide as the feed-forward that stay: what the activation read, and what the next product reads."""
+    gate = np.where(stack.has_fused_elementwise > 0, 2.0, 3.0)
+    return np.where(model.gated > 0, gate, 1.0) + _read_bytes(stack, keeping) / keeping.element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +151,19 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     stream = d.t * d.D * e
     heads = d.T * (d.N + 2 * d.K) * d.H * e
     mixed = d.T * d.N * d.H * e
+    read = _read_bytes(stack, keeping)
+    # Attention keeps its output as it is; where the next product reads another format, that is kept besides.
+    again = np.where(read < e, d.T * d.N * d.H * read, 0.0)
     is_fused = stack.attention >= ATTENTION.index("flash-1")
     scores = d.T * model.sequence_tokens * d.N
     core = np.where(is_fused, d.T * d.N * FP32, _scores(model, scores, stack, e))
-    has_wide_norms = (keeping.keeps_wide_norms > 0) & (stack.has_fused_norms == 0)
-    norms = 2 * stream + np.where(has_wide_norms, 2 * d.t * d.D * FP32, 0.0)
+    norms = 2 * stream + np.where(stack.has_fused_norms > 0, 0.0, 2 * keeping.norm_bytes * d.t * d.D)
     masks = 2 * model.dropout * d.t * d.D
-    whole = norms + d.G * d.D * e + heads + mixed + core + masks + half.kept
-    few = stream + heads + mixed + core + d.T * d.D * e + half.products
-    at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * (2 * e + FP32))
+    whole = norms + d.G * d.D * read + heads + mixed + again + core + masks + half.kept
+    few = stream + mixed + core + keeping.selects_products * (heads + d.T * d.D * e + half.products)
+    # Fused attention sums the queries' gradients in fp32; the others hold those of softmax and of what it read.
+    is_eager = stack.attention == ATTENTION.index("eager")
+    at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * np.where(is_eager, 2 * e + FP32, 2 * e))
     return LayerBytes(
         whole=whole,
         selective=np.where(keeping.selects_products > 0, few, whole - core),

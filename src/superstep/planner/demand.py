@@ -88,7 +88,7 @@ def smallest(side: Side) -> Smallest:
     plans = side.space.with_shardings(side.space.with_schedules(core))
     best = plans.take(np.array([int(np.argmin(side.pricing.bytes(plans)))]))
     held = side.pricing.held(best)
-    return Smallest(bytes=float(np.broadcast_to(held.bytes, (1,))[0]), held=held)
+    return Smallest(bytes=float(np.broadcast_to(held.reserved, (1,))[0]), held=held)
 
 
 def smallest_cluster(sides: Sequence[Side]) -> int | None:

@@ -77,7 +77,7 @@ class Plans:
             recomputed_layers=np.ones(1),
             # The engine keeps the optimizer's state on its device.
             offload=np.zeros(1),
-            group=self.microbatch_group,
+            group=np.where(self.schedule == SCHEDULES.index("gpipe"), self.microbatches, self.microbatch_group),
             gathers=np.where(self.zero == 3, 2 * self.microbatches / runs_kept, 1.0),
             reductions=np.where(self.zero >= 2, self.microbatches / run, 1.0),
             is_ulysses=self.context,

@@ -16,6 +16,7 @@ from superstep.cost.efficiency import FITTED, Efficiency
 from superstep.cost.estimate import Estimate, estimate
 from superstep.cost.footprint import Footprint, footprint
 from superstep.cost.keeping import Keeping
+from superstep.cost.layout import SCHEDULES
 from superstep.cost.memory import ELEMENT_BYTES
 from superstep.cost.rates import Rates
 from superstep.cost.software import SUPERSTEP, price_of
@@ -43,8 +44,8 @@ class Pricing:
         return footprint(self.model, plans.layout, self.stack, self.keeping)
 
     def bytes(self, plans: Plans) -> Array:
-        """The bytes of each plan."""
-        return np.broadcast_to(self.held(plans).bytes, (len(plans),))
+        """The bytes that each plan's allocator holds."""
+        return np.broadcast_to(self.held(plans).reserved, (len(plans),))
 
     def core_bound_s(self, cores: Plans) -> Array:
         """Seconds that no plan of a core is below: the work, and the traffic within a stage."""
@@ -55,12 +56,17 @@ class Pricing:
         return np.broadcast_to(by_schedule_s(self.seconds(plans)), (len(plans),))
 
     def core_bound_bytes(self, cores: Plans) -> Array:
-        """Bytes that no plan of a core is below: everything sharded, one microbatch in flight, no buffers."""
-        least = replace(
-            cores, zero=np.full(len(cores), 3.0), replicas=np.ones(len(cores)), microbatches=np.ones(len(cores))
-        )
-        held = self.held(least)
-        return np.broadcast_to(held.parameters + held.gradients + held.optimizer + held.activations, (len(cores),))
+        """Bytes that no plan of a core is below: one microbatch in flight, and all states sharded over all data ranks.
+
+        Gradients in fp32 are a third of what the optimizer holds, master weights and two moments; no buffers count.
+        Layers are shared out otherwise where both ends are on one rank, as zb-v has them.
+        """
+        ones = np.ones(len(cores))
+        alone = replace(cores, zero=ones, replicas=ones, microbatches=ones)
+        folded = replace(alone, schedule=ones * SCHEDULES.index("zb-v"), chunks=2 * ones)
+        held = [self.held(each) for each in (alone, folded)]
+        bounds = [each.optimizer * 4 / 3 + each.activations for each in held]
+        return np.broadcast_to(np.minimum(*bounds), (len(cores),))
 
 
 def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:

@@ -14,6 +14,7 @@ import numpy as np
 from superstep.cost.block import E, Seconds, block_seconds
 from superstep.cost.decoder import Array
 from superstep.cost.estimate import Estimate, embedding_s, head_s
+from superstep.cost.footprint import FRAGMENTATION
 from superstep.cost.layout import Layout
 from superstep.cost.memory import FP32, RankBytes, buffer_numel, family_numel, has_fused_loss, rank_bytes, zero_stage
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
@@ -42,7 +43,8 @@ class Verified:
         run: resolved, as it would train.
         parts: of the step on its busiest pipeline rank.
         memory: of its fullest one, as the program allocates it.
-        memory_bytes: that, or the closed form's where it is larger: it has what an instruction makes and drops besides.
+        memory_bytes: that with what an allocator holds besides, or the closed form's where it is larger: it has what an
+            instruction makes and drops.
         is_simulated: False where the program is too long; parts and memory are then the closed form's.
     """
 
@@ -79,7 +81,7 @@ def verified(found: Found) -> Verified:
         run=run,
         parts=simulated(run, program, found.plan.layout, found.side.pricing),
         memory=memory,
-        memory_bytes=max(memory.bytes, found.memory_bytes),
+        memory_bytes=max(memory.bytes + FRAGMENTATION * memory.peak.bytes, found.memory_bytes),
         is_simulated=True,
     )
 
