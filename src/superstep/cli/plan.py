@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import tyro
 
 from superstep.cli.options import read_flags
+from superstep.cli.plan_calibrate import calibration_of
 from superstep.cli.plan_problem import problems
 from superstep.cli.plan_text import (
     alternatives_text,
+    calibration_text,
     explanation,
     fallback_text,
     header,
@@ -62,6 +64,8 @@ class Options:
     """Show where the step and the memory of the best plan go."""
     fallback: int = 0
     """Show plans for one lost node, two, ... up to so many."""
+    calibrate: str | None = None
+    """A run of ours on such chips: fit the shares of peaks that its recorded step reached, and plan with these."""
     price: float | None = None
     """Of a chip for an hour; none takes what the cluster's file has."""
     out: str | None = None
@@ -89,6 +93,10 @@ def main(argv: Sequence[str]) -> int:
     )
     _check(options, has_model=has_model)
     found = problems(argv[0], options.cluster, options)
+    if options.calibrate is not None:
+        calibration = calibration_of(Path(options.calibrate), found[0].cluster)
+        found = [replace(problem, efficiency=calibration.efficiency) for problem in found]
+        _say(calibration_text(calibration, options.calibrate))
     ranked = rank(found, options)
     _say(header(found[0], ranked.answer))
     _say(table(ranked.plans, ranked.figures))

@@ -10,6 +10,7 @@ from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
 from superstep.cost.memory import RankBytes
 from superstep.cost.work import MFU_CONVENTION, parameters
+from superstep.planner.calibrate import Calibration
 from superstep.planner.figures import Figures, limits, shares
 from superstep.planner.neighbours import Fallback, Neighbour
 from superstep.planner.problem import Problem
@@ -81,6 +82,16 @@ def alternatives_text(found: Sequence[Neighbour]) -> str:
         value = str(each.value).lower() if isinstance(each.value, bool) else each.value
         speed = f"{abs(each.slower):.1%} {'slower' if each.slower >= 0 else 'faster'}"
         lines.append(f"  {f'{each.field} = {value}':28}{speed}, {memory}")
+    return "\n".join(lines) + "\n"
+
+
+def calibration_text(found: Calibration, source: str) -> str:
+    """What a recorded step changed."""
+    lines = [
+        f"Calibrated on {source}: an instruction is predicted within {found.error_after:.0%} in the median, "
+        f"{found.error_before:.0%} before"
+    ]
+    lines += [f"  {each.name:26}{each.before:>10.3g} -> {each.after:.3g}" for each in found.changes]
     return "\n".join(lines) + "\n"
 
 

@@ -135,6 +135,9 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
     share = np.where(
         layout.schedule == SCHEDULES.index("zb-v"), (1 - folded) * h1 * 0.5 + folded * layout.chunks, share
     )
+    # Breadth-first fills and drains the pipeline for each group of microbatches (Lamy-Poirier 2023, sec. 3).
+    groups = np.where(layout.group > 0, np.ceil(m / np.maximum(layout.group, 1.0)), 1.0)
+    share = np.where(layout.schedule == SCHEDULES.index("breadth-first"), groups, share)
     return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
 
 

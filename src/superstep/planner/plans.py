@@ -12,6 +12,7 @@ import numpy.typing as npt
 from superstep.cost.decoder import Array
 from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.resolve import Resolved
 from superstep.planner.problem import Problem
 
 CONTEXT: tuple[Context, ...] = get_args(Context)
@@ -132,6 +133,25 @@ def recompute_of(index: int) -> Recompute:
     """The policy at a place of ``RECOMPUTE``."""
     known: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
     return known[RECOMPUTE[index]]
+
+
+def plans_of(run: Resolved) -> Plans:
+    """A resolved run's plan, as one row."""
+    plan, mesh = run.plan, run.plan.mesh
+    numbers = {name: getattr(mesh, name) for name in ("pp", "dp", "cp", "tp", "ep", "replicas")} | {
+        "sequence_parallel": plan.sequence_parallel,
+        "context": CONTEXT.index(plan.context),
+        "microbatch": plan.microbatch,
+        "microbatches": plan.microbatches,
+        "recompute": RECOMPUTE.index(plan.recompute),
+        "schedule": SCHEDULES.index(plan.schedule),
+        "chunks": plan.chunks,
+        "microbatch_group": run.config.plan.microbatch_group or 0,
+        "zero": plan.zero,
+        "layers": run.shape.layers,
+        "prefetch": plan.prefetch,
+    }
+    return Plans(**{name: np.array([float(number)]) for name, number in numbers.items()})
 
 
 def run_config(plan: PlanConfig, problem: Problem) -> RunConfig:

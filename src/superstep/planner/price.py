@@ -12,7 +12,6 @@ import numpy as np
 
 from superstep.cost import keeping
 from superstep.cost.decoder import Array, Decoder, array, decoder_of
-from superstep.cost.efficiency import FITTED, Efficiency
 from superstep.cost.estimate import Estimate, estimate
 from superstep.cost.footprint import Footprint, footprint
 from superstep.cost.keeping import Keeping
@@ -69,7 +68,7 @@ class Pricing:
         return np.broadcast_to(np.minimum(*bounds), (len(cores),))
 
 
-def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
+def pricing_of(problem: Problem) -> Pricing:
     """What prices the plans of a problem, as the engine would run them.
 
     The closed form of a step counts two bytes for a number. Where it has four, memory and links are taken at half
@@ -78,9 +77,9 @@ def pricing_of(problem: Problem, efficiency: Efficiency = FITTED) -> Pricing:
     Raises:
         ConfigError: the chip does not multiply in the problem's format.
     """
-    rates, stack = price_of(problem.cluster, replace(SUPERSTEP, compute=problem.compute), efficiency)
+    rates, stack = price_of(problem.cluster, replace(SUPERSTEP, compute=problem.compute), problem.efficiency)
     # The engine sends beside compute, as the software that this was fitted on.
-    stack = replace(stack, overlap_pipeline=array(efficiency["hidden.transfers"]))
+    stack = replace(stack, overlap_pipeline=array(problem.efficiency["hidden.transfers"]))
     if problem.compute == "fp32":
         # Gradients are fp32 either way.
         rates, stack = in_fp32(rates, problem.cluster.chip.peak("fp32") or 0.0), replace(stack, gradient_bytes=array(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from superstep.cost.efficiency import FITTED, Efficiency
 from superstep.hardware.cluster import Cluster
 from superstep.plan.config import Dtype, RunConfig
 from superstep.plan.model import shape_of
@@ -55,6 +56,7 @@ class Problem:
         compute: the format of its products, in the place of the base's.
         memory_bytes: of one chip, as far as a plan may fill it.
         rules: what is settled beforehand.
+        efficiency: the shares of published rates that a step reaches.
     """
 
     base: RunConfig
@@ -62,6 +64,7 @@ class Problem:
     compute: Dtype
     memory_bytes: float
     rules: tuple[Rule, ...] = ()
+    efficiency: Efficiency = FITTED
 
     @property
     def shape(self) -> ModelShape:

@@ -128,6 +128,11 @@ def simulated(run: Resolved, program: Program, layout: Layout, pricing: Pricing)
     return Estimate(**{name: np.asarray(seconds) for name, seconds in values.items()})
 
 
+def instruction_seconds(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> PerUnit:
+    """The seconds of each instruction of a run's step."""
+    return _Durations(run, program, layout, pricing).whole
+
+
 class _Durations:
     """Seconds of each instruction of one plan's step; ``parts`` splits those of the passes."""
 
