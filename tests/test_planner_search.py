@@ -36,7 +36,9 @@ def brute(sides, keep):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("keep", [1, 5])
-def test_the_answer_is_that_of_brute_force(name, keep):
+def test_the_answer_is_that_of_brute_force(name, keep, monkeypatch):
+    """In small pieces, so that a bound ends the search with most of these small spaces unseen."""
+    monkeypatch.setattr(search_module, "CHUNK", 256)
     side = side_of(PROBLEMS[name])
     expected = brute([side], keep)
     for is_pruned in (True, False):

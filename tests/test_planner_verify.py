@@ -10,6 +10,7 @@ import pytest
 from planning import everything, problem_of, side_of
 from superstep.cost.estimate import Estimate
 from superstep.planner import verify as verify_module
+from superstep.planner.problem import Rule
 from superstep.planner.search import Found, parts_of, search
 from superstep.planner.verify import instructions_of, verified
 from superstep.program.compile import compile_step
@@ -63,12 +64,16 @@ def test_the_parts_are_the_whole_step():
         assert all(float(getattr(plan.parts, field.name)) >= 0 for field in fields(Estimate))
 
 
-def test_a_lone_rank_computes_what_the_closed_form_says():
-    side = side_of(problem_of("demo", chips=1, batch=4, sequence=256))
-    (found,) = search([side], keep=1).best
-    plan = verified(found)
-    for name in ("compute_s", "recompute_s", "tensor_s", "bubble_s"):
-        assert float(getattr(plan.parts, name)) == pytest.approx(float(getattr(found.parts, name)))
+@pytest.mark.parametrize("name", GRID)
+def test_on_one_pipeline_rank_passes_take_what_the_closed_form_says(name):
+    side = side_of(replace(GRID[name], rules=(Rule("pp", 1), Rule("schedule", "1f1b"))))
+    plans = everything(side)
+    for row in np.random.default_rng(3).permutation(len(plans))[:40]:
+        plan = verified(found_of(side, row, plans))
+        for part in ("compute_s", "recompute_s", "tensor_s", "context_s", "experts_s"):
+            expected = float(getattr(plan.found.parts, part))
+            assert float(getattr(plan.parts, part)) == pytest.approx(expected), (part, plan.run.config.plan)
+        assert float(plan.parts.bubble_s) == 0
 
 
 def test_the_number_of_instructions_is_about_right():
