@@ -26,7 +26,7 @@ from bench.published_rows import Row, is_timed, number, read_rows
 from bench.published_steps import Steps
 from superstep.cost.decoder import Array
 from superstep.cost.efficiency import CONSTANTS, FITTED
-from superstep.errors import ConfigError
+from superstep.errors import UserError
 
 CALCULON = "Calculon, as others measured it on 958 such rows: median 19.8% on plain GPT, 22.4% overall; Spearman 0.81"
 STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")
@@ -99,11 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plot:
         Path(options.plot).write_text(scatter(ours.published_s, ours.predicted_s, [r["source"] for r in ours.rows]))
     count, median, ninth = lines["all judged rows"]
-    spearman = float(np.median([each.spearman for each in sweeps])) if sweeps else float("nan")
-    print(
-        f"summary: {count} rows, median error {median:.1%}, 90th percentile {ninth:.1%}, Spearman {spearman:.2f}; "
-        f"{said_of_memory(peaks, labels)}"
-    )
+    order = f", Spearman {np.median([each.spearman for each in sweeps]):.2f}" if sweeps else ""
+    times = f"median error {median:.1%}, 90th percentile {ninth:.1%}{order}" if count else "no step times"
+    print(f"summary: {count} rows, {times}; {said_of_memory(peaks, labels)}")
 
 
 def said_of_memory(peaks: Peaks, labels: Labels) -> str:
@@ -288,5 +286,5 @@ def _at(values: Array, share: float) -> float | None:
 if __name__ == "__main__":
     try:
         main()
-    except ConfigError as error:
+    except UserError as error:
         raise SystemExit(f"error: {error}") from None

@@ -17,6 +17,7 @@ from pathlib import Path
 from superstep.cost.decoder import Decoder, array
 from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.software import Attention, Software
+from superstep.errors import DataError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.chip import Rate
 from superstep.hardware.cluster import Cluster
@@ -25,6 +26,65 @@ from superstep.hardware.network import usual_cluster
 Row = Mapping[str, str]
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "published"
+
+_COLUMNS = frozenset(
+    [
+        "row_id",
+        "source",
+        "trust",
+        "kind",
+        "framework",
+        "date",
+        "model",
+        "arch",
+        "n_layers",
+        "hidden",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "seq_len",
+        "gated_mlp",
+        "tied_emb",
+        "n_experts",
+        "top_k",
+        "n_shared_experts",
+        "moe_ffn",
+        "n_dense_layers",
+        "n_gpus",
+        "dp",
+        "tp",
+        "sp",
+        "pp",
+        "vpp",
+        "cp",
+        "ep",
+        "zero_stage",
+        "fsdp_shard",
+        "mbs",
+        "gbs",
+        "num_microbatches",
+        "schedule",
+        "recompute",
+        "precision",
+        "dist_optimizer",
+        "attn_kernel",
+        "comm_overlap",
+        "offload",
+        "gpu",
+        "gpu_mem_gb",
+        "gpus_per_node",
+        "intra_bw_GBps",
+        "inter_bw_Gbps_per_gpu",
+        "step_time_s",
+        "peak_mem_gb",
+        "mem_kind",
+        "oom",
+        "notes",
+        "leak_group",
+    ]
+)
 
 LATENT = (1536.0, 512.0)
 """Inner widths of latent attention in the published configurations of DeepSeek-V3 and Kimi K2."""
@@ -41,9 +101,22 @@ class Reading:
 
 
 def read_rows(path: Path = DATA / "runs.csv") -> list[Row]:
-    """All rows of a table."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """All rows of a table.
+
+    Raises:
+        DataError: there is no such file, or it lacks columns of runs.csv.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    missing = sorted(_COLUMNS - set(rows[0])) if rows else []
+    if missing:
+        raise DataError(
+            f"{path} lacks the columns {', '.join(missing)}; README.md beside runs.csv tells what they hold."
+        )
+    return rows
 
 
 def number(row: Row, column: str, otherwise: float = 0.0) -> float:

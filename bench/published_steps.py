@@ -36,7 +36,9 @@ class Steps:
             owner += [len(self.rows)] * len(found)
             self.rows.append(row)
             self._readings += found
-        self._owner = np.array(owner)
+        self._owner = np.array(owner, dtype=int)
+        if not owner:
+            return
         self._is_layer = np.array([is_layer(self.rows[place]) for place in owner])
         self._decoders = stacked([each.decoder for each in self._readings])
         self._layouts = stacked([each.layout for each in self._readings])
@@ -60,6 +62,8 @@ class Steps:
         return best
 
     def _readings_s(self, efficiency: Efficiency) -> Array:
+        if not self.rows:
+            return np.zeros(0)
         found = self.estimates(efficiency)
         return found.step_s - np.where(self._is_layer, found.optimizer_s + found.data_s, 0.0)
 

@@ -44,9 +44,9 @@ def _fits() -> str:
     fits, sweeps = told["fits"], len(told["sweeps"])
     return (
         f"Of {fits['rows']} layouts, of which more than half did not fit, {fits['right']:.1%} are rightly said to fit "
-        f"or not. In {sweeps} sweeps of one model on one cluster the median rank correlation of predicted and published "
-        f"step times is {spearman:.2f}, and in the median the plan predicted to be fastest is {lost:.1%} slower than "
-        "the fastest published one."
+        f"or not. In {sweeps} sweeps of one model on one cluster the median rank correlation of predicted and "
+        f"published step times is {spearman:.2f}, and in the median the plan predicted to be fastest "
+        f"is {lost:.1%} slower than the fastest published one."
     )
 
 
