@@ -13,6 +13,11 @@ from superstep.planner.verify import Verified, verified
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
 """The fields in which a neighbour differs."""
 
+ALIKE = 0.002
+"""Of a step: no formula tells plans that are nearer to each other apart."""
+LESS = 0.05
+"""Of the memory: of plans alike the one that takes so much less is better."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
@@ -59,15 +64,20 @@ def neighbours(best: Verified) -> Iterator[Neighbour]:
 
 
 def improved(best: Verified, *, rounds: int = 3) -> tuple[Verified, tuple[Neighbour, ...]]:
-    """The best plan, or one that a few steps from neighbour to faster neighbour lead to; and its neighbours.
+    """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
 
-    The search ranks by the closed form; a program may turn out faster than that of the best.
+    The search ranks by the closed form; a program may turn out faster than that of the best, or as fast in less memory.
     """
     found = tuple(neighbours(best))
-    fastest = min(found, key=lambda each: each.plan.step_s, default=None)
-    if rounds and fastest is not None and fastest.slower < 0:
-        return improved(fastest.plan, rounds=rounds - 1)
+    better = [each for each in found if _is_better(each, best)]
+    if rounds and better:
+        return improved(min(better, key=lambda each: each.slower).plan, rounds=rounds - 1)
     return best, found
+
+
+def _is_better(each: Neighbour, best: Verified) -> bool:
+    is_alike, spares = abs(each.slower) < ALIKE, each.spared_bytes / best.memory_bytes
+    return spares > LESS if is_alike else each.slower < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
