@@ -104,13 +104,17 @@ class UnitOperations:
         forward: the forward pass, as the plan's recompute policy has it.
         backward: the whole backward pass, with what selective recomputation does again.
         weight: the part of it that BackwardWeight does.
-        kept_bytes: what the forward keeps for the backward pass, the unit's input included; None where it was not seen.
+        input_bytes: of what passes to the unit.
+        kept_bytes: what the forward keeps for the backward pass, the input included; 0 where it was not seen.
+        between_bytes: what stays between BackwardInput and BackwardWeight; 0 where it was not seen.
     """
 
     forward: Operations
     backward: Operations
-    weight: Operations = ()
-    kept_bytes: int | None = None
+    weight: Operations
+    input_bytes: int
+    kept_bytes: int = 0
+    between_bytes: int = 0
 
 
 def collected(operations: Iterable[Operation]) -> Operations:

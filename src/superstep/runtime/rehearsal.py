@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from superstep.cost.operation import Axis, Operations, UnitOperations
+from superstep.cost.operation import Axis, UnitOperations
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
@@ -33,7 +33,7 @@ from superstep.runtime.executor import Machine
 from superstep.runtime.expert_parallel import ExpertParallel, build_exchange
 from superstep.runtime.layout import lay_out
 from superstep.runtime.mesh import Group, Mesh, Sharers
-from superstep.runtime.recorder import Recorder
+from superstep.runtime.recorder import Noted, Recorder
 
 FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 
@@ -129,12 +129,11 @@ def _machine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passed:
-    """One forward pass: input, output, and what it did and left."""
+    """One forward pass: input, output without its graph, and what it did and left."""
 
     x: Tensor
     y: Tensor
-    operations: Operations
-    kept_bytes: int
+    noted: Noted
 
 
 class _Unit:
@@ -145,43 +144,53 @@ class _Unit:
     ) -> None:
         self._run, self._machine, self._exchange = run, machine, exchange
         self._unit, self._recorder = unit, recorder
-        plan = run.plan
-        self._is_last = unit == len(plan.units) - 1
-        is_selective = plan.recompute == "selective" and plan.recomputed[unit]
+        is_selective = run.plan.recompute == "selective" and run.plan.recomputed[unit]
         self._compute = (machine.selective if is_selective else machine.compute)[unit]
+        tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
+        self._targets = torch.zeros(run.plan.microbatch, tokens, dtype=torch.long)
 
     def operations(self) -> UnitOperations:
         """All of them."""
         self._forward()  # makes the rotary tables, which stay
-        forward = self._forward()
-        gradient = torch.ones_like(forward.y)
+        once, end = self._forward()
+        kept_bytes = once.x.nbytes + once.noted.alive_bytes(but=self._own(once))
+        gradient = torch.ones_like(once.y)
         with self._recorder.noting() as backward:
-            torch.autograd.backward(get_gradient_edge(forward.y), gradient)
-        again = self._forward()
-        end, parameters = get_gradient_edge(again.y), self._machine.parameters[self._unit]
-        _, later = input_gradient(again.x, end, gradient, parameters, self._machine.sums)
+            torch.autograd.backward(end, gradient)
+        # The other way to go back: first the input's gradient, then the weights'.
+        again, end = self._forward()
+        parameters, sums = self._machine.parameters[self._unit], self._machine.sums
+        with self._recorder.noting() as halfway:
+            found, later = input_gradient(again.x, end, gradient, parameters, sums)
+        del end
+        gone = self._own(again) if found is None else [*self._own(again), found]
+        between_bytes = again.noted.alive_bytes(but=gone) + halfway.alive_bytes(but=gone)
         with self._recorder.noting() as weight, torch.no_grad():
             for add in later:
                 add()
         return UnitOperations(
-            forward=forward.operations,
+            forward=once.noted.operations,
             backward=backward.operations,
             weight=weight.operations,
-            kept_bytes=forward.kept_bytes,
+            input_bytes=once.x.nbytes,
+            kept_bytes=kept_bytes,
+            between_bytes=between_bytes,
         )
 
-    def _forward(self) -> _Passed:
+    def _forward(self) -> tuple[_Passed, GradientEdge]:
+        """A forward pass, and where its graph ends."""
         passed = self._machine.boundaries[self._unit]
         x = torch.zeros(passed.shape, dtype=passed.dtype)
         if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
             x.requires_grad_()
-        targets = torch.zeros(self._run.plan.microbatch, self._run.config.data.sequence_tokens, dtype=torch.long)
-        if self._run.plan.mesh.cp > 1:
-            targets = targets[:, : passed.shape[1]]
-        with self._recorder.noting() as forward:
+        with self._recorder.noting() as noted:
             y = self._compute(x)
-            if self._is_last:
-                y = self._machine.loss(y, targets, 1.0)
+            if self._unit == len(self._run.plan.units) - 1:
+                y = self._machine.loss(y, self._targets, 1.0)
         self._exchange.told()  # lets go of the counts, which stay until they are asked for
-        own = [x, y, targets, *(t for buffers in self._machine.buffers.values() for b in buffers for t in (b.full, b.gradient))]
-        return _Passed(x=x, y=y, operations=forward.operations, kept_bytes=x.nbytes + forward.alive_bytes(but=own))
+        return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y)
+
+    def _own(self, passed: _Passed) -> list[Tensor]:
+        """What is there anyway, and what has its own place in the account."""
+        buffers = [b for each in self._machine.buffers.values() for b in each]
+        return [passed.x, passed.y, self._targets, *(t for b in buffers for t in (b.full, b.gradient))]
