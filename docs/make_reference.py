@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 
 from superstep.cost.memory import rank_bytes
@@ -324,6 +325,7 @@ MADE: dict[str, Callable[[], str]] = {
     "bubbles": _bubbles,
     **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
     **LAYOUT_BLOCKS,
+    **HARDWARE_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,
 }

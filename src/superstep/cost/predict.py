@@ -2,7 +2,7 @@
 
 A unit takes what its operations take, one after the other: products and attention at the machine's rates for their
 shapes, passes over memory, collectives. What the operations are is read off the unit's own modules
-(``runtime.rehearsal``), or where there is no torch, from formulas (``cost.decoder``). Beside the units there are, in
+(``runtime.rehearsal``), or where there is no torch, from formulas (``cost.formulas``). Beside the units there are, in
 fp32:
 
     Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from superstep.cost.decoder import decoder_operations
+from superstep.cost.formulas import decoder_operations
 from superstep.cost.machine import Machine, Prices, seconds
 from superstep.cost.memory import (
     ELEMENT_BYTES,

@@ -45,6 +45,7 @@ class Chip:
     """One accelerator: dense rates, without structured sparsity.
 
     Attributes:
+        name, vendor: as people write them.
         year: of its generation; kernels differ by it.
         flops_per_s: peak rate of products by format; a format that is not there is not multiplied by this chip.
         measured_share: the best product ever measured in 16 bits, as a share of the peak; None where nobody has told.
@@ -57,7 +58,7 @@ class Chip:
         power_w: thermal design power; None where nobody has told.
         failures_per_hour: that end a job, of one chip with its share of the host; None where nobody has told.
         source: where the figures were read.
-        products: rates of products as measured on this chip, by shape; empty where only the published figures are known.
+        products: rates of products as measured on this chip, by shape; empty where only published figures are known.
         copies: rates of its memory as measured, by size.
     """
 

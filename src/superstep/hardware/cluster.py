@@ -30,7 +30,8 @@ class Cluster:
     """Chips in fast domains (a node's NVLink, a rack's NVL72, a pod's ICI), and the network between domains.
 
     Attributes:
-        chips: all of them.
+        chip: all are of one kind.
+        chips: how many.
         domain: chips that the fast links join.
         link_bytes_per_s: of one chip over the fast links, one direction.
         link_latency_s: of one message over them.

@@ -1,4 +1,4 @@
-"""RunConfig from TOML and back. Unknown keys and wrong types are errors that name the field."""
+"""Frozen dataclasses from TOML and back, RunConfig first. Unknown keys and wrong types are errors with the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,16 +24,28 @@ def read_config(path: Path) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
     """
+    return build(RunConfig, read_tables(path))
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """What a TOML file says; raises ConfigError where it cannot be read or is not TOML."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from error
-    return _build(RunConfig, raw, "")
 
 
-def _build(cls: type[T], raw: Mapping[str, Any], prefix: str) -> T:
+def build(cls: type[T], raw: Mapping[str, Any], prefix: str = "", base: T | None = None) -> T:
+    """A dataclass from a table; what the table leaves out is taken from ``base``, where there is one, or its default.
+
+    Args:
+        prefix: of the keys' names in errors, ``"chip."`` say.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or no value for a field without a default.
+    """
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -45,9 +57,14 @@ def _build(cls: type[T], raw: Mapping[str, Any], prefix: str) -> T:
         if is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ConfigError(f"{name} = {value!r} must be a table: write [{name}].")
-            values[key] = _build(hint, value, f"{name}.")  # type: ignore[arg-type]
+            values[key] = build(hint, value, f"{name}.")  # type: ignore[arg-type]
         else:
             values[key] = _convert(name, value, hint)
+    if base is not None:
+        return replace(base, **values)  # type: ignore[type-var]
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{prefix}{field.name} is missing; it must be {describe_type(hints[field.name])}.")
     return cls(**values)
 
 
@@ -57,20 +74,31 @@ def _convert(name: str, value: object, hint: object) -> object:
         if origin is Literal:
             if value in typing.get_args(option):
                 return value
-        elif (entry := table_entry(option)) is not None:
+        elif table_entry(option) is not None:
             if isinstance(value, dict):
-                return tuple(sorted((key, _convert(f"{name}.{key}", word, entry)) for key, word in value.items()))
+                return _pairs(name, value, option)
         elif origin is tuple:
-            item_type = typing.get_args(option)[0]
-            if type(value) is item_type:
+            item = typing.get_args(option)[0]
+            if type(value) is item:
                 return (value,)
-            if isinstance(value, list) and all(type(item) is item_type for item in value):
-                return tuple(value)
+            if isinstance(value, list) and all(type(each) is (dict if is_dataclass(item) else item) for each in value):
+                return _items(name, value, item)
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         elif option is not type(None) and type(value) is option:
             return value
     raise ConfigError(f"{name} = {value!r} is not valid; it must be {describe_type(hint)}.")
+
+
+def _pairs(name: str, raw: Mapping[str, Any], hint: object) -> tuple[tuple[object, object], ...]:
+    """A table as pairs: sorted, that equal tables be equal values, but in the file's order where its keys are fixed."""
+    key_hint, entry = typing.get_args(typing.get_args(hint)[0])
+    pairs = [(_convert(f"a key of {name}", key, key_hint), _convert(f"{name}.{key}", raw[key], entry)) for key in raw]
+    return tuple(pairs if typing.get_origin(key_hint) is Literal else sorted(pairs))
+
+
+def _items(name: str, raw: list[Any], item: type) -> tuple[object, ...]:
+    return tuple(build(item, each, f"{name}[{k}].") for k, each in enumerate(raw)) if is_dataclass(item) else tuple(raw)
 
 
 def alternatives(hint: object) -> tuple[Any, ...]:
@@ -83,7 +111,7 @@ def alternatives(hint: object) -> tuple[Any, ...]:
 def table_entry(hint: object) -> object | None:
     """What the values of a table must be; None where the field is no table.
 
-    A table is a tuple of pairs, sorted by key, so that equal tables are equal values.
+    A table is a tuple of pairs.
     """
     if typing.get_origin(hint) is not tuple or typing.get_origin(pair := typing.get_args(hint)[0]) is not tuple:
         return None
@@ -101,7 +129,8 @@ def describe_type(hint: object) -> str:
         elif (entry := table_entry(option)) is not None:
             parts.append(f"a table, each of its values {describe_type(entry)}")
         elif typing.get_origin(option) is tuple:
-            parts.append({str: "a list of strings", int: "a list of whole numbers"}[typing.get_args(option)[0]])
+            names = {str: "a list of strings", int: "a list of whole numbers"}
+            parts.append(names.get(typing.get_args(option)[0], "a list of tables"))
         elif option is not type(None):
             parts.append(words[option])
     return " or ".join(parts)
@@ -111,32 +140,43 @@ def write_config(config: RunConfig) -> str:
     """The TOML text that ``read_config`` reads back as an equal value; None and empty tables are left out."""
     lines: list[str] = []
     for section in fields(config):
-        value = getattr(config, section.name)
-        hints = typing.get_type_hints(type(value))
-        held = {name: getattr(value, name) for name in hints}
-        lines += [f"[{section.name}]"]
-        lines += [
-            f"{name} = {_literal(content)}"
-            for name, content in held.items()
-            if content is not None and (content or table_entry(hints[name]) is None)
-        ]
-        lines.append("")
+        lines += [f"[{section.name}]", *write_fields(getattr(config, section.name)), ""]
     return "\n".join(lines)
 
 
+def write_fields(value: object) -> list[str]:
+    """A line of TOML for each field that is neither None, nor an empty table, nor a dataclass."""
+    hints = typing.get_type_hints(type(value))
+    held = {name: getattr(value, name) for name in hints}
+    return [
+        f"{name} = {_literal(content)}"
+        for name, content in held.items()
+        if content is not None and not is_dataclass(content) and (content != () or not _is_of_tables(hints[name]))
+    ]
+
+
+def _is_of_tables(hint: object) -> bool:
+    return table_entry(hint) is not None or any(is_dataclass(item) for item in typing.get_args(hint))
+
+
 def _literal(value: Any) -> str:  # noqa: ANN401
+    if is_dataclass(value):
+        return "{" + ", ".join(write_fields(value)) + "}"
     match value:
         case bool():
             return "true" if value else "false"
         case ((_, _), *_):
             return "{" + ", ".join(f"{_key(key)} = {_literal(word)}" for key, word in value) + "}"
+        case (first, *_) if is_dataclass(first):
+            return "[\n" + "".join(f"    {_literal(item)},\n" for item in value) + "]"
         case tuple():
             return "[" + ", ".join(_literal(item) for item in value) + "]"
         case str():
             # A TOML basic string escapes as JSON does, DEL excepted.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case float():
-            text = repr(value)
+            short = f"{value:g}"
+            text = short if float(short) == value else repr(value)
             return text if any(mark in text for mark in ".einf") else text + ".0"
         case _:
             return repr(value)

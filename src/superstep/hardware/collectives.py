@@ -1,0 +1,88 @@
+"""Collectives: seconds to move bytes among the ranks of a group.
+
+A ring passes each byte once over every link, so what a rank can take in is the slowest of what carries it: the fast
+links of its domain, and its share of the domain's ports to the network, as many ports as the group has ranks in the
+domain (Thakur 2005; Narayanan 2021, sec. 4.1). A gather takes one step for each rank but one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What joins the chips.
+
+    Attributes:
+        link_bytes_per_s, link_latency_s: one chip over the fast links of its domain, one direction.
+        domain: chips that these join.
+        network_bytes_per_s, network_latency_s: one chip between domains.
+    """
+
+    link_bytes_per_s: Array
+    link_latency_s: Array
+    domain: Array
+    network_bytes_per_s: Array
+    network_latency_s: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``ranks`` of them, each ``stride`` chips from the next; arrays of one shape are as many groups."""
+
+    ranks: Array
+    stride: Array
+
+    def local(self, domain: Array) -> Array:
+        """Ranks of the group that share a domain."""
+        shared: Array = np.clip(np.floor(domain / self.stride), 1.0, self.ranks)
+        return shared
+
+
+def gather_s(size: Array, group: Group, links: Links) -> Array:
+    """Seconds in which every rank gathers ``size`` bytes, a part from each; a reduce-scatter is the same backwards."""
+    local = group.local(links.domain)
+    domains = np.ceil(group.ranks / local)
+    # Between domains, as many ports carry the ring as the group has ranks in a domain.
+    outside = np.where(domains > 1, 1 / (links.network_bytes_per_s * local), 0.0)
+    inside = np.where(local > 1, 1 / links.link_bytes_per_s, 0.0)
+    share = (group.ranks - 1) / group.ranks
+    steps = (local - 1) * links.link_latency_s + (domains - 1) * links.network_latency_s
+    seconds: Array = size * share * np.maximum(inside, outside) + steps
+    return seconds
+
+
+def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
+    """Seconds in which the group sums ``size`` bytes that every rank has: reduce-scatter, then gather.
+
+    Over many domains a tree takes the place of the ring: latency grows with the logarithm.
+    """
+    local = group.local(links.domain)
+    domains = np.ceil(group.ranks / local)
+    ring = 2 * gather_s(size, group, links)
+    saved = 2 * (domains - 1 - 2 * np.ceil(np.log2(np.maximum(domains, 1.0)))) * links.network_latency_s
+    seconds: Array = ring - np.maximum(saved, 0.0)
+    return seconds
+
+
+def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
+    """Seconds in which every rank sends ``size`` bytes, a part to each."""
+    local = group.local(links.domain)
+    part = size / group.ranks
+    outside = part * (group.ranks - local) / links.network_bytes_per_s
+    inside = part * (local - 1) / links.link_bytes_per_s
+    steps = (local - 1) * links.link_latency_s + np.where(group.ranks > local, links.network_latency_s, 0.0)
+    return np.maximum(inside, outside) + steps
+
+
+def send_s(size: Array, stride: Array, links: Links) -> Array:
+    """Seconds in which a rank sends ``size`` bytes to the rank ``stride`` chips away."""
+    is_near = stride < links.domain
+    rate = np.where(is_near, links.link_bytes_per_s, links.network_bytes_per_s)
+    return size / rate + np.where(is_near, links.link_latency_s, links.network_latency_s)
