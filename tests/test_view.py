@@ -30,7 +30,7 @@ CONFIG = RunConfig(
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
-    monkeypatch.setattr(view, "measure", lambda run, device: MACHINE)
+    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
 

@@ -1,8 +1,8 @@
-"""formulas: what the units of our own decoder do, by formula and without torch; ``runtime.rehearsal`` reads it off them.
+"""formulas: what the units of our own decoder do, without torch; ``runtime.rehearsal`` reads it off their modules.
 
-Products and attention are listed one by one and are exact. Everything else is one pass over memory, in eager mode, where
-e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass takes
-twice these:
+Products and attention are listed one by one and are exact. Everything else is one pass over memory, in eager mode,
+where e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass
+takes twice these:
 
     norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2, with qk_norm 4 more on queries and keys
     rows of experts: sorted 2, unsorted 2, weighed and added 3
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from superstep.cost.memory import ELEMENT_BYTES, FP32, TOKEN, has_fused_loss, zero_stage
+from superstep.cost.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.operation import Attention, Message, Operation, Operations, Pass, Product, UnitOperations
 from superstep.cost.work import LocalDims, local_dims, rank_parameters
 from superstep.plan.resolve import Resolved
@@ -65,23 +65,23 @@ def _block(run: Resolved) -> UnitOperations:
     attention = _attention(run, d)
     heads = d.T * (d.N + d.K) * d.H
     moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
-    messages = tuple(_messages(run, d, e))
+    sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
     owned = rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
     added = Pass(kernel="copy", bytes=2 * FP32 * matrices)
     plain = Pass(kernel="copy", bytes=e * moved)
-    weight = (*map(_weight_gradient, linears), added)
+    weight: Operations = (*map(_weight_gradient, linears), added)
     # Selective recomputation does everything again but the products and attention.
-    again = (plain, *messages) if run.plan.recompute == "selective" else ()
+    again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
     return UnitOperations(
-        forward=(*linears, attention, plain, *messages),
+        forward=(*linears, attention, plain, *sent),
         backward=(
             *again,
             *map(_input_gradient, linears),
             _back(attention),
             *weight,
             Pass(kernel="copy", bytes=2 * e * moved),
-            *messages,
+            *returned,
         ),
         weight=weight,
         input_bytes=d.t * d.D * e,
@@ -113,7 +113,9 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
 
 def _attention(run: Resolved, d: LocalDims) -> Attention:
     """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it."""
-    return Attention(heads=d.N * (d.T // (d.S // run.plan.mesh.cp)), queries=d.S // run.plan.mesh.cp, keys=d.S, head_dim=d.H)
+    return Attention(
+        heads=d.N * (d.T // (d.S // run.plan.mesh.cp)), queries=d.S // run.plan.mesh.cp, keys=d.S, head_dim=d.H
+    )
 
 
 def _back(attention: Attention) -> Attention:
@@ -143,8 +145,8 @@ def _inner(run: Resolved, d: LocalDims) -> int:
     return 5 * (rows + d.m * moe.shared_experts) * d.F + (2 + 2 + 3) * rows * d.D
 
 
-def _messages(run: Resolved, d: LocalDims, e: int) -> Iterator[Operation]:
-    """The forward pass's; the backward has the same going the other way, with as many bytes."""
+def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iterator[Operation]:
+    """Of one way; the other has most of them too, in the other direction."""
     mesh, shape = run.plan.mesh, run.shape
     regions = ("heads",) if shape.moe else ("heads", "ffn")
     for region in regions:
@@ -158,10 +160,18 @@ def _messages(run: Resolved, d: LocalDims, e: int) -> Iterator[Operation]:
     if shape.moe and mesh.ep > 1:
         rows = d.m * shape.moe.experts_per_token
         yield Message(collective="all-to-all", axis="ep", bytes=rows * d.D * e, count=2)
+        if not is_backward:  # how many rows go where
+            yield Message(collective="all-to-all", axis="ep", bytes=shape.moe.experts * INDEX)
+    if shape.moe and mesh.cp * mesh.tp > 1 and not is_backward:
+        logits = run.plan.microbatch * d.S * shape.moe.logits
+        yield Message(collective="all-gather", axis="sequence", bytes=FP32 * logits)
     if shape.moe and mesh.tp > 1 and not run.plan.sequence_parallel:
         yield Message(collective="all-gather", axis="tp", bytes=d.T * d.D * e)
     if mesh.cp > 1 and run.plan.context == "ring":
-        yield Message(collective="send", axis="cp", bytes=2 * d.T * d.K * d.H * e, count=mesh.cp - 1)
+        hop = 2 * d.T * d.K * d.H
+        yield Message(collective="send", axis="cp", bytes=hop * e, count=mesh.cp - 1)
+        if is_backward:  # their gradients, which make one hop more
+            yield Message(collective="send", axis="cp", bytes=hop * FP32, count=mesh.cp)
     elif mesh.cp > 1:
         packed = d.N + 2 * max(d.K, mesh.cp)
         yield Message(collective="all-to-all", axis="cp", bytes=d.T * packed * d.H * e)
@@ -179,17 +189,22 @@ def _head(run: Resolved) -> UnitOperations:
 
     if has_fused_loss(run):
         # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
-        scaled, added = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
+        scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
         return UnitOperations(
             forward=(logits, *back, moved(norm + loss + 2 * matrix)),
-            backward=(moved(2 * norm + scaled + added),),
-            weight=(moved(added),),
+            backward=(moved(2 * norm + scaled + copied),),
+            weight=(moved(copied),),
             input_bytes=d.t * d.D * e,
         )
     enter, _ = _seam(run, d.T * d.D * e)
     added = moved(2 * matrix)
+    # The largest logit of each token; the sum of its exponentials, and the target's logit.
+    over_vocab = (
+        Message(collective="all-reduce", axis="tp", bytes=d.T * FP32),
+        Message(collective="all-reduce", axis="tp", bytes=2 * d.T * FP32),
+    )
     return UnitOperations(
-        forward=(logits, moved(norm + loss), *(enter if run.plan.sequence_parallel else ())),
+        forward=(*(enter if run.plan.sequence_parallel else ()), logits, moved(norm + loss), *over_vocab),
         backward=(*back, moved(2 * (norm + loss)), added, *_seam(run, d.T * d.D * e)[1]),
         weight=(back[1], added),
         input_bytes=d.t * d.D * e,

@@ -18,12 +18,24 @@ from typing import Protocol
 
 from superstep.cost.operation import Attention, Axis, Message, Operations, Pass, Product
 from superstep.errors import ConfigError
-from superstep.hardware.chip import CopyRate, ProductRate, Rate
+from superstep.hardware.chip import ProductRate, Rate
 from superstep.hardware.cluster import Cluster, Collective
 
 
 class Prices(Protocol):
-    """What one operation takes on one rank, in seconds."""
+    """What one operation takes on one rank, in seconds; and the rates that tell a machine in a line."""
+
+    @property
+    def gemm_flops_per_s(self) -> float:
+        """Of the best product."""
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Of large copies."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Between two ranks."""
 
     @property
     def shared_cores(self) -> int | None:
@@ -113,6 +125,16 @@ class Measured:
     def gemm_flops_per_s(self) -> float:
         """The best product measured."""
         return max(p.flops_per_s for p in self._products("product"))
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Of the largest copy measured."""
+        return self.cluster.chip.memory_bytes_per_s
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the cluster's fast links."""
+        return self.cluster.link_bytes_per_s
 
     def product_s(self, product: Product) -> float:
         """By the rates of the shapes around it."""

@@ -107,9 +107,7 @@ class RankBytes:
         return self.params + self.gradients + self.optimizer + self.peak.bytes
 
 
-def rank_bytes(
-    run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None
-) -> tuple[RankBytes, ...]:
+def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:
     """Each pipeline rank's memory for the step ``program``; without ``sizes``, as the formulas have them."""
     owned = rank_parameters(run)
     peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)

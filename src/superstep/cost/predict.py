@@ -29,12 +29,12 @@ from superstep.cost.memory import (
     family_numel,
     rank_bytes,
     share_numel,
-    unit_bytes,
     zero_stage,
 )
 from superstep.cost.operation import Axis, UnitOperations
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.work import UnitParameters, rank_parameters
+from superstep.hardware.cluster import Collective
 from superstep.plan.mesh import Family
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
@@ -136,7 +136,7 @@ def durations(
     return PerUnit(
         units=tuple(_seconds(run, program, machine, unit, seen[unit]) for unit in range(len(owned))),
         reduce_partial_s=max(
-            machine.collective_s("all-reduce", FP32 * _partial(run, units), run.plan.mesh.tp) for units in held
+            machine.collective_s("all-reduce", FP32 * partial_elements(run, units), run.plan.mesh.tp) for units in held
         ),
         # Every rank waits for the fullest one.
         step_s=max(_step_s(run, machine, units) for units in held),
@@ -152,16 +152,18 @@ def _step_s(run: Resolved, machine: Prices, units: Sequence[UnitParameters]) -> 
     return update_s + sum(machine.pass_s("write", size) for size in cleared)
 
 
-def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that is
+def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
+    """Elements on one rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that is
     whole.
     """
     if run.plan.sequence_parallel:
         return sum(unit.vectors + unit.whole for unit in units)
     if run.plan.rules.cut("heads") is None or run.decoder is None:
         return 0
-    # Beside its norms of heads a block has two of the width, the head one.
-    return sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
+    # Beside its norms of heads a block has two of the width, the head one. Routers and shared experts see their rank's
+    # tokens.
+    seen_in_part = sum(unit.whole for unit in units) if run.shape.moe else 0
+    return seen_in_part + sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
 
 
 def _ranks(run: Resolved) -> Callable[[Axis], int]:
@@ -184,7 +186,7 @@ def _seconds(run: Resolved, program: Program, machine: Prices, unit: int, seen: 
         return sum(take(family, family_numel(run, owned, family)) for family in run.plan.families)
 
     def reduce_s(family: Family, numel: int) -> float:
-        kind = "reduce-scatter" if zero_stage(run, family) else "all-reduce"
+        kind: Collective = "reduce-scatter" if zero_stage(run, family) else "all-reduce"
         return machine.collective_s(kind, FP32 * numel, mesh.shards(family)) if numel else 0.0
 
     def fetch_s(family: Family, numel: int) -> float:

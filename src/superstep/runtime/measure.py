@@ -1,7 +1,7 @@
 """measure: how fast this rank multiplies, attends and moves memory, by shape and size.
 
-Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and what
-it gives lie side by side in more memory than the caches close to a core hold, and results are fresh, as those of a step
+Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and
+gives lies side by side in more memory than the caches close to a core hold, and results are fresh, as those of a step
 are: in small copies over one another memory seems twice as fast.
 """
 
@@ -50,7 +50,7 @@ class Gauge:
     """
 
     device: Device
-    budget_s: float = 0.012
+    budget_s: float = 0.005
     clock: Callable[[], float] = time.perf_counter
 
     def seconds(self, work: Work, calls: int = 1) -> float:

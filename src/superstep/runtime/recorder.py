@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -79,9 +80,7 @@ class Noted:
     def alive_bytes(self, *, but: Sequence[Tensor] = ()) -> int:
         """What is still there of the memory noted, apart from some tensors'."""
         own = {tensor.untyped_storage()._cdata for tensor in but}
-        return sum(
-            size for address, (ref, size) in self._storages.items() if address not in own and not ref.expired()
-        )
+        return sum(size for address, (ref, size) in self._storages.items() if address not in own and not ref.expired())
 
     @property
     def operations(self) -> Operations:
@@ -97,7 +96,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, axes: Mapping[str, Axis]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axes = axes
         self._noted = Noted()
 
@@ -119,6 +118,7 @@ class Recorder(TorchDispatchMode):
                 out = func(*args, **kwargs)
                 if func.namespace == "c10d":  # how many rows go where: as many come
                     given[0].copy_(given[1])
+                    self._noted.each += self._operations(func, args, given, out)
                 return out
         out = func(*args, **kwargs)
         if func.namespace != "prim":
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         """Each block of a rank's keys is attended to, while the next ones come; gradients make one hop more."""
         is_backward = "backward" in name
         q, k = given[1:3] if is_backward else given[:2]
-        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        group = _resolve_process_group(args[-1])
         every = blocks(group.rank(), group.size())
         B, S, N, H = q.shape
         for block in every:
@@ -200,7 +200,7 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
 def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> Pass:  # noqa: ANN401
     returned = func._schema.returns
     is_view = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-    if is_view or name.startswith("_unsafe_view") or name.startswith("empty") or name == "new_empty":
+    if is_view or name.startswith(("_unsafe_view", "empty")) or name == "new_empty":
         return Pass(kernel="view", bytes=0)
     made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
     kernel = KERNELS.get(name.rstrip("_"), "copy")
@@ -213,4 +213,6 @@ def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> Pass:  # n
 
 def _bytes(x: Tensor) -> int:
     """What is read of it: expanded dims count once."""
-    return x.element_size() * math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step or size == 1)
+    return x.element_size() * math.prod(
+        size for size, step in zip(x.shape, x.stride(), strict=True) if step or size == 1
+    )
