@@ -18,8 +18,8 @@ from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
 from superstep.runtime.device import Device
 from superstep.runtime.layout import lay_out
-from superstep.runtime.rehearsal import operations_of
 from superstep.runtime.measure_here import measure
+from superstep.runtime.rehearsal import operations_of
 
 EVER = float("inf")
 LAPTOP = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)

@@ -1,4 +1,4 @@
-"""Traffic: what a step's collectives carry by axis, predicted by formula, against what ranks hand to them, to the byte."""
+"""Traffic: what a step's collectives carry by axis, against what ranks hand to them, to the byte."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Measured:
     def product_s(self, product: Product) -> float:
         """By the rates of the shapes around it."""
         shape = (product.rows, product.width, product.inner)
-        return product.flops / product.count / self._rate("product", shape)
+        return self._overhead_s() + product.flops / product.count / self._rate("product", shape)
 
     def attention_s(self, attention: Attention) -> float:
         """By the rates of the lengths around it, which were measured causal: without the mask there is twice as much
@@ -148,15 +148,23 @@ class Measured:
         kernel = "attention-backward" if attention.is_backward else "attention"
         shape = (attention.queries, attention.keys, attention.head_dim)
         whole = 1 if attention.is_causal else 2
-        return whole * attention.flops / attention.count / self._rate(kernel, shape)
+        return self._overhead_s() + whole * attention.flops / attention.count / self._rate(kernel, shape)
 
     def pass_s(self, kernel: str, size: float) -> float:
-        """By the sizes around it; no pass is faster than the smallest that was measured."""
+        """By the sizes around it; no pass is faster than the smallest that was measured, and a view is its launch."""
         if kernel == "view":
             return self.cluster.chip.launch_s
-        known = [c for c in self.cluster.chip.copies if c.kernel == kernel]
-        known = known or [c for c in self.cluster.chip.copies if c.kernel == "copy"]
-        return _between([(c.bytes, c.bytes / c.bytes_per_s) for c in known], size)
+        known = self._passes(kernel)
+        if kernel == "new":
+            return size * min(s / at for at, s in known) if known else 0.0
+        return self._overhead_s() + _between(known or self._passes("copy"), size)
+
+    def _passes(self, kernel: str) -> list[tuple[int, float]]:
+        return [(c.bytes, c.bytes / c.bytes_per_s) for c in self.cluster.chip.copies if c.kernel == kernel]
+
+    def _overhead_s(self) -> float:
+        """What a launch takes in a model's own code beyond what it takes in the loop that measured the kernels."""
+        return max(0.0, self.cluster.chip.launch_s - min((s for _, s in self._passes("copy")), default=0.0))
 
     def collective_s(self, collective: Collective, size: float, ranks: int) -> float:
         """Latency and rate as measured with as many ranks, or else the nearest number."""

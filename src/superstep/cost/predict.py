@@ -10,8 +10,9 @@ fp32:
     Settle             3 passes over the shard
     Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
 
-Where ranks are processes of a host, they share its cores, and sending takes a core as computing does: no step is
-shorter than the work of all ranks, sending included, over the cores.
+Where ranks are processes of a host, what a forward pass keeps lies in memory that the system first has to find. Ranks
+share the host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks,
+sending included, over the cores.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _step_s(run: Resolved, machine: Prices, units: Sequence[UnitParameters]) -> 
 
 
 def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements on one rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that is
-    whole.
+    """Elements on a rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that
+    is whole.
     """
     if run.plan.sequence_parallel:
         return sum(unit.vectors + unit.whole for unit in units)
@@ -178,6 +179,21 @@ def _ranks(run: Resolved) -> Callable[[Axis], int]:
     return known.__getitem__
 
 
+def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperations) -> tuple[float, float]:
+    """What the pages take that a forward pass is the first to touch, and a recomputation.
+
+    A host gives memory back once a backward pass has left it, so every forward finds its pages anew: those of what it
+    keeps, and at the top, in the last unit, of all that it holds at once.
+    """
+    if machine.shared_cores is None:
+        return 0.0, 0.0
+    is_last = unit == len(run.plan.units) - 1
+    kept_s = machine.pass_s("new", max(seen.kept_bytes - seen.input_bytes, seen.peak_bytes if is_last else 0))
+    if run.plan.recompute == "full" and run.plan.recomputed[unit]:
+        return machine.pass_s("new", seen.input_bytes), kept_s
+    return kept_s, 0.0
+
+
 def _seconds(run: Resolved, program: Program, machine: Prices, unit: int, seen: UnitOperations) -> UnitSeconds:
     mesh, e = run.plan.mesh, ELEMENT_BYTES[run.config.numerics.compute]
     owned, ranks = rank_parameters(run)[unit], _ranks(run)
@@ -199,11 +215,12 @@ def _seconds(run: Resolved, program: Program, machine: Prices, unit: int, seen: 
     # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
     cleared_s = machine.pass_s("write", FP32 * buffer_numel(run, owned)) if zero_stage(run) >= 2 else 0.0
     forward_s = seconds(seen.forward, machine, ranks)
+    new_s, again_s = _new_memory_s(run, machine, unit, seen)
     return UnitSeconds(
-        forward_s=forward_s,
+        forward_s=forward_s + new_s,
         backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
         weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
-        recompute_s=forward_s,
+        recompute_s=forward_s + again_s,
         fetch_s=over_families(fetch_s),
         reduce_s=over_families(reduce_s),
         settle_s=machine.pass_s("copy", 3 * share) if zero_stage(run) else 0.0,

@@ -1,13 +1,13 @@
 """traffic: the bytes that a step's collectives carry, by mesh axis, from the plan and its program.
 
-    over      collectives                                                     bytes of each, whole tensor on one rank
-    shards    Fetch, Reduce                                                   e · P, 4 · P for the P elements of a buffer
-    replicas  ReduceReplicas                                                  4 · P / shards
-    tie       Tie                                                             4 · the shard of the tied table
-    pp        Send                                                            of the boundary
-    tp        regions entered and left; ReducePartial; logits cut over tp     t·D·e; 4 · partial; three times 4·T
-    cp, ep    keys round a ring, heads exchanged, rows to their experts       see ``cost.formulas``
-    sequence  the router's logits of whole sequences                          B·S·logits·4
+    over      collectives                                              bytes of each, whole tensor on one rank
+    shards    Fetch, Reduce                                            e · P, 4 · P for the P elements of a buffer
+    replicas  ReduceReplicas                                           4 · P / shards
+    tie       Tie                                                      4 · the shard of the tied table
+    pp        Send                                                     of the boundary
+    tp        regions entered and left; ReducePartial; cut logits      T·D·e; 4 · partial; three times 4·T
+    cp, ep    keys round a ring, heads exchanged, rows to experts      see ``cost.formulas``
+    sequence  the router's logits of whole sequences                   B·S·logits·4
 
 A step's last sum, of the gradient's norm and the loss, goes over all ranks and is 16 bytes; it is not counted.
 """

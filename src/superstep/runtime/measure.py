@@ -1,15 +1,15 @@
 """measure: how fast this rank multiplies, attends and moves memory, by shape and size.
 
 Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and
-gives lies side by side in more memory than the caches close to a core hold, and results are fresh, as those of a step
-are: in small copies over one another memory seems twice as fast.
+gives takes turns in more memory than the caches close to a core hold: in small copies over one another memory seems
+twice as fast. Memory that the system has to find first is measured by itself.
 """
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
@@ -25,7 +25,7 @@ from superstep.plan.config import Dtype
 from superstep.runtime.device import Device
 
 KEPT_BYTES = 2**25
-"""What lies side by side: inputs take turns, and as much of what was given lately is kept."""
+"""What lies side by side: half of it inputs, half of it outputs."""
 
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 """Bytes of the passes that are measured; between them lie those of a step."""
@@ -87,13 +87,9 @@ def measure_operations(
         products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
     kernels |= dict.fromkeys(("read", "write", "update"))
     copies = [_copy(kernel, size, gauge) for kernel in kernels if kernel in _PASSES for size in SIZES]
+    if gauge.device.kind == "cpu":
+        copies.append(_new_memory(gauge))
     return tuple(products.values()), tuple(copies)
-
-
-def launch_s(gauge: Gauge) -> float:
-    """Seconds of an operation that does nothing: a view."""
-    x = torch.ones(64, 64, device=gauge.device.torch)
-    return gauge.seconds(lambda: [x.view(-1) for _ in range(100)], calls=100)
 
 
 def _within(product: Product, device: Device) -> Product:
@@ -105,8 +101,8 @@ def _within(product: Product, device: Device) -> Product:
 def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
     weight = _filled((product.width, product.inner), dtype, gauge)
     inputs = _inputs((product.rows, product.inner), dtype, gauge)
-    given = _ring(product.rows * product.width * weight.element_size())
-    taken_s = gauge.seconds(lambda: given.append(F.linear(next(inputs), weight)))
+    outs = _inputs((product.rows, product.width), dtype, gauge)
+    taken_s = gauge.seconds(lambda: torch.mm(next(inputs), weight.t(), out=next(outs)))
     return ProductRate(
         rate=dtype,
         rows=product.rows,
@@ -145,18 +141,33 @@ def _copy(kernel: str, size: int, gauge: Gauge) -> CopyRate:
     parts, work = _PASSES[kernel]
     columns = min(COLUMNS, size // (4 * parts))
     shape = (max(1, size // (4 * parts * columns)), columns)
-    inputs = _inputs(shape, "fp32", gauge)
-    given = _ring(size // parts)
+    inputs, outs = _inputs(shape, "fp32", gauge), _inputs(shape, "fp32", gauge)
     other = next(inputs)
-    taken_s = gauge.seconds(lambda: given.append(work(next(inputs), other)))
+    taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
     return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
 
 
-def _update(x: Tensor, other: Tensor) -> object:
+def _new_memory(gauge: Gauge) -> CopyRate:
+    """What the system takes to find a page that is touched for the first time, beyond what writing it takes."""
+    taken = []
+    for _ in range(3):
+        with mmap.mmap(-1, KEPT_BYTES) as pages:
+            x = torch.frombuffer(pages, dtype=torch.float32)
+            times = []
+            for _ in range(2):
+                start_s = gauge.clock()
+                x.zero_()
+                times.append(gauge.clock() - start_s)
+            del x  # before its memory
+        taken.append(times[0] - times[1])
+    return CopyRate(kernel="new", bytes=KEPT_BYTES, bytes_per_s=KEPT_BYTES / max(statistics.median(taken), 1e-9))
+
+
+def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
     torch._fused_adamw_(
         [x],
         [other],
-        [x],
+        [out],
         [other],
         [],
         [torch.ones(())],
@@ -171,14 +182,15 @@ def _update(x: Tensor, other: Tensor) -> object:
     return None
 
 
-# Kinds of passes: in how many parts their bytes are read and written, and what does it to an input and another.
-_PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
-    "copy": (3, torch.mul),
-    "read": (1, lambda x, _: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
-    "write": (1, lambda x, _: x.zero_()),
-    "exp": (2, lambda x, _: F.silu(x)),
-    "softmax": (2, lambda x, _: torch.log_softmax(x, -1)),
-    "gather": (2, lambda x, _: x.index_select(0, torch.arange(len(x), device=x.device))),
+# Kinds of passes: in how many parts their bytes are read and written, and what does it to an input, another input that
+# stays the same, and an output.
+_PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "copy": (3, lambda x, other, out: torch.mul(x, other, out=out)),
+    "read": (1, lambda x, other, out: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
+    "write": (1, lambda x, other, out: out.zero_()),
+    "exp": (2, lambda x, other, out: torch.ops.aten.silu.out(x, out=out)),
+    "softmax": (2, lambda x, other, out: torch.ops.aten._log_softmax.out(x, -1, False, out=out)),  # noqa: FBT003
+    "gather": (2, lambda x, other, out: torch.index_select(x, 0, torch.arange(len(x), device=x.device), out=out)),
     "update": (7, _update),
 }
 
@@ -192,8 +204,3 @@ def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tens
     first = _filled(shape, dtype, gauge)
     count = max(1, min(64, KEPT_BYTES // 2 // first.nbytes))
     return cycle([first, *(first.clone() for _ in range(count - 1))])
-
-
-def _ring(size: int) -> deque[object]:
-    """Keeps the latest of what is given."""
-    return deque(maxlen=max(1, min(64, KEPT_BYTES // 2 // max(size, 1))))

@@ -19,7 +19,8 @@ from superstep.plan.config import Dtype
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
-from superstep.runtime.measure import Gauge, launch_s, measure_operations
+from superstep.runtime.measure import Gauge, measure_operations
+from superstep.runtime.measure_launch import launch_s
 from superstep.runtime.measure_links import COLLECTIVES, measure_collectives
 
 LINK = {"cpu": (1.2e9, 70e-6), "cuda": (4.5e11, 20e-6)}

@@ -68,6 +68,8 @@ class Noted:
     """What was noted so far: operations, and the memory that they made."""
 
     each: list[Operation] = field(default_factory=list)
+    peak_bytes: int = 0
+    """The most of that memory that was there at once."""
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def born(self, out: Any) -> None:  # noqa: ANN401
@@ -75,7 +77,16 @@ class Noted:
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._let_go()
+                    self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
+
+    def _let_go(self) -> None:
+        """Forget what is no longer there: its address may come again."""
+        gone = [address for address, (ref, _) in self._storages.items() if ref.expired()]
+        for address in gone:
+            del self._storages[address]
 
     def alive_bytes(self, *, but: Sequence[Tensor] = ()) -> int:
         """What is still there of the memory noted, apart from some tensors'."""

@@ -176,6 +176,7 @@ class _Unit:
             weight=weight.operations,
             input_bytes=once.x.nbytes,
             kept_bytes=kept_bytes,
+            peak_bytes=once.noted.peak_bytes,
             between_bytes=between_bytes,
         )
 
