@@ -102,7 +102,7 @@ def measured(
         year=time.gmtime().tm_year,
         flops_per_s=((dtype, max((p.flops_per_s for p in products if p.kernel == "product"), default=1e9)),),
         memory_bytes=float(psutil.virtual_memory().total),
-        memory_bytes_per_s=max(c.bytes_per_s for c in copies if c.bytes == max(each.bytes for each in copies)),
+        memory_bytes_per_s=max((c.bytes, c.bytes_per_s) for c in copies if c.kernel == "copy")[1],
         cores=cores(),
         launch_s=launch,
         link_bytes_per_s=link_bytes_per_s,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.hardware.cluster import Collective, CollectiveRate
-from superstep.runtime.collectives import all_gather, reduce_scatter
+from superstep.runtime.collectives import reduce_scatter, stack_ranks
 from superstep.runtime.launch import World, gather
 from superstep.runtime.measure import Gauge
 from superstep.runtime.mesh import Group
@@ -94,7 +94,9 @@ def _work(name: Collective, buffer: Tensor, group: Group) -> Callable[[], object
         case "all-reduce":
             return lambda: dist.all_reduce(buffer, group=group)
         case "all-gather":
-            return lambda: all_gather(buffer, group, tag=0).wait()
+            # As a unit does it, which waits for it; parameters are gathered beside the compute.
+            own = buffer.chunk(size)[me]
+            return lambda: stack_ranks(own, group)
         case "reduce-scatter":
             return lambda: reduce_scatter(buffer, group, tag=0).wait()
         case "all-to-all":
