@@ -1,7 +1,7 @@
 """Predicted against measured on this machine: step time, memory by category, traffic is a test (test_cost_traffic).
 
-Every layout runs in ranks of its own, which take turns between steps and measuring themselves, so that whatever else the
-machine does meets both. What is reported is the median step over the median prediction.
+Every layout runs in ranks of its own, which take turns between steps and measuring themselves, so that whatever else
+the machine does meets both. What is reported is the median step over the median prediction.
 
     python -m bench.local_prediction [--rounds 5] [--json FILE]
 """

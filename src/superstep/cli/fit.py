@@ -21,6 +21,8 @@ def require_fit(
     run: Resolved,
     device: Device,
     seen: Sequence[UnitOperations] | None,
+    *,
+    ranks: int = 1,
     limit_bytes: int | None = None,
 ) -> None:
     """See that the fullest rank of a run fits.
@@ -29,14 +31,15 @@ def require_fit(
         run: what is to be trained.
         device: where its ranks compute.
         seen: what its units do; None where that is not known, and then nothing is refused.
-        limit_bytes: of one rank; None means what the device has, or the host for all of its ranks.
+        ranks: those that share this host.
+        limit_bytes: of one rank; None means what the device has, or its share of what the host has left.
 
     Raises:
         ConfigError: it does not fit; the line says what overflows, and what would fit.
     """
     if seen is None:
         return
-    limit = device.total_bytes(run.plan.mesh.world) if limit_bytes is None else limit_bytes
+    limit = device.total_bytes(ranks) if limit_bytes is None else limit_bytes
     found = overflow(run.config, lambda config: _memory(config, run, seen), limit)
     if found is not None:
         raise ConfigError(_refusal(found))

@@ -103,9 +103,10 @@ def _prepared(run: Resolved) -> Iterator[Job | None]:
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
     nothing left to do.
     """
-    seen = operations(run)
-    require_fit(run, pick(0), seen)
     run, folder, checkpoint = rundir.choose(run)
+    seen = operations(run)
+    # torchrun says how many of its ranks are on this host.
+    require_fit(run, pick(0), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
     with rundir.hold(folder):
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:

@@ -23,7 +23,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = 0
+        self.operations: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         self.operations += func.namespace != "prim"
@@ -48,4 +48,4 @@ def launch_s(gauge: Gauge) -> float:
     there_and_back()
     with _Counter() as counter:
         there_and_back()
-    return gauge.seconds(there_and_back) / counter.operations
+    return gauge.seconds(there_and_back, calls=counter.operations)
