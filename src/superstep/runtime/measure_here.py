@@ -18,7 +18,7 @@ from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
 from superstep.plan.config import Dtype
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
-from superstep.runtime.launch import World
+from superstep.runtime.launch import World, barrier
 from superstep.runtime.measure import Gauge, measure_operations
 from superstep.runtime.measure_launch import launch_s
 from superstep.runtime.measure_links import COLLECTIVES, measure_collectives
@@ -43,6 +43,8 @@ def measure_here(
     """This rank's machine, from the run's own operations, in about a second. Every rank calls this together."""
     gauge = gauge or Gauge(device=world.device)
     dtype = run.config.numerics.compute
+    if world.size > 1:
+        barrier()  # ranks that share caches and memory are to disturb each other as they do in a step
     products, copies = measure_operations(distinct(operations), dtype, gauge)
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
