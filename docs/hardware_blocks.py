@@ -15,7 +15,7 @@ from superstep.hardware.catalogue import ALIASES, CHIPS
 from superstep.hardware.chip import Chip, Rate
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.network import NETWORKS
-from superstep.plan.toml import describe_type
+from superstep.plan.toml import describe_type, literal
 
 GIB = 2**30
 
@@ -55,7 +55,7 @@ def _links() -> str:
         )
         for chip in CHIPS.values()
     ]
-    head = ("chip", "link, GB/s", "domain", "network, GB/s", "of", "host, GB/s", "W", "failures of 1,000 in a day")
+    head = ("chip", "link, GB/s", "domain", "network, GB/s", "whose", "host, GB/s", "W", "failures of 1,000 in a day")
     return table(head, rows)
 
 
@@ -74,15 +74,19 @@ def _meanings(cls: type[Any]) -> dict[str, str]:
     return found
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:].removesuffix(".") + "."
+
+
 def _keys(cls: type[Any]) -> Iterator[tuple[str, ...]]:
     hints, words = typing.get_type_hints(cls), _meanings(cls)
     for field in fields(cls):
         if field.name == "chip":
-            yield "`chip`", "the name of a chip, or a table", "", words["chip"]
+            yield "`chip`", "the name of a chip, or a table", "", _sentence(words["chip"])
             continue
         must = field.default is MISSING
-        default = "" if must else "left out" if field.default in (None, ()) else f"`{field.default}`"
-        yield f"`{field.name}`", describe_type(hints[field.name]), default, words[field.name]
+        default = "" if must else "left out" if field.default in (None, ()) else f"`{literal(field.default)}`"
+        yield f"`{field.name}`", describe_type(hints[field.name]), default, _sentence(words[field.name])
 
 
 def _cluster_keys() -> str:

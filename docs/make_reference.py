@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
+from planner_blocks import PLANNER_BLOCKS
 
 from superstep.cost.memory import rank_bytes
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
@@ -326,15 +327,16 @@ MADE: dict[str, Callable[[], str]] = {
     **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
     **LAYOUT_BLOCKS,
     **HARDWARE_BLOCKS,
+    **PLANNER_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,
 }
-_BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(\n<!-- /made -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """A page with its made blocks as the code makes them now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{MADE[block[2]]()}\n{block[3]}", page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{MADE[block[2]]()}\n\n{block[3]}", page)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import measure, prove, sample, view
+from superstep.cli import measure, prove, sample, scaling, view
 from superstep.cli.main import VERBS, main
 from superstep.cli.options import DEMO
 from superstep.cost.predict import Machine, predict
@@ -153,6 +153,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(measure, "launch", begin)
+    monkeypatch.setattr(scaling, "read_runs", begin)
 
     def called(argv):
         try:
@@ -193,6 +194,7 @@ def test_a_command_of_a_page_is_accepted(command, call, capsys):
         "prove --every",
         "view --plan.zero 4",
         "sample runs/demo",
+        "scaling runs/demo --budget 10000xH100-weeks",
         "shear",
     ],
 )
@@ -285,6 +287,10 @@ def test_the_reference_of_the_configuration_is_current(made):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_drawings_and_tables_are_current(page, made):
     assert text_of(page) == made.filled(text_of(page)), "run python docs/make_reference.py"
+
+
+def test_every_made_block_is_on_a_page(made):
+    assert {name for page in PAGES for name in re.findall("<!-- made: (.+?) -->", text_of(page))} == made.MADE.keys()
 
 
 def test_a_page_that_is_out_of_date_is_seen(made):

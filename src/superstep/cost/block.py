@@ -3,10 +3,12 @@
 T tokens of the microbatch on a context-parallel rank, t those of the residual stream there (T / tp where the sequence
 is split), e bytes of a number. Passes are reads or writes of a whole tensor:
 
-    forward, one kernel each     norms 2 · 2, sums with what was added 2 · 3, rotation 2, activation 2 or 3 (gated)
-    otherwise                    norms 2 · 6 (in fp32 and back), biases, gates and dropout by themselves
+                                 two norms   two sums   rotation   activation
+    fused, one kernel each       2 · 2       2 · 3      2          2, gated 3       of t·D, t·D, T·(N + K)·H, T·F
+    eager                        2 · 17      2 · 3      13         3, gated 5
 
-The backward pass moves about twice as much.
+Eager norms go to fp32 and back, an operation at a time; biases and dropout add their own passes there. The backward
+pass moves twice as much.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.decoder import Array, Decoder
+from superstep.cost.decoder import ROTATED, Array, Decoder
 from superstep.cost.kernels import attention_s, linear_s
 from superstep.cost.layout import Layout
 from superstep.cost.rates import Rates
 from superstep.cost.stack import Stack
-from superstep.hardware.collectives import Group, all_to_all_s, gather_s
+from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s
 
 E = 2.0
 """Bytes of an activation."""
@@ -63,10 +65,7 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     flops = rates.product_flops_per_s
     heads, kv_heads = model.heads / layout.tp, np.maximum(model.kv_heads / layout.tp, 1.0)
     inner = heads * model.head_dim
-    products = [
-        linear_s(tokens, (heads + 2 * kv_heads) * model.head_dim, model.width, flops, rates),
-        linear_s(tokens, model.width, inner, flops, rates),
-    ]
+    products = _projections(model, layout, tokens, heads, kv_heads, rates)
     core = attention_s(
         layout.microbatch,
         heads,
@@ -78,19 +77,22 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     )
     width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
     moved = _moved(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
+    kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
     if not is_mixture:
         up = linear_s(tokens, width * (1 + model.gated), model.width, flops, rates)
         products += [up, linear_s(tokens, model.width, width, flops, rates)]
         experts_s = np.zeros_like(tokens)
     else:
-        more, more_moved, experts_s = _experts(model, layout, rates)
+        more, more_moved, experts_s = _experts(model, layout, rates, stack)
+        kernels = kernels + 24
         products += more
         moved = moved + more_moved
-    moved_s = moved / rates.memory_bytes_per_s
+    moved = moved + np.where(stack.is_eight_bit > 0, _cast(model, tokens, inner, width), 0.0)
+    moved_s = moved / rates.memory_bytes_per_s + kernels * rates.launch_s
     return Seconds(
         forward_s=sum((each[0] for each in products), core[0] + moved_s),
         input_s=sum((each[1] for each in products), core[1] + 2 * moved_s),
-        weight_s=sum((each[2] for each in products), np.zeros_like(tokens)),
+        weight_s=(1 - model.frozen) * sum((each[2] for each in products), np.zeros_like(tokens)),
         attention_s=core[0],
         tensor_s=_tensor_s(model, layout, tokens, rates, stack),
         context_s=_context_s(model, layout, tokens, kv_heads, rates, core[0]),
@@ -98,14 +100,40 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     )
 
 
+def _projections(
+    model: Decoder, layout: Layout, tokens: Array, heads: Array, kv_heads: Array, rates: Rates
+) -> list[tuple[Array, Array, Array]]:
+    """Products before and after attention; latent attention goes through two narrow widths."""
+    flops, wide = rates.product_flops_per_s, heads * model.head_dim
+    plain = linear_s(tokens, (heads + 2 * kv_heads) * model.head_dim, model.width, flops, rates)
+    queries, keys = np.maximum(model.query_rank, 1.0), np.maximum(model.key_rank, 1.0)
+    latent = [
+        linear_s(tokens, queries + keys + ROTATED, model.width, flops, rates),
+        linear_s(tokens, 1.5 * wide, queries, flops, rates),
+        linear_s(tokens, 2 * wide, keys, flops, rates),
+    ]
+    has_latent = model.key_rank > 0
+    before = tuple(np.where(has_latent, a + b + c, d) for a, b, c, d in zip(*latent, plain, strict=True))
+    return [(before[0], before[1], before[2]), linear_s(tokens, model.width, wide, flops, rates)]
+
+
 def _moved(model: Decoder, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack) -> Array:
     """Bytes over memory of a forward pass, but for products and attention."""
-    norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0) * stream * model.width
+    norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0 * stack.eager) * stream * model.width
     fused = stack.has_fused_elementwise > 0
-    sums = np.where(fused, 6.0 + model.dropout, 6.0 + 4 * model.biases + 5 * model.dropout) * stream * model.width
-    rotation = np.where(fused, 2.0, 13.0) * tokens * rotated
+    sums = (
+        np.where(fused, 6.0 + model.dropout, (6.0 + 4 * model.biases + 5 * model.dropout) * stack.eager)
+        * stream
+        * model.width
+    )
+    rotation = np.where(fused, 2.0, 13.0 * stack.eager) * tokens * rotated
     activation = np.where(fused, 2 + model.gated, 3 + 2 * model.gated + 2 * model.biases) * tokens * width
     return E * (norms + sums + rotation + activation)
+
+
+def _cast(model: Decoder, tokens: Array, inner: Array, width: Array) -> Array:
+    """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written."""
+    return 4.0 * tokens * (2 * model.width + inner + width)
 
 
 def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack: Stack) -> Array:
@@ -113,7 +141,7 @@ def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack
     group = Group(layout.tp, np.ones_like(layout.tp))
     size = E * tokens * model.width
     seconds = 4 * gather_s(size, group, rates.links)
-    return np.where(layout.tp > 1, seconds * (1 - stack.overlap_tensor), 0.0)
+    return np.where(layout.tp > 1, seconds * np.maximum(1 - stack.overlap_tensor, 0.0), 0.0)
 
 
 def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, rates: Rates, attention: Array) -> Array:
@@ -125,10 +153,15 @@ def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, r
     return np.where(layout.cp > 1, np.maximum(seconds - attention, first), 0.0)
 
 
-def _experts(model: Decoder, layout: Layout, rates: Rates) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
-    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts."""
+def _experts(
+    model: Decoder, layout: Layout, rates: Rates, stack: Stack
+) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
+    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts.
+
+    The rank with the most rows decides: all others wait for it.
+    """
     tokens = layout.microbatch * model.sequence_tokens / layout.cp / layout.tp
-    rows = tokens * model.experts_per_token
+    rows = tokens * model.experts_per_token * model.imbalance
     held = np.maximum(model.experts / layout.ep, 1.0)
     each = np.maximum(rows / held, 1.0)
     width = np.maximum(model.expert_ffn, 1.0)
@@ -149,7 +182,11 @@ def _experts(model: Decoder, layout: Layout, rates: Rates) -> tuple[list[tuple[A
         )
     ]
     router = linear_s(tokens, np.maximum(model.experts, 1.0), model.width, rates.half_flops_per_s, rates)
-    moved = E * (6 * rows * model.width + (2 + model.gated) * rows * width)
+    # Rows are put in order, given back and weighed; each way a read and a write.
+    moved = E * (8 * rows * model.width + (2 + model.gated) * rows * width)
+    moved = moved + np.where(stack.is_eight_bit > 0, 4.0 * rows * (model.width + width), 0.0)
     group = Group(layout.ep, np.ones_like(layout.ep))
-    exchange = np.where(layout.ep > 1, 2 * all_to_all_s(E * rows * model.width, group, rates.links), 0.0)
+    plain = all_to_all_s(E * rows * model.width, group, rates.links)
+    once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
+    exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain), 0.0)
     return [*grouped, *beside, router], moved, exchange  # type: ignore[list-item]

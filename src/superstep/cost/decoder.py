@@ -6,7 +6,7 @@ attention that keeps its scores. Every field is an array; arrays of one shape ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,10 @@ import numpy.typing as npt
 from superstep.plan.shape import ModelShape
 
 Array = npt.NDArray[np.float64]
+
+
+ROTATED = 64
+"""Numbers of a head that turn with the position in latent attention, beside those that do not."""
 
 
 def array(value: object) -> Array:
@@ -35,6 +39,9 @@ class Decoder:
         expert_ffn: F of one expert.
         dense_layers: layers before the mixtures begin.
         sequence_tokens: S.
+        query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
+        imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
+        frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
     """
 
     layers: Array
@@ -54,11 +61,19 @@ class Decoder:
     expert_ffn: Array
     dense_layers: Array
     sequence_tokens: Array
+    query_rank: Array
+    key_rank: Array
+    frozen: Array
+    imbalance: Array = field(default_factory=lambda: np.ones(()))
 
     @property
     def attention_parameters(self) -> Array:
         """Matrices of one attention: queries, keys, values, output."""
-        return 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        wide = self.heads * self.head_dim
+        down = self.width * (self.query_rank + self.key_rank + ROTATED)
+        latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
+        return np.where(self.key_rank > 0, latent, plain)
 
     @property
     def matrices(self) -> Array:
@@ -115,4 +130,7 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         expert_ffn=array(shape.ffn if moe else 0),
         dense_layers=array(0),
         sequence_tokens=array(sequence_tokens),
+        query_rank=array(0),
+        key_rank=array(0),
+        frozen=array(0),
     )

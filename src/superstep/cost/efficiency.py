@@ -1,21 +1,33 @@
-"""Efficiency: the shares of published peaks that are reached. The only fitted constants, in one table.
+"""Efficiency: the shares of published peaks that real steps reach. All fitted constants, in one table.
 
-None is keyed to a source, a model or a cluster, but to a generation of chips or of kernels. ``bench.published``
-fits them, with the values before the fit as a prior, and prints them beside what they were.
+None is keyed to a source, a model or a cluster: each belongs to a generation of chips, to a kind of attention kernel or
+to a habit of software. Before the fit each had the value ``before``, which papers measured or a round guess gave;
+``python -m bench.published --fit`` draws it towards the published runs, more or less freely (``spread``, of its
+logarithm). Where no run bears on a constant it stays what it was.
+
+    products, products8, products4   large products' share of the peak, in 16, 8 and 4 bits
+    flash-n.forward, .backward       fused attention's share of the 16-bit peak, counting the causal half
+    memory, link, network, send      shares of published rates; send: of a transfer between two ranks
+    ramp                             the inner dim at which a product reaches half its rate
+    hop_s                            seconds of one step of a collective between domains
+    power                            a chip with less power for its peak than usual runs at that share to this exponent
+    launch_s, eager_launch_s         the least seconds of an operation, in fused and in eager code
+    eager                            bytes that unfused operations move, over what their definition says
+    host_bytes_per_s                 one rank's optimizer on the host
+    hidden                           share of traffic that runs beside compute: shards (ZeRO 3), data (gradients, where
+                                     the software overlaps them) or bucket (where it does not), tensor, transfers;
+                                     input-gradients: reduced beside the weights' products
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from superstep.cost.decoder import array
-from superstep.cost.rates import Rates
-from superstep.errors import ConfigError
-from superstep.hardware.chip import Chip, Rate
-from superstep.hardware.cluster import Cluster
-from superstep.hardware.collectives import Links
+from superstep.hardware.chip import Chip
 
 GENERATIONS: tuple[tuple[str, int, str], ...] = (
+    ("NVIDIA", 2025, "blackwell-ultra"),
     ("NVIDIA", 2024, "blackwell"),
     ("NVIDIA", 2022, "hopper"),
     ("NVIDIA", 2020, "ampere"),
@@ -28,63 +40,97 @@ GENERATIONS: tuple[tuple[str, int, str], ...] = (
 """Maker, the first year of a generation, its name; the first that fits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """Shares of published rates that real steps sustain.
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number.
 
     Attributes:
-        products: share of the 16-bit peak that large products reach, by generation of chips.
-        eight_bit: the same in 8 bits.
-        attention: share of the 16-bit peak of fused attention, forward and backward, by kernel and generation.
-        memory: share of the memory's rate.
-        ramp: the inner dim at which a product reaches half of its rate.
-        link, network: share of the rates of links in and between domains.
-        link_latency_s, network_latency_s: of one step of a collective.
-        launch_s: from one kernel to the next.
+        value: in use.
+        before: the fit.
+        spread: how far the fit may take it: the standard deviation of its logarithm.
+        fitted_on: what bore on it; empty where nothing did.
     """
 
-    products: tuple[tuple[str, float], ...]
-    eight_bit: tuple[tuple[str, float], ...]
-    attention: tuple[tuple[tuple[str, str], tuple[float, float]], ...]
-    memory: float
-    ramp: float
-    link: float
-    network: float
-    link_latency_s: float
-    network_latency_s: float
-    launch_s: float
+    value: float
+    before: float
+    spread: float
+    fitted_on: str = ""
 
 
-FITTED = Efficiency(
-    products=(
-        ("pascal", 0.70),
-        ("volta", 0.85),
-        ("ampere", 0.78),
-        ("hopper", 0.65),
-        ("blackwell", 0.65),
-        ("tpu", 0.90),
-        ("cdna", 0.45),
-        ("other", 0.70),
-    ),
-    eight_bit=(("hopper", 0.50), ("blackwell", 0.55), ("cdna", 0.40), ("other", 0.50)),
-    attention=(
-        (("flash-1", "ampere"), (0.26, 0.22)),
-        (("flash-2", "ampere"), (0.53, 0.42)),
-        (("flash-2", "hopper"), (0.34, 0.26)),
-        (("flash-2", "blackwell"), (0.25, 0.20)),
-        (("flash-2", "tpu"), (0.45, 0.40)),
-        (("flash-3", "ampere"), (0.55, 0.45)),
-        (("flash-3", "hopper"), (0.62, 0.50)),
-        (("flash-3", "blackwell"), (0.55, 0.45)),
-    ),
-    memory=0.80,
-    ramp=64.0,
-    link=0.65,
-    network=0.78,
-    link_latency_s=3e-6,
-    network_latency_s=12e-6,
-    launch_s=6e-6,
-)
+CONSTANTS: dict[str, Constant] = {
+    "products.pascal": Constant(0.7, 0.7, 0.1),
+    "products.volta": Constant(0.715, 0.65, 0.2, "V100: Megatron-LM 2020, dlperf"),
+    "products.ampere": Constant(0.726, 0.78, 0.1, "A100: all its tables"),
+    "products.hopper": Constant(0.75, 0.7, 0.1, "H100 and H200: all their tables"),
+    "products.blackwell": Constant(0.65, 0.7, 0.1, "B200, GB200: Megatron Bridge, stas00, prime-rl"),
+    "products.blackwell-ultra": Constant(0.698, 0.7, 0.1, "B300, GB300: Megatron Bridge"),
+    "products.tpu": Constant(0.91, 0.85, 0.1, "TPU v5e: MaxText"),
+    "products.cdna": Constant(0.48, 0.48, 0.1),
+    "products.other": Constant(0.7, 0.7, 0.1),
+    "products8.hopper": Constant(0.505, 0.58, 0.1, "H100 and H200: all their tables"),
+    "products8.blackwell": Constant(0.5, 0.55, 0.1, "B200, GB200: Megatron Bridge, stas00, prime-rl"),
+    "products8.blackwell-ultra": Constant(0.575, 0.55, 0.1, "B300, GB300: Megatron Bridge"),
+    "products8.cdna": Constant(0.4, 0.4, 0.1),
+    "products8.other": Constant(0.5, 0.5, 0.1),
+    "products4.blackwell": Constant(0.341, 0.35, 0.15, "B200, GB200: Megatron Bridge, stas00, prime-rl"),
+    "products4.blackwell-ultra": Constant(0.347, 0.35, 0.15, "B300, GB300: Megatron Bridge"),
+    "products4.other": Constant(0.35, 0.35, 0.15),
+    "flash-1.forward.ampere": Constant(0.269, 0.28, 0.15, "A100: Aleph Alpha"),
+    "flash-1.backward.ampere": Constant(0.236, 0.25, 0.15, "A100: Aleph Alpha"),
+    "flash-1.forward.hopper": Constant(0.201, 0.25, 0.2, "H100: LLM Foundry"),
+    "flash-1.backward.hopper": Constant(0.19, 0.22, 0.2, "H100: LLM Foundry"),
+    "flash-2.forward.ampere": Constant(0.53, 0.55, 0.12, "A100: Aleph Alpha, InternEvo"),
+    "flash-2.backward.ampere": Constant(0.403, 0.45, 0.12, "A100: Aleph Alpha, InternEvo"),
+    "flash-2.forward.hopper": Constant(0.329, 0.36, 0.12, "H100, H200: prime-rl, torchtitan"),
+    "flash-2.backward.hopper": Constant(0.281, 0.32, 0.12, "H100, H200: prime-rl, torchtitan"),
+    "flash-2.forward.blackwell": Constant(0.162, 0.2, 0.2, "B200: prime-rl"),
+    "flash-2.backward.blackwell": Constant(0.132, 0.18, 0.2, "B200: prime-rl"),
+    "flash-3.forward.ampere": Constant(0.55, 0.55, 0.12),
+    "flash-3.backward.ampere": Constant(0.45, 0.45, 0.12),
+    "flash-3.forward.hopper": Constant(0.692, 0.6, 0.12, "H100, H200: NeMo, Megatron Bridge, stas00"),
+    "flash-3.backward.hopper": Constant(0.566, 0.5, 0.12, "H100, H200: NeMo, Megatron Bridge, stas00"),
+    "flash-3.forward.blackwell": Constant(0.672, 0.62, 0.12, "B200: stas00, Megatron Bridge"),
+    "flash-3.backward.blackwell": Constant(0.551, 0.5, 0.12, "B200: stas00, Megatron Bridge"),
+    "memory": Constant(0.974, 0.85, 0.08, "all tables"),
+    "ramp": Constant(105.0, 96.0, 0.5, "all tables"),
+    "link": Constant(0.653, 0.75, 0.08, "tp > 1 within nodes: all tables"),
+    "network": Constant(0.866, 0.85, 0.05, "all tables of several nodes"),
+    "send": Constant(0.84, 0.5, 0.4, "pp > 1: all tables"),
+    "hop_s": Constant(2.12e-05, 1.2e-05, 0.4, "InternEvo over 1,024 chips, dlperf"),
+    "power": Constant(0.35, 0.35, 0.2),
+    "launch_s": Constant(5.1e-06, 5e-06, 0.2, "all tables"),
+    "eager_launch_s": Constant(2.29e-05, 1.2e-05, 0.3, "Aleph Alpha, LLM Foundry, prime-rl"),
+    "eager": Constant(1.21, 1.0, 0.25, "Aleph Alpha, prime-rl, stas00"),
+    "host_bytes_per_s": Constant(17000000000.0, 16000000000.0, 0.2, "stas00, AdamW on the host"),
+    "hidden.shards": Constant(0.67, 0.75, 0.15, "ZeRO 3: LLM Foundry, MaxText, prime-rl"),
+    "hidden.data": Constant(0.647, 0.8, 0.2, "NeMo, Megatron Bridge"),
+    "hidden.bucket": Constant(0.193, 0.2, 0.4, "Aleph Alpha, Megatron-LM, InternEvo"),
+    "hidden.tensor": Constant(1.0, 0.8, 0.15, "NeMo, Megatron Bridge, MaxText"),
+    "hidden.input-gradients": Constant(0.146, 0.25, 0.3, "Megatron-LM: Narayanan 2021, Korthikanti 2022"),
+    "hidden.transfers": Constant(0.583, 0.5, 0.3, "NeMo, Megatron Bridge"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """The constants' values by name."""
+
+    values: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        """A constant that is there."""
+        return self.values[name]
+
+    def of(self, kind: str, *names: str) -> float:
+        """The constant ``kind.name`` for the first of the names that has one."""
+        return next(self.values[f"{kind}.{name}"] for name in names if f"{kind}.{name}" in self.values)
+
+    def changed(self, changes: Mapping[str, float]) -> Efficiency:
+        """The same with some values changed."""
+        return replace(self, values={**self.values, **changes})
+
+
+FITTED = Efficiency({name: constant.value for name, constant in CONSTANTS.items()})
 
 
 def generation(chip: Chip) -> str:
@@ -92,45 +138,23 @@ def generation(chip: Chip) -> str:
     return next(name for vendor, year, name in GENERATIONS if vendor in (chip.vendor, "") and chip.year >= year)
 
 
-def rates_on(cluster: Cluster, *, rate: Rate, attention: str, efficiency: Efficiency = FITTED) -> Rates:
-    """What a cluster sustains for linear layers in one format and for an attention kernel of ``stack.ATTENTION``.
+WATTS: dict[str, float] = {
+    "volta": 300 / 125e12,
+    "ampere": 400 / 312e12,
+    "hopper": 700 / 989.5e12,
+    "blackwell": 1000 / 2250e12,
+    "blackwell-ultra": 1300 / 2250e12,
+}
+"""Power for each FLOP/s of the 16-bit peak, of the module that a generation's shares were taken from."""
 
-    Raises:
-        ConfigError: the chip does not multiply in this format.
+
+def powered(chip: Chip, exponent: float) -> float:
+    """The share of its usual rate at which a chip multiplies that has less power for its peak.
+
+    Clocks give way: power grows with more than the cube of the clock, so the clock falls by about its cube root. An
+    A100 of 300 W reached 93% of one of 400 W in its best product.
     """
-    chip, era = cluster.chip, generation(cluster.chip)
-    half = chip.peak("bf16") or chip.peak("fp16") or chip.peak("fp32")
-    peak = chip.peak(rate)
-    if peak is None or half is None:
-        known = ", ".join(name for name, _ in chip.flops_per_s)
-        raise ConfigError(f"{chip.name} does not multiply in {rate}; it knows {known}.")
-    products = dict(efficiency.products)
-    share = products.get(era, products["other"])
-    if rate in ("fp8", "fp4"):
-        eight = dict(efficiency.eight_bit)
-        share_here = eight.get(era, eight["other"])
-    else:
-        share_here = share
-    kernels = dict(efficiency.attention)
-    forward, backward = (
-        kernels.get((attention, era)) or kernels.get((attention, "ampere")) or kernels["flash-2", "ampere"]
-    )
-    return Rates(
-        product_flops_per_s=array(peak * share_here),
-        half_flops_per_s=array(half * share),
-        product_ramp=array(efficiency.ramp),
-        cores=array(chip.cores),
-        attention_forward=array(forward),
-        attention_backward=array(backward),
-        peak_half_flops_per_s=array(half),
-        memory_bytes_per_s=array(chip.memory_bytes_per_s * efficiency.memory),
-        launch_s=array(efficiency.launch_s),
-        host_bytes_per_s=array(chip.host_bytes_per_s),
-        links=Links(
-            link_bytes_per_s=array(cluster.link_bytes_per_s * efficiency.link),
-            link_latency_s=array(efficiency.link_latency_s),
-            domain=array(cluster.domain),
-            network_bytes_per_s=array(cluster.network_bytes_per_s * efficiency.network / cluster.oversubscription),
-            network_latency_s=array(efficiency.network_latency_s),
-        ),
-    )
+    peak, usual = chip.peak("bf16") or chip.peak("fp16"), WATTS.get(generation(chip))
+    if peak is None or usual is None or chip.power_w is None:
+        return 1.0
+    return float(min(chip.power_w / peak / usual, 1.0) ** exponent)

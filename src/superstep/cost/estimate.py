@@ -61,47 +61,58 @@ def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Esti
     """The training step of each plan."""
     dense = block_seconds(model, layout, rates, stack, is_mixture=False)
     mixture = block_seconds(model, layout, rates, stack, is_mixture=True)
-    layers = np.ceil(model.layers / layout.pp)
-    moe = layers * model.moe_layers / model.layers
-    usual = layers - moe
-    m = layout.microbatches
+    share = model.moe_layers / model.layers
 
-    def both(of_dense: Array, of_mixture: Array) -> Array:
-        return usual * of_dense + moe * of_mixture
+    def layer(of_dense: Array, of_mixture: Array) -> Array:
+        return (1 - share) * of_dense + share * of_mixture
 
-    head_forward, head_backward = _head(model, layout, rates, stack)
-    embed = _embedding(model, layout, rates)
-    again_share = layout.recomputed_layers
-    compute = both(dense.forward_s + dense.backward_s, mixture.forward_s + mixture.backward_s)
-    again = again_share * both(_again(dense, layout), _again(mixture, layout))
+    computed = layer(dense.forward_s + dense.backward_s, mixture.forward_s + mixture.backward_s)
+    again = layout.recomputed_layers * layer(_again(dense, layout), _again(mixture, layout))
     # The backward pass sends as much as the forward pass, and full recomputation once more.
-    passes = 2 + layout.is_full * again_share
-    tensor = passes * both(dense.tensor_s, mixture.tensor_s)
-    context = (1 + passes) * both(dense.context_s, mixture.context_s)
-    experts = passes * both(mixture.experts_s * 0, mixture.experts_s)
-    transfer = _transfer(model, layout, rates, stack)
-    middle = compute + again + tensor + context + experts + transfer
-    last = middle + head_forward + head_backward
-    first = middle + embed
-    p, v = layout.pp, layout.chunks
-    alone = np.where(p == 1, 1.0, 0.0)
-    others = np.where(p == 1, 0.0, np.minimum(first, last) + (p - 2) * middle)
-    bubble = np.where(p > 1, others * _bubble_share(dense, layout) / v, 0.0)
-    ends = np.where(
-        alone > 0, head_forward + head_backward + embed, np.where(first > last, embed, head_forward + head_backward)
+    passes = 2 + layout.is_full * layout.recomputed_layers
+    tensor = passes * layer(dense.tensor_s, mixture.tensor_s)
+    context = (1 + passes) * layer(dense.context_s, mixture.context_s)
+    experts = passes * layer(np.zeros_like(mixture.experts_s), mixture.experts_s)
+    whole = computed + again + tensor + context + experts
+    layers, ends, others = _stages(
+        model, layout, whole, _embedding(model, layout, rates), _head(model, layout, rates, stack)
     )
-    data, optimizer = _data(model, layout, rates, stack, both(dense.backward_s, mixture.backward_s), compute, m)
+    transfer = _transfer(model, layout, rates, stack)
+    m = layout.microbatches
+    data, optimizer = _data(
+        model, layout, rates, stack, layers * layer(dense.backward_s, mixture.backward_s), layers * computed
+    )
     return Estimate(
-        compute_s=m * (compute + ends),
-        recompute_s=m * again,
-        tensor_s=m * tensor,
-        context_s=m * context,
-        experts_s=m * experts,
-        transfers_s=m * transfer,
+        compute_s=m * (layers * computed + ends),
+        recompute_s=m * layers * again,
+        tensor_s=m * layers * tensor,
+        context_s=m * layers * context,
+        experts_s=m * layers * experts,
+        transfers_s=(m + layout.pp - 1) * transfer,
         data_s=data,
-        bubble_s=bubble,
+        bubble_s=others * _bubble_share(dense, layout) / layout.chunks,
         optimizer_s=optimizer,
     )
+
+
+def _stages(model: Decoder, layout: Layout, layer: Array, embed: Array, head: Array) -> tuple[Array, Array, Array]:
+    """Layers of the slowest rank, seconds of embedding and head on it, and the seconds of all other ranks.
+
+    Where the layers do not divide, the last and the first rank, which have head and embedding, hold one fewer.
+    """
+    most = np.ceil(model.layers / layout.pp)
+    spare = most * layout.pp - model.layers
+    on_last, on_first = most - (spare >= 1), most - (spare >= 2)
+    middle, first, last = most * layer, on_first * layer + embed, on_last * layer + head
+    has_middle = layout.pp > 2
+    is_last = (last >= first) & ((last >= middle) | ~has_middle)
+    is_first = ~is_last & ((first >= middle) | ~has_middle)
+    layers = np.where(is_last, on_last, np.where(is_first, on_first, most))
+    ends = np.where(is_last, head, np.where(is_first, embed, 0.0))
+    total = model.layers * layer + embed + head
+    alone = layout.pp == 1
+    others = np.where(alone, 0.0, total - layers * layer - ends)
+    return np.where(alone, model.layers, layers), np.where(alone, embed + head, ends), others
 
 
 def _again(block: Seconds, layout: Layout) -> Array:
@@ -118,14 +129,14 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
     return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
 
 
-def _head(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> tuple[Array, Array]:
+def _head(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     columns = model.vocab / layout.tp
     forward, by_input, by_weight = linear_s(tokens, columns, model.width, rates.half_flops_per_s, rates)
     # Logits are written, read in fp32, their softmax kept and read again; fused losses make them chunk by chunk.
     passes = np.where(stack.has_fused_loss > 0, 8.0, 24.0)
     moved_s = passes * tokens * columns / rates.memory_bytes_per_s
-    return forward + moved_s / 2, by_input + by_weight + moved_s / 2
+    return forward + by_input + by_weight + moved_s
 
 
 def _embedding(model: Decoder, layout: Layout, rates: Rates) -> Array:
@@ -142,13 +153,14 @@ def _transfer(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Arr
 
 
 def _data(
-    model: Decoder, layout: Layout, rates: Rates, stack: Stack, backward: Array, compute: Array, m: Array
+    model: Decoder, layout: Layout, rates: Rates, stack: Stack, backward: Array, compute: Array
 ) -> tuple[Array, Array]:
     """Seconds of the data-parallel traffic that nothing hides, and of the update."""
     # The fullest rank: a stage with the embedding or the head.
     ends = model.vocab * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
     usual = (model.layers - model.moe_layers) * model.dense_parameters + model.moe_layers * model.mixture_parameters
-    dense = (usual / layout.pp + ends) / layout.tp
+    trained = np.where(model.frozen > 0, 0.01, 1.0)
+    dense = trained * (usual / layout.pp + ends) / layout.tp
     experts = model.moe_layers * model.expert_parameters / layout.pp / layout.ep
     data = layout.dp * layout.cp
     group = Group(layout.shards, layout.tp)
@@ -158,10 +170,12 @@ def _data(
     across = np.where(data > layout.shards, all_reduce_s(reduce_bytes / layout.shards, copies, rates.links), 0.0)
     layers = np.ceil(model.layers / layout.pp)
     sharded = layout.zero == 3
-    pieces = np.where(sharded, layers, 1.0)
+    m = layout.microbatches
+    pieces = np.where(sharded, layers, np.ceil(gather_bytes / stack.bucket_bytes))
     gather = pieces * gather_s(gather_bytes / pieces, group, rates.links)
     reduce = pieces * gather_s(reduce_bytes / pieces, group, rates.links)
-    plain = all_reduce_s(reduce_bytes, Group(data, layout.tp), rates.links)
+    many = np.ceil(reduce_bytes / stack.bucket_bytes)
+    plain = many * all_reduce_s(reduce_bytes / many, Group(data, layout.tp), rates.links)
     expert_copies = Group(np.maximum(data * layout.tp / layout.ep, 1.0), layout.ep)
     for_experts = np.where(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
@@ -171,10 +185,12 @@ def _data(
     total = np.where(data > 1, total, 0.0)
     # With ZeRO 3 each microbatch gathers twice, for forward and backward, and reduces.
     each = np.where(data > 1, 2 * gather + reduce, 0.0)
-    exposed_three = m * np.maximum(each - stack.overlap_data * compute, each * 0.04) + np.where(data > 1, across, 0.0)
+    exposed_three = m * np.maximum(each - stack.overlap_shards * compute, (1 - stack.overlap_shards) * each) + np.where(
+        data > 1, across, 0.0
+    )
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
     data_s = np.where(sharded, exposed_three, total - hidden)
     held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
-    off = 28.0 * held / rates.host_bytes_per_s
+    off = 30.0 * held / rates.host_bytes_per_s
     return data_s, np.where(layout.offload > 0, off, update)

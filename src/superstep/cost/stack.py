@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.cost.decoder import Array, array
+from superstep.cost.decoder import Array
 
 ATTENTION = ("eager", "fused-softmax", "flash-1", "flash-2", "flash-3")
 
@@ -20,9 +20,13 @@ class Stack:
         is_eight_bit: 1 where linear layers multiply in 8 bits or fewer.
         gradient_bytes: of a gradient as it is reduced.
         kept_gradient_bytes: of a gradient as it is accumulated.
-        overlap_data: share of the data-parallel traffic that may run beside compute.
+        bucket_bytes: the largest piece in which gradients and parameters go over the data-parallel ranks.
+        overlap_shards: share of the traffic of ZeRO 3 that runs beside compute.
+        overlap_data: share of the gradients' reduction, and of the gathers of ZeRO 1 and 2, that does.
         overlap_tensor: share of the tensor-parallel traffic that may.
         overlap_pipeline: share of the transfers between stages that may.
+        eager: what unfused operations move, over what their definition says.
+        sends_once: 1 where a token goes once to a domain, however many of its experts are there.
     """
 
     attention: Array
@@ -32,23 +36,10 @@ class Stack:
     is_eight_bit: Array
     gradient_bytes: Array
     kept_gradient_bytes: Array
+    bucket_bytes: Array
+    overlap_shards: Array
     overlap_data: Array
     overlap_tensor: Array
     overlap_pipeline: Array
-
-
-def superstep(*, is_eight_bit: bool = False, has_fused_kernels: bool = False) -> Stack:
-    """What Superstep itself does: eager kernels or compiled ones, a loss in chunks, gradients reduced in fp32."""
-    fused = array(has_fused_kernels)
-    return Stack(
-        attention=array(ATTENTION.index("flash-2")),
-        has_fused_norms=fused,
-        has_fused_elementwise=fused,
-        has_fused_loss=array(1),
-        is_eight_bit=array(is_eight_bit),
-        gradient_bytes=array(4),
-        kept_gradient_bytes=array(4),
-        overlap_data=array(0.8),
-        overlap_tensor=array(0),
-        overlap_pipeline=array(0.6),
-    )
+    eager: Array
+    sends_once: Array

@@ -23,6 +23,7 @@ class Links:
         link_bytes_per_s, link_latency_s: one chip over the fast links of its domain, one direction.
         domain: chips that these join.
         network_bytes_per_s, network_latency_s: one chip between domains.
+        send_share: of these rates that a transfer between two ranks reaches: it opens fewer channels than a ring.
     """
 
     link_bytes_per_s: Array
@@ -30,6 +31,7 @@ class Links:
     domain: Array
     network_bytes_per_s: Array
     network_latency_s: Array
+    send_share: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,23 @@ def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
     return np.maximum(inside, outside) + steps
 
 
+def dispatch_s(size: Array, copies: Array, group: Group, links: Links) -> Array:
+    """Seconds in which every rank sends its ``size`` bytes of tokens to ``copies`` experts each, once to a domain.
+
+    Of n domains a token with k experts drawn alike visits n · (1 - (1 - 1/n)^k); within a domain it is copied on.
+    """
+    local = group.local(links.domain)
+    domains = np.ceil(group.ranks / local)
+    visited = domains * (1 - (1 - 1 / domains) ** copies)
+    outside = size * visited * (domains - 1) / domains / links.network_bytes_per_s
+    inside = size * copies * (local - 1) / local / links.link_bytes_per_s
+    steps = (local - 1) * links.link_latency_s + np.where(domains > 1, links.network_latency_s, 0.0)
+    seconds: Array = np.maximum(inside, outside) + steps
+    return seconds
+
+
 def send_s(size: Array, stride: Array, links: Links) -> Array:
     """Seconds in which a rank sends ``size`` bytes to the rank ``stride`` chips away."""
     is_near = stride < links.domain
-    rate = np.where(is_near, links.link_bytes_per_s, links.network_bytes_per_s)
+    rate = links.send_share * np.where(is_near, links.link_bytes_per_s, links.network_bytes_per_s)
     return size / rate + np.where(is_near, links.link_latency_s, links.network_latency_s)

@@ -44,7 +44,7 @@ _DGX_H100 = _ports(400, "DGX H100: 8 x 400 Gb/s")
 _V100_CARD = _ports(100, "assumed: 100 Gb/s for two cards", chips=2)
 _A100_CARD = _ports(200, "assumed: 200 Gb/s for two cards", chips=2)
 _H100_CARD = _ports(400, "assumed: 400 Gb/s for two cards", chips=2)
-_MI300X = _ports(400, "8 x 400 Gb/s")
+_MI300X = _ports(400, "usual node: 8 x 400 Gb/s")
 _HOST_OF_8 = _pod(200, 8, "scaling-book: 25 GB/s a host of 8 chips")
 _HOST_OF_4 = _pod(200, 4, "scaling-book: 25 GB/s a host of 4 chips")
 

@@ -149,7 +149,7 @@ def write_fields(value: object) -> list[str]:
     hints = typing.get_type_hints(type(value))
     held = {name: getattr(value, name) for name in hints}
     return [
-        f"{name} = {_literal(content)}"
+        f"{name} = {literal(content)}"
         for name, content in held.items()
         if content is not None and not is_dataclass(content) and (content != () or not _is_of_tables(hints[name]))
     ]
@@ -159,18 +159,19 @@ def _is_of_tables(hint: object) -> bool:
     return table_entry(hint) is not None or any(is_dataclass(item) for item in typing.get_args(hint))
 
 
-def _literal(value: Any) -> str:  # noqa: ANN401
+def literal(value: Any) -> str:  # noqa: ANN401
+    """A value as TOML has it."""
     if is_dataclass(value):
         return "{" + ", ".join(write_fields(value)) + "}"
     match value:
         case bool():
             return "true" if value else "false"
         case ((_, _), *_):
-            return "{" + ", ".join(f"{_key(key)} = {_literal(word)}" for key, word in value) + "}"
+            return "{" + ", ".join(f"{_key(key)} = {literal(word)}" for key, word in value) + "}"
         case (first, *_) if is_dataclass(first):
-            return "[\n" + "".join(f"    {_literal(item)},\n" for item in value) + "]"
+            return "[\n" + "".join(f"    {literal(item)},\n" for item in value) + "]"
         case tuple():
-            return "[" + ", ".join(_literal(item) for item in value) + "]"
+            return "[" + ", ".join(literal(item) for item in value) + "]"
         case str():
             # A TOML basic string escapes as JSON does, DEL excepted.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -183,4 +184,4 @@ def _literal(value: Any) -> str:  # noqa: ANN401
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _literal(name)
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else literal(name)

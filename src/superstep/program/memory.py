@@ -69,10 +69,10 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A rank's highest sum of transient bytes, and its parts at that instruction.
+    """The transient bytes of a rank during one instruction, by category; as a peak, where their sum is highest.
 
     Attributes:
-        index: the first instruction during which the sum is reached.
+        index: the instruction; of a peak, the first during which the sum is reached.
         params_bytes: parameters fetched and not yet freed (ZeRO 3).
         gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
         kept_bytes: activations kept for a backward pass, and what is kept for a BackwardWeight.
@@ -100,21 +100,28 @@ def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]
     return tuple(_peak(program, rank, sizes) for rank in range(program.pp))
 
 
-def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
+def course(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
+    """What a rank holds while each of its instructions runs, in their order."""
     held = _Held(program, rank, sizes)
-    highest = Peak()
+    levels: list[Peak] = []
     for index, i in enumerate(program.ranks[rank]):
         held.begin(i)
-        if sum(held.bytes.values()) > highest.bytes:
-            highest = Peak(
+        levels.append(
+            Peak(
                 index=index,
                 params_bytes=held.bytes["params"],
                 gradient_bytes=held.bytes["gradient"],
                 kept_bytes=held.bytes["kept"],
                 boundary_bytes=held.bytes["boundary"],
             )
+        )
         held.end(i)
-    return highest
+    return tuple(levels)
+
+
+def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
+    # The first of the highest.
+    return max(course(program, rank, sizes), key=lambda level: level.bytes, default=Peak())
 
 
 def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:

@@ -1,0 +1,225 @@
+"""Peak memory of published runs, and which of their layouts fit.
+
+A published peak is what torch allocated, what its allocator reserved, or what nvidia-smi saw: ``mem_kind`` says which.
+Where it does not, it is read as reserved, and in GiB, as programs print it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench.published_rows import Reading, Row, number, readings, year_of
+from superstep.cost.decoder import Array, Decoder, array
+from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.keeping import Keeping, megatron
+from superstep.cost.layout import RECOMPUTE, Layout
+from superstep.cost.software import price_of, stacked
+from superstep.cost.stack import Stack
+from superstep.errors import ConfigError
+
+GIB, GB = float(2**30), 1e9
+XLA = "maxtext|jax|xla|pax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habit:
+    """What the frameworks with these words in their name keep in memory, by their documents and code."""
+
+    words: str
+    keeping: Keeping
+    kept_gradient_bytes: float = 4.0
+    drops: float = 0.0
+
+
+_MEGATRON = megatron()
+_TORCH = replace(
+    _MEGATRON,
+    input_bytes=array(2),
+    logit_bytes=array(18),
+    norm_bytes=array(6),
+)
+"""torch's own loss: logits in 16 bits, and in fp32 themselves, their log-softmax, and two gradients."""
+_FUSED = replace(_TORCH, logit_bytes=array(4))
+"""A compiled loss, or FlashAttention's, reads logits and writes their gradient, both in 16 bits."""
+
+HABITS: tuple[Habit, ...] = (
+    # Operator-wise selection keeps every second product; parameters are sharded in fp32 alone.
+    Habit(words="titan", keeping=replace(_FUSED, weight_shard_bytes=array(0), selects_products=array(0.5))),
+    Habit(words=f"compile|foundry|{XLA}", keeping=replace(_FUSED, weight_shard_bytes=array(0))),
+    Habit(words="oneflow", keeping=_FUSED, kept_gradient_bytes=2.0),
+    # Their recipes accumulate gradients in 16 bits (grad_reduce_in_fp32 off, grad_sync_dtype bf16).
+    Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON, kept_gradient_bytes=2.0),
+    Habit(words="deepspeed-megatron|megatron-deepspeed|neox", keeping=_MEGATRON, kept_gradient_bytes=2.0),
+    # Megatron's defaults drop activations and scores.
+    Habit(words="megatron", keeping=_MEGATRON, drops=2024.0),
+    # The head gathers its logits (parallel_output is off), the loss is torch's.
+    Habit(words="aleph", keeping=replace(_TORCH, gathers_logits=array(1)), kept_gradient_bytes=2.0),
+    # Its update flattens 16-bit gradients (2), copies them to fp32 (4), and Adam makes two of those (8).
+    Habit(words="internevo", keeping=replace(_FUSED, update_bytes=array(14)), kept_gradient_bytes=2.0),
+    # Gradients are collected in two buckets of 5e8 numbers (reduce_bucket_size, overlap_comm).
+    Habit(words="deepspeed", keeping=replace(_TORCH, bucket_bytes=array(2e9)), kept_gradient_bytes=2.0),
+    Habit(words="", keeping=replace(_TORCH, weight_shard_bytes=array(0))),
+)
+"""The first that fits a framework's name. ``drops`` is the year until which dropout is assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Rows and what each would hold."""
+
+    rows: Sequence[Row]
+    model: Decoder
+    layout: Layout
+    found: Footprint
+    memory_bytes: Array
+
+    @property
+    def fits(self) -> Array:
+        """1 where the fullest rank fits into its chip; XLA places all tensors beforehand."""
+        names = np.array([row["framework"].lower() for row in self.rows])
+        is_planned = np.array([re.search(XLA, name) is not None for name in names])
+        planned, allocated = (
+            is_fitting(self.found, self.layout, self.memory_bytes, is_planned=each) for each in (True, False)
+        )
+        return np.where(is_planned, array(planned), array(allocated))
+
+    @property
+    def reported(self) -> Array:
+        """The peak as each row's figure counts it, in its unit."""
+        beside = CONTEXT_BYTES + np.where(self.layout.world > 1, COMMUNICATOR_BYTES, 0.0)
+        kinds = [row["mem_kind"] for row in self.rows]
+        is_allocated = np.array([re.search("torch max|allocated|GB peak", kind) is not None for kind in kinds])
+        is_all = np.array(["nvidia-smi" in kind for kind in kinds])
+        unit = np.array([GB if re.search(r"to GB|converted|^GB|titan", kind) else GIB for kind in kinds])
+        asked = np.where(is_allocated, self.found.bytes, self.found.reserved + np.where(is_all, beside, 0.0))
+        value: Array = asked / unit
+        return value
+
+
+def hold(rows: Sequence[Row]) -> Held:
+    """The footprints of rows that the catalogue knows; where a microbatch is open, the smallest one counts."""
+    known: list[tuple[Row, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
+    for row in rows:
+        try:
+            known.append((row, values(row, readings(row)[0])))
+        except ConfigError:
+            continue
+    parts = list(zip(*(each for _, each in known), strict=True))
+    model, layout, stack, keeping = (stacked(part) for part in parts[:4])
+    return Held(
+        rows=[row for row, _ in known],
+        model=model,
+        layout=layout,
+        found=footprint(model, layout, stack, keeping),
+        memory_bytes=np.stack(parts[4]),
+    )
+
+
+def leanest(row: Row) -> Row:
+    """A row as it holds least where it leaves recomputation open: whoever publishes a run's time made it fit."""
+    is_open = row["recompute"].startswith(("unknown", "recipe"))
+    return {**row, "recompute": "full"} if is_open else row
+
+
+def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping, Array]:
+    """A row as footprints take it, and its chip's memory."""
+    habit = next(each for each in HABITS if re.search(each.words, row["framework"].lower()))
+    software = replace(reading.software, kept_gradient_bytes=habit.kept_gradient_bytes)
+    if "liger" in row["notes"].lower():
+        # Liger's kernels are for norms, rotations and activations too.
+        software = replace(software, has_fused_norms=True, has_fused_kernels=True)
+    drops = array(reading.decoder.dropout > 0 or year_of(row) < habit.drops)
+    # The format changes no rates here, and not every chip has every format.
+    stack = price_of(reading.cluster, replace(software, compute="bf16"))[1]
+    stack = replace(stack, is_eight_bit=array(software.compute in ("fp8", "fp4")))
+    memory = array(number(row, "gpu_mem_gb", reading.cluster.chip.memory_bytes / GIB) * GIB)
+    layout = reading.layout
+    if row["recompute"].startswith("selective") and habit.keeping.selects_products > 0:
+        # Priced as so much of full recomputation; what it keeps is counted product by product.
+        layout = replace(layout, recompute=array(RECOMPUTE.index("selective")), recomputed_layers=array(1))
+    return replace(reading.decoder, dropout=drops), layout, stack, habit.keeping, memory
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Rows that tell their peak memory, and ours in each row's own unit."""
+
+    rows: Sequence[Row]
+    published: Array
+    predicted: Array
+
+    @property
+    def errors(self) -> Array:
+        """Relative."""
+        return np.abs(self.predicted / self.published - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Layouts, whether they were out of memory, and whether we say so."""
+
+    rows: Sequence[Row]
+    published: Array
+    predicted: Array
+
+    def of(self, mask: Array) -> str:
+        """Layouts, those out of memory, wrongly refused, wrongly let through, the share that is right."""
+        told, ours = self.published[mask], self.predicted[mask]
+        counts = f"{len(told):5} {told.sum():5} {(ours & ~told).sum():6} {(~ours & told).sum():7}"
+        return f"{counts}  {(ours == told).mean():.1%}"
+
+    @property
+    def right(self) -> tuple[int, float]:
+        """Layouts of the sources that tell of both kinds, and the share that is right."""
+        both = {row["source"] for row, is_out in zip(self.rows, self.published, strict=True) if is_out}
+        own = np.array([row["source"] in both for row in self.rows], dtype=bool)
+        share = float((self.predicted == self.published)[own].mean()) if own.any() else float("nan")
+        return int(own.sum()), share
+
+
+def peaks_of(rows: Sequence[Row]) -> Peaks:
+    """The peaks of the rows that tell one."""
+    told = [row for row in rows if number(row, "peak_mem_gb")]
+    held = hold(told) if told else None
+    if held is None:
+        return Peaks([], array([]), array([]))
+    return Peaks(held.rows, np.array([number(row, "peak_mem_gb") for row in held.rows]), held.reported)
+
+
+def labels_of(rows: Sequence[Row]) -> Labels:
+    """Whether the layouts fit: those that are told not to, and those that were timed."""
+    told = [leanest(row) for row in rows if row["oom"] == "1" or row["step_time_s"]]
+    held = hold(told) if told else None
+    if held is None:
+        return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
+    return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0)
+
+
+def print_peaks(peaks: Peaks) -> None:
+    """Errors by source, and the rows beyond 15%."""
+    sources = np.array([row["source"] for row in peaks.rows])
+    print(f"\n{'peak memory':26}{'rows':>6}{'median':>9}{'90th':>8}{'bias':>7}")
+    for source in dict.fromkeys(sources):
+        own = sources == source
+        error, bias = peaks.errors[own], np.median((peaks.predicted / peaks.published)[own])
+        print(f"{source:26}{own.sum():6}{np.median(error):9.1%}{np.quantile(error, 0.9):8.1%}{bias:7.2f}")
+    for row, told, ours in zip(peaks.rows, peaks.published, peaks.predicted, strict=True):
+        if abs(ours / told - 1) > 0.15:
+            print(f"  beyond 15%: {row['row_id']:24} published {told:6.1f}, ours {ours:6.1f}")
+
+
+def print_labels(labels: Labels) -> None:
+    """Which layouts fit, by source and, where some did not, by kernel and recomputation."""
+    sources = np.array([row["source"] for row in labels.rows])
+    print(f"\n{'out of memory':44} rows   oom  false  missed  right")
+    for source in dict.fromkeys(sources):
+        print(f"{source:43}{labels.of(sources == source)}")
+    groups = np.array([f"{row['recompute'][:9]}, {row['attn_kernel'][:30]}" for row in labels.rows])
+    mixed = np.isin(sources, sources[labels.published])
+    for group in dict.fromkeys(groups[mixed]):
+        print(f"  {group:41}{labels.of((groups == group) & mixed)}")
+    print()

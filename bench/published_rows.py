@@ -1,0 +1,357 @@
+"""Rows of published tables as the cost model's values: a decoder, a layout, a cluster, a software.
+
+The columns are those of ``tests/data/published/README.md``. What a row leaves open is tried at each plausible value
+(``readings``), and the best one counts, as a careful team would have chosen it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from superstep.cost.decoder import Decoder, array
+from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.software import Attention, Software
+from superstep.errors import DataError
+from superstep.hardware.catalogue import chip
+from superstep.hardware.chip import Rate
+from superstep.hardware.cluster import Cluster
+from superstep.hardware.network import usual_cluster
+
+Row = Mapping[str, str]
+
+DATA = Path(__file__).parent.parent / "tests" / "data" / "published"
+
+_COLUMNS = frozenset(
+    [
+        "row_id",
+        "source",
+        "trust",
+        "kind",
+        "framework",
+        "date",
+        "model",
+        "arch",
+        "n_layers",
+        "hidden",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "seq_len",
+        "gated_mlp",
+        "tied_emb",
+        "n_experts",
+        "top_k",
+        "n_shared_experts",
+        "moe_ffn",
+        "n_dense_layers",
+        "n_gpus",
+        "dp",
+        "tp",
+        "sp",
+        "pp",
+        "vpp",
+        "cp",
+        "ep",
+        "zero_stage",
+        "fsdp_shard",
+        "mbs",
+        "gbs",
+        "num_microbatches",
+        "schedule",
+        "recompute",
+        "precision",
+        "dist_optimizer",
+        "attn_kernel",
+        "comm_overlap",
+        "offload",
+        "gpu",
+        "gpu_mem_gb",
+        "gpus_per_node",
+        "intra_bw_GBps",
+        "inter_bw_Gbps_per_gpu",
+        "step_time_s",
+        "peak_mem_gb",
+        "mem_kind",
+        "oom",
+        "notes",
+        "leak_group",
+    ]
+)
+
+LATENT = (1536.0, 512.0)
+"""Inner widths of latent attention in the published configurations of DeepSeek-V3 and Kimi K2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to read a row."""
+
+    decoder: Decoder
+    layout: Layout
+    cluster: Cluster
+    software: Software
+
+
+def read_rows(path: Path = DATA / "runs.csv") -> list[Row]:
+    """All rows of a table.
+
+    Raises:
+        DataError: there is no such file, or it lacks columns of runs.csv.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    missing = sorted(_COLUMNS - set(rows[0])) if rows else []
+    if missing:
+        raise DataError(
+            f"{path} lacks the columns {', '.join(missing)}; README.md beside runs.csv tells what they hold."
+        )
+    return rows
+
+
+def number(row: Row, column: str, otherwise: float = 0.0) -> float:
+    """A column's number; ``otherwise`` where it is empty or words."""
+    try:
+        return float(row.get(column) or otherwise)
+    except ValueError:
+        return otherwise
+
+
+def year_of(row: Row) -> float:
+    """When the software was in use; the middle of the year where the month is not told."""
+    found = re.match(r"(\d{4})(?:-(\d\d)(?!\d))?", row["date"])
+    if found is None:
+        return 2024.0
+    told = int(found[2] or 0)
+    return int(found[1]) + ((told if 1 <= told <= 12 else 6) - 1) / 12
+
+
+def is_timed(row: Row) -> bool:
+    """Whether a step's seconds and the dims of its model are there."""
+    return bool(row["step_time_s"] and row["hidden"] and row["n_layers"])
+
+
+def is_layer(row: Row) -> bool:
+    """Whether the seconds are those of one layer, forward and backward, without head and update."""
+    return row["kind"] == "layer_fwd_bwd_ms"
+
+
+def readings(row: Row) -> list[Reading]:
+    """Every plausible reading of a row; one where the row leaves nothing open.
+
+    Raises:
+        ConfigError: the catalogue does not know the chip.
+    """
+    cluster, software, decoder = cluster_of(row), software_of(row), decoder_of_row(row)
+    return [
+        Reading(decoder, layout_of(row, microbatch, chunks), cluster, software)
+        for microbatch, chunks in product(_microbatches(row), _chunks(row))
+    ]
+
+
+def decoder_of_row(row: Row) -> Decoder:
+    """The model; classic ones drop activations until 2023, latent attention has the widths of ``LATENT``."""
+    is_classic = row["arch"] in ("gpt", "neox-parallel", "glm-geglu")
+    is_latent = "mla" in row["arch"]
+    heads = number(row, "n_heads", 1)
+    experts = number(row, "n_experts")
+    return Decoder(
+        layers=array(1.0 if is_layer(row) else number(row, "n_layers")),
+        width=array(number(row, "hidden")),
+        heads=array(heads),
+        kv_heads=array(number(row, "n_kv_heads", heads)),
+        head_dim=array(number(row, "head_dim", number(row, "hidden") / heads)),
+        ffn=array(number(row, "ffn")),
+        vocab=array(0.0 if is_layer(row) else number(row, "vocab")),
+        gated=array(number(row, "gated_mlp", 1.0) if row["gated_mlp"] != "0" else 0.0),
+        tied=array(number(row, "tied_emb")),
+        biases=array(is_classic),
+        dropout=array(is_classic and year_of(row) < 2023),
+        experts=array(experts),
+        experts_per_token=array(number(row, "top_k")),
+        shared_ffn=array(number(row, "n_shared_experts") * number(row, "moe_ffn")),
+        expert_ffn=array(number(row, "moe_ffn")),
+        dense_layers=array(number(row, "n_dense_layers") if experts else 0.0),
+        sequence_tokens=array(number(row, "seq_len")),
+        query_rank=array(LATENT[0] if is_latent else 0.0),
+        key_rank=array(LATENT[1] if is_latent else 0.0),
+        frozen=array(row["kind"] == "lora_step"),
+    )
+
+
+def degrees(row: Row) -> tuple[float, float, float, float]:
+    """dp, tp, pp, cp."""
+    tp, pp, cp = (max(number(row, axis, 1.0), 1.0) for axis in ("tp", "pp", "cp"))
+    return number(row, "dp", max(number(row, "n_gpus", 1.0) / (tp * pp * cp), 1.0)), tp, pp, cp
+
+
+def layout_of(row: Row, microbatch: float, chunks: float) -> Layout:
+    """The plan, with what the row may leave open given."""
+    dp, tp, pp, cp = degrees(row)
+    zero = number(row, "zero_stage", 1.0 if row["dist_optimizer"] == "1" else 0.0)
+    code, share = _recompute(row)
+    return Layout(
+        dp=array(dp),
+        tp=array(tp),
+        pp=array(pp),
+        cp=array(cp),
+        ep=array(number(row, "ep", 1.0)),
+        shards=array(number(row, "fsdp_shard", dp * cp if zero else 1.0)),
+        zero=array(zero),
+        sequence_parallel=array(row["sp"] == "1" and tp > 1),
+        chunks=array(chunks),
+        schedule=array(_schedule(row, chunks)),
+        microbatch=array(microbatch),
+        microbatches=array(_count(row, microbatch, dp)),
+        recompute=array(RECOMPUTE.index(code)),
+        recomputed_layers=array(share),
+        offload=array("offload" in row["offload"].lower()),
+    )
+
+
+def _count(row: Row, microbatch: float, dp: float) -> float:
+    if number(row, "mbs") and number(row, "num_microbatches"):
+        return number(row, "num_microbatches")
+    return max(number(row, "gbs", 1.0) / (microbatch * dp), 1.0)
+
+
+def _microbatches(row: Row) -> list[float]:
+    told = number(row, "mbs")
+    if told:
+        return [told]
+    each = number(row, "gbs", 1.0) / degrees(row)[0]
+    return [size for size in (1.0, 2.0, 4.0, 8.0) if each % size == 0] or [1.0]
+
+
+def _chunks(row: Row) -> list[float]:
+    told, pp = number(row, "vpp"), degrees(row)[2]
+    is_interleaved = "interleaved" in row["schedule"] and "non-interleaved" not in row["schedule"]
+    if told or not is_interleaved or pp == 1:
+        return [told or 1.0]
+    layers = math.ceil(number(row, "n_layers") / pp)
+    return [float(chunks) for chunks in range(2, min(layers, 6) + 1) if layers % chunks == 0] or [1.0]
+
+
+def _schedule(row: Row, chunks: float) -> int:
+    named = row["schedule"]
+    if "zb" in named:
+        return SCHEDULES.index("zb-2p" if "2p" in named else "zb-v" if "zb-v" in named or "zbv" in named else "zb-h1")
+    return SCHEDULES.index("interleaved" if chunks > 1 else "gpipe" if "gpipe" in named else "1f1b")
+
+
+def _recompute(row: Row) -> tuple[str, float]:
+    told = row["recompute"]
+    if counted := re.search(r"of (\d+) layers", told):
+        return "full", int(counted[1]) / number(row, "n_layers", 1.0)
+    if told.startswith("full"):
+        return "full", 1.0
+    if told.endswith("offloaded"):
+        # All but one projection is computed again.
+        return "full", 0.75
+    if not told.startswith("selective") or "0 layers" in told:
+        return "none", 1.0
+    # torchtitan's default keeps every other product; elsewhere the word is Korthikanti's: attention alone.
+    return ("full", 0.4) if "titan" in row["framework"].lower() else ("selective", 1.0)
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The chips, with the links that the row tells in the place of the usual ones."""
+    found = chip(row["gpu"])
+    usual = usual_cluster(found, max(int(number(row, "n_gpus", 1)), 1))
+    return replace(
+        usual,
+        domain=found.domain if found.domain > 8 else int(number(row, "gpus_per_node", found.domain)),
+        link_bytes_per_s=number(row, "intra_bw_GBps", usual.link_bytes_per_s / 1e9) * 1e9,
+        network_bytes_per_s=number(row, "inter_bw_Gbps_per_gpu", usual.network_bytes_per_s * 8e-9) / 8 * 1e9,
+    )
+
+
+_SOFTWARE: tuple[tuple[str, float, Software], ...] = (
+    # XLA fuses what is between products, and moves parameters and activations beside compute.
+    ("maxtext|jax|xla|pax|t5x", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_tensor=True)),
+    ("compile|titan", 0, Software(gradient_bytes=2, bucket_bytes=1e12)),
+    # Megatron Core's distributed optimizer: buckets grow with the ranks; overlap is an option.
+    ("nemo|core|bridge|primus", 0, Software(overlaps_data=False)),
+    ("megatron-deepspeed|neox", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_data=False)),
+    ("megatron", 2021.25, Software(bucket_bytes=1e12, overlaps_data=False)),
+    ("megatron", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_data=False)),
+    ("internevo", 0, Software(gradient_bytes=2, bucket_bytes=25e6, overlaps_data=False)),
+    ("oneflow", 0, Software(gradient_bytes=2, bucket_bytes=25e6)),
+    ("foundry|composer|mosaic", 0, Software(has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12)),
+    (
+        "transformers|fsdp2|deepspeed",
+        0,
+        Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12),
+    ),
+    ("fsdp", 0, Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12)),
+    (
+        "",
+        0,
+        Software(
+            has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=25e6, overlaps_data=False
+        ),
+    ),
+)
+"""Words of a framework's name, from which year on, and what it documents of itself; the first that fits."""
+
+
+def software_of(row: Row) -> Software:
+    """What the framework is known to do, with what the row says of its own."""
+    name, year = row["framework"].lower(), year_of(row)
+    known = next(found for words, since, found in _SOFTWARE if re.search(words, name) and year >= since)
+    says_overlap = "overlap on" in row["comm_overlap"].lower()
+    is_grown = known.bucket_bytes == Software().bucket_bytes
+    return replace(
+        known,
+        compute=_format(row),
+        attention=_attention(row),
+        has_fused_norms=known.has_fused_norms or "rms" in row["attn_kernel"].lower(),
+        has_fused_loss="liger" in row["notes"].lower() or "fused ce" in row["notes"].lower(),
+        bucket_bytes=max(known.bucket_bytes, 2e6 * degrees(row)[0]) if is_grown else known.bucket_bytes,
+        overlaps_data=known.overlaps_data or says_overlap,
+        overlaps_tensor=known.overlaps_tensor or says_overlap,
+        sends_once=year >= 2025.5,
+    )
+
+
+def _format(row: Row) -> Rate:
+    told = row["precision"].lower()
+    if "bf16/fp8" in told:
+        return "bf16"
+    if "16" not in told and re.search(r"fp32|tf32|float32", told):
+        return "tf32" if "tf32" in told else "fp32"
+    return "fp4" if "fp4" in told else "fp8" if re.search(r"fp8|float8", told) else "bf16"
+
+
+def _attention(row: Row) -> Attention:
+    told, year = row["attn_kernel"].lower(), year_of(row)
+    if told in ("torch", "eager"):
+        return "eager"
+    if "unfused" in told or told == "fused":
+        return "fused-softmax"
+    for words, kernel in _KERNELS:
+        if re.search(words, told):
+            return kernel
+    if row["gpu"].startswith("TPU"):
+        return "flash-2"
+    # Megatron-LM keeps the scores unless it is told otherwise; its successors take cuDNN's kernel.
+    if year < 2022.5 or ("megatron-lm" in row["framework"].lower() and year < 2024):
+        return "fused-softmax"
+    return "flash-2" if year < 2024 else "flash-3"
+
+
+_KERNELS: Sequence[tuple[str, Attention]] = (
+    (r"fa-?3|fa-?4|attention-?3|cudnn", "flash-3"),
+    (r"triton|v1(?!.*v2)|attention 1", "flash-1"),
+    (r"attention|fa-?2|sdpa|flash|splash", "flash-2"),
+)

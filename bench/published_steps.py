@@ -1,0 +1,75 @@
+"""Steps: published rows priced together, all readings of all rows in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.published_rows import Reading, Row, is_layer, readings
+from superstep.cost.decoder import Array
+from superstep.cost.efficiency import Efficiency
+from superstep.cost.estimate import Estimate, estimate
+from superstep.cost.software import price_of, stacked
+from superstep.errors import ConfigError
+
+
+class Steps:
+    """Rows that can be priced, and their readings.
+
+    Attributes:
+        rows: those that can.
+        left_out: those that cannot, each with the reason.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows: list[Row] = []
+        self.left_out: list[tuple[Row, str]] = []
+        self._readings: list[Reading] = []
+        owner: list[int] = []
+        for row in rows:
+            try:
+                found = readings(row)
+            except ConfigError as error:
+                self.left_out.append((row, str(error)))
+                continue
+            owner += [len(self.rows)] * len(found)
+            self.rows.append(row)
+            self._readings += found
+        self._owner = np.array(owner, dtype=int)
+        if not owner:
+            return
+        self._is_layer = np.array([is_layer(self.rows[place]) for place in owner])
+        self._decoders = stacked([each.decoder for each in self._readings])
+        self._layouts = stacked([each.layout for each in self._readings])
+
+    def estimates(self, efficiency: Efficiency) -> Estimate:
+        """Every reading's step."""
+        priced = {}
+        for each in self._readings:
+            key = (each.cluster, each.software)
+            if key not in priced:
+                priced[key] = price_of(each.cluster, each.software, efficiency)
+        pairs = [priced[each.cluster, each.software] for each in self._readings]
+        rates, stack = stacked([pair[0] for pair in pairs]), stacked([pair[1] for pair in pairs])
+        return estimate(self._decoders, self._layouts, rates, stack)
+
+    def seconds(self, efficiency: Efficiency) -> Array:
+        """Each row's step at its best reading."""
+        each = self._readings_s(efficiency)
+        best = np.full(len(self.rows), np.inf)
+        np.minimum.at(best, self._owner, each)
+        return best
+
+    def _readings_s(self, efficiency: Efficiency) -> Array:
+        if not self.rows:
+            return np.zeros(0)
+        found = self.estimates(efficiency)
+        return found.step_s - np.where(self._is_layer, found.optimizer_s + found.data_s, 0.0)
+
+    def span(self, efficiency: Efficiency) -> tuple[Array, Array]:
+        """The fastest and the slowest reading of each row."""
+        each = self._readings_s(efficiency)
+        slowest = np.zeros(len(self.rows))
+        np.maximum.at(slowest, self._owner, each)
+        return self.seconds(efficiency), slowest

@@ -1,0 +1,109 @@
+"""Stragglers: how much longer a step takes when chips are not all alike, by sampling.
+
+Chips that move in lockstep (tensor and context parallelism) wait for the slowest of them at every operation; copies of
+a pipeline (data parallelism) wait for the slowest at the end of the step. The ranks of a group are alike, so the
+slowest of n is drawn at once: where u is uniform, u^(1/n) has the distribution of the largest of n. A hundred thousand
+chips cost no more than one pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from superstep.cost.simulate import Durations, simulate
+from superstep.errors import ConfigError
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Program,
+    Recompute,
+    Step,
+)
+
+NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter:
+    """How chips differ.
+
+    Attributes:
+        spread: of an operation's seconds from one time to the next: the standard deviation of their logarithm.
+        slow_share: chips that are slow for good; MegaScale found some hosts 10% slower (Jiang 2024, sec. 6.3).
+        slow_by: by how much: 0.1 takes a tenth longer.
+    """
+
+    spread: float = 0.02
+    slow_share: float = 0.0
+    slow_by: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no spread or share."""
+        for name, most in (("spread", 1.0), ("slow_share", 1.0), ("slow_by", 10.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be between 0 and {most:g}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Straggled:
+    """A step's seconds over samples.
+
+    Attributes:
+        clean_s: without jitter.
+        mean_s, late_s: the mean, and what one step in twenty exceeds.
+    """
+
+    clean_s: float
+    mean_s: float
+    late_s: float
+
+
+def straggle(
+    program: Program,
+    durations: Durations,
+    jitter: Jitter,
+    *,
+    lockstep: int,
+    copies: int,
+    samples: int = 16,
+    seed: int = 0,
+) -> Straggled:
+    """The step of ``copies`` pipelines, each rank of which is ``lockstep`` chips."""
+    clean_s = simulate(program, durations).step_s
+    rng = np.random.default_rng(seed)
+    each = np.array([_pipeline_s(program, durations, jitter, lockstep, copies, rng) for _ in range(samples)])
+    late = np.array([_slowest(float(u), copies) for u in rng.random(samples)])
+    steps = np.maximum(each.mean() + each.std() * late, clean_s)
+    return Straggled(clean_s, float(steps.mean()), float(np.quantile(steps, 0.95)))
+
+
+def _slowest(u: float, count: int) -> float:
+    """The largest of ``count`` standard normal numbers, from one uniform number."""
+    return NORMAL.inv_cdf(min(max(u ** (1 / count), 1e-12), 1 - 1e-12))
+
+
+def _pipeline_s(
+    program: Program, durations: Durations, jitter: Jitter, lockstep: int, copies: int, rng: np.random.Generator
+) -> float:
+    """The step of the copy with the most slow ranks, each operation as slow as the slowest of its chips."""
+    slow_rank = 1 - (1 - jitter.slow_share) ** lockstep
+    slow = max((rng.random((copies, program.pp)) < slow_rank).tolist(), key=sum)
+    factors = [1 + jitter.slow_by * is_slow for is_slow in slow]
+
+    def noisy(instruction: Instruction, rank: int, /) -> float:
+        seconds = durations(instruction, rank)
+        match instruction:
+            case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute() | Step():
+                noise = float(np.exp(jitter.spread * _slowest(rng.random(), lockstep))) if jitter.spread else 1.0
+                return float(seconds * factors[rank] * noise)
+            case _:
+                return seconds
+
+    step_s: float = simulate(program, noisy).step_s
+    return step_s
