@@ -18,7 +18,8 @@ from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
 from superstep.runtime.device import Device
 from superstep.runtime.layout import lay_out
-from superstep.runtime.measure import measure
+from superstep.runtime.measure_here import measure
+from superstep.runtime.rehearsal import operations_of
 
 EVER = float("inf")
 LAPTOP = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
@@ -189,7 +190,8 @@ def test_a_fused_head_computes_its_gradient_in_the_forward():
 
 def test_a_machine_is_measured_and_the_threads_are_left_as_they_were():
     threads = torch.get_num_threads()
-    machine = measure(run_of(dp=2), Device("cpu"))
+    run = run_of(dp=2)
+    machine = measure(run, Device("cpu"), operations_of(run, units(run.shape)))
     assert torch.get_num_threads() == threads
     assert machine.gemm_flops_per_s > 1e8
     assert machine.memory_bytes_per_s > 1e8

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import prove, sample, scaling, view
+from superstep.cli import measure, prove, sample, scaling, view
 from superstep.cli.main import VERBS, main
 from superstep.cli.options import DEMO
 from superstep.cost.predict import Machine, predict
@@ -129,7 +129,7 @@ def place(tmp_path, monkeypatch):
     counts = [[1] * moe.shape.moe.experts] * moe.shape.layers
     report = {"event": "router", "step": 10, "steps": 10, "chosen": counts, "dropped": counts}
     (tmp_path / "runs" / "moe" / "metrics.jsonl").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    monkeypatch.setattr(view, "measure", lambda run, device: MACHINE)
+    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -152,6 +152,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(rundir, "choose", begin)
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(sample, "text", begin)
+    monkeypatch.setattr(measure, "launch", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
 
     def called(argv):

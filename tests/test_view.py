@@ -21,6 +21,7 @@ from superstep.plan.toml import write_config
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send
 from superstep.program.text import read_program, write_program
+from superstep.train.model import operations
 
 MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
 CONFIG = RunConfig(
@@ -30,7 +31,7 @@ CONFIG = RunConfig(
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
-    monkeypatch.setattr(view, "measure", lambda run, device: MACHINE)
+    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -55,7 +56,7 @@ def traced(timeline, *, start_s=1000.0, slower=1.0):
 def run_folder(tmp_path):
     """A run whose recorded step took twice the predicted seconds."""
     run = resolve(CONFIG)
-    timeline = predict(run, MACHINE).timeline
+    timeline = predict(run, MACHINE, operations(run)).timeline
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.toml").write_text(write_config(run.config), encoding="utf-8")
@@ -77,7 +78,8 @@ def test_without_a_file_the_demo_is_drawn(capsys):
 def test_a_file_is_resolved_compiled_and_simulated(toml, capsys):
     assert main(["view", str(toml), "--text", "--width", "90"]) == 0
     out = capsys.readouterr().out
-    prediction = predict(resolve(CONFIG), MACHINE)
+    run = resolve(CONFIG)
+    prediction = predict(run, MACHINE, operations(run))
     assert f"step {prediction.step_s * 1e3:.4g} ms" in out
     rows = [line for line in out.splitlines() if "│" in line]
     assert [row[:9] for row in rows] == [" rank 0 │", " rank 1 │"]
@@ -103,7 +105,8 @@ def test_a_run_shows_its_step_and_the_predicted_one_on_one_scale(run_folder, cap
     out = capsys.readouterr().out
     ran, predicted = out.split("predicted for this machine")
     assert f"step 20 of {run_folder}, as it ran" in ran
-    step_ms = predict(resolve(CONFIG), MACHINE).step_s * 1e3
+    run = resolve(CONFIG)
+    step_ms = predict(run, MACHINE, operations(run)).step_s * 1e3
     assert f"step {2 * step_ms:.4g} ms" in ran
     assert f"step {step_ms:.4g} ms" in predicted
     widest = [max(len(line) for line in text.splitlines() if "│" in line) for text in (ran, predicted)]

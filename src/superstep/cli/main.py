@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from superstep.cli import plan, prove, sample, scaling, train, view
+from superstep.cli import measure, plan, prove, sample, scaling, train, view
 from superstep.errors import SuperstepError, UserError, did_you_mean
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -16,6 +16,7 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (plan.main, "rank every layout of a model on a cluster: step time, memory, days, price"),
     "prove": (prove.main, "compare a layout with a one-process reference, tensor by tensor"),
     "view": (view.main, "show a step as a timeline, from a run.toml or as a run recorded it"),
+    "measure": (measure.main, "measure this machine, and write what was found as a cluster file"),
     "scaling": (scaling.main, "fit laws of the loss to your runs; the best model for a budget"),
     "sample": (sample.main, "write text with a trained run"),
 }

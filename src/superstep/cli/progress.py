@@ -149,7 +149,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             parts = [f"saved {event.path}", bytes_text(event.bytes), f"took {seconds_text(event.seconds)}"]
         case RunFinished():
             tokens = count_text(event.tokens_seen)
-            return [f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"]
+            said = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
+            return [said, *_compared(progress)]
     return ["  ".join([_place(event.step, progress), *parts])]
 
 
@@ -302,8 +303,25 @@ def _notes(progress: Progress) -> list[str]:
         predicted.append(f"{seconds_text(run.predicted_step_s)} a step")
     if run and run.predicted_memory_bytes is not None:
         predicted.append(f"{bytes_text(run.predicted_memory_bytes)} on the fullest rank")
-    notes = [f"predicted: {', '.join(predicted)}"] if predicted else []
+    notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
     return [*notes, f"MFU: {progress.mfu_convention}"]
+
+
+def _compared(progress: Progress) -> list[str]:
+    """What was predicted beside what was measured, once a run is over."""
+    run, done = progress.started, progress.finished
+    if run is None or done is None:
+        return []
+    parts = []
+    if run.predicted_step_s is not None and done.step_s is not None:
+        share = done.step_s / run.predicted_step_s - 1
+        parts.append(f"{seconds_text(run.predicted_step_s)} a step, took {seconds_text(done.step_s)} ({share:+.0%})")
+    if run.predicted_memory_bytes is not None and done.peak_bytes is not None:
+        parts.append(
+            f"{bytes_text(run.predicted_memory_bytes)} on the fullest rank, its process grew by "
+            f"{bytes_text(done.peak_bytes)}"
+        )
+    return [f"predicted: {'; '.join(parts)}"] if parts else []
 
 
 def _beside_validation(progress: Progress) -> list[str]:

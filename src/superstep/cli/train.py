@@ -12,9 +12,12 @@ from pathlib import Path
 from superstep.cli import prove, sample
 from superstep.cli.describe import plan_text
 from superstep.cli.display import open_display, restore
+from superstep.cli.fit import require_fit
 from superstep.cli.options import DEMO, flags, parse
 from superstep.cost.devices import peak_flops
-from superstep.cost.predict import Machine, predict
+from superstep.cost.machine import Measured
+from superstep.cost.operation import UnitOperations
+from superstep.cost.predict import predict
 from superstep.cost.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
 from superstep.errors import Fault
@@ -24,13 +27,14 @@ from superstep.observe.tensorboard import TensorBoard
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
+from superstep.runtime.device import pick
 from superstep.runtime.launch import World, join, launch
-from superstep.runtime.measure import measure
+from superstep.runtime.measure_here import measure_here
 from superstep.state.checkpoint import Position, read_position
 from superstep.train import rundir
 from superstep.train.loop import train
-from superstep.train.model import resolved, vocab_of
-from superstep.train.session import RunFolder, Session
+from superstep.train.model import flops_per_token, operations, resolved, vocab_of
+from superstep.train.session import Rate, RunFolder, Session
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
 
@@ -43,6 +47,9 @@ class Job:
     folder: RunFolder
     corpus: Path
     checkpoint: Path | None
+    operations: tuple[UnitOperations, ...] | None
+    """What the units do; None where it cannot be told before they run."""
+    flops_per_token: float | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,13 +104,23 @@ def _prepared(run: Resolved) -> Iterator[Job | None]:
     nothing left to do.
     """
     run, folder, checkpoint = rundir.choose(run)
+    seen = operations(run)
+    # torchrun says how many of its ranks are on this host.
+    require_fit(run, pick(0), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
     with rundir.hold(folder):
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:
             _say(f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.")
             yield None
         else:
-            yield Job(run=run, folder=folder, corpus=_tokens(run, folder, checkpoint), checkpoint=checkpoint)
+            yield Job(
+                run=run,
+                folder=folder,
+                corpus=_tokens(run, folder, checkpoint),
+                checkpoint=checkpoint,
+                operations=seen,
+                flops_per_token=flops_per_token(run, seen),
+            )
 
 
 def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
@@ -134,10 +151,10 @@ def _rank(world: World, job: Job | None) -> None:
 
 
 def _train(world: World, job: Job) -> None:
-    # The steps of a model of the user's own are not predicted.
-    machine = None if job.run.decoder is None else measure(job.run, world.device)
+    machine = None if job.operations is None else measure_here(job.run, job.operations, world)
     peak = _peak_flops(job.run, world, machine)
-    session = Session(world, job.run, job.folder, job.corpus, peak)
+    rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
+    session = Session(world, job.run, job.folder, job.corpus, rate)
     position = Position() if job.checkpoint is None else session.load(job.checkpoint)
     with ExitStack() as stack:
         sink: Sink = Fanout(())
@@ -155,7 +172,7 @@ def _train(world: World, job: Job) -> None:
     session.close()
 
 
-def _peak_flops(run: Resolved, world: World, machine: Machine | None) -> float | None:
+def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
     """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
     if run.config.observe.peak_flops is not None:
         return run.config.observe.peak_flops
@@ -177,8 +194,8 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     return fanout
 
 
-def _started(job: Job, world: World, manifest: Manifest, machine: Machine | None) -> RunStarted:
-    prediction = None if machine is None else predict(job.run, machine)
+def _started(job: Job, world: World, manifest: Manifest, machine: Measured | None) -> RunStarted:
+    prediction = None if machine is None else predict(job.run, machine, job.operations)
     return RunStarted(
         run=str(job.folder.root),
         plan=plan_text(job.run),

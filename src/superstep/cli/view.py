@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from superstep.cli.figures import bytes_text
+from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.options import DEMO, flags
-from superstep.cost.predict import Machine, Prediction, predict
+from superstep.cost.machine import Prices
+from superstep.cost.predict import Prediction, predict
 from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.jsonl import read
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
@@ -26,8 +27,8 @@ from superstep.program.instructions import Program
 from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
-from superstep.runtime.measure import measure
-from superstep.train.model import resolved
+from superstep.runtime.measure_here import measure
+from superstep.train.model import operations, resolved
 from superstep.train.session import RunFolder
 
 DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a run as it ran; of neither, the demo's."
@@ -112,8 +113,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _predicted(run: Resolved, picture: Picture) -> str:
-    machine = measure(run, pick(0))
-    prediction = predict(run, machine)
+    seen = operations(run)
+    if seen is None:
+        raise ConfigError(
+            f"model.source = '{run.config.model.source}': what its units do depends on data, so that their steps are "
+            "not predicted; view --program lists the instructions."
+        )
+    machine = measure(run, pick(0), seen)
+    prediction = predict(run, machine, seen)
     return f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
 
 
@@ -127,13 +134,16 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
         )
     ran = load_trace(folder.trace, program)
     run = resolved(read_config(folder.config))
-    if run.decoder is None:  # the steps of other models are not predicted
+    seen = operations(run)
+    if seen is None:  # the steps of such models are not predicted
         return f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}"
-    machine = measure(run, pick(0))
-    prediction = predict(run, machine)
+    machine = measure(run, pick(0), seen)
+    prediction = predict(run, machine, seen)
     longest_s = max(ran.timeline.step_s, prediction.step_s)
+    took_s, predicted_s = ran.timeline.step_s, prediction.step_s
     return (
-        f"step {ran.step} of {folder.root}, as it ran\n\n"
+        f"step {ran.step} of {folder.root}, as it ran: {seconds_text(took_s)}, "
+        f"predicted {seconds_text(predicted_s)}\n\n"
         f"{_draw(ran.timeline, picture, longest_s)}\n"
         f"{_title(prediction, machine)}\n\n"
         f"{_draw(prediction.timeline, picture, longest_s)}"
@@ -179,7 +189,7 @@ def _program(folder: RunFolder) -> Program:
         raise StateError(f"{folder.program} cannot be read ({error}); resuming the run writes it anew.") from error
 
 
-def _title(prediction: Prediction, machine: Machine) -> str:
+def _title(prediction: Prediction, machine: Prices) -> str:
     full = max(prediction.memory, key=lambda rank: rank.bytes)
     return (
         "predicted for this machine: "

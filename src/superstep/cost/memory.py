@@ -107,10 +107,10 @@ class RankBytes:
         return self.params + self.gradients + self.optimizer + self.peak.bytes
 
 
-def rank_bytes(run: Resolved, program: Program) -> tuple[RankBytes, ...]:
-    """Each pipeline rank's memory for the step ``program``."""
+def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:
+    """Each pipeline rank's memory for the step ``program``; without ``sizes``, as the formulas have them."""
     owned = rank_parameters(run)
-    peaks = high_water(program, unit_bytes(run))
+    peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
     return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
 
 

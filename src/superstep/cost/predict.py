@@ -1,70 +1,49 @@
 """predict: what a step of a plan would take on a machine, in seconds and bytes.
 
-A unit takes its products at the machine's rate for products, its other operations at the speed of memory, and its
-tensor-parallel collectives one after the other:
+A unit takes what its operations take, one after the other: products and attention at the machine's rates for their
+shapes, passes over memory, collectives. What the operations are is read off the unit's own modules
+(``runtime.rehearsal``), or where there is no torch, from formulas (``cost.formulas``). Beside the units there are, in
+fp32:
 
-    seconds = operations / gemm_flops_per_s + bytes / memory_bytes_per_s + collectives
+    Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
+    gradient buffer    written once where it comes and goes (ZeRO 2 and 3), at the start of the step else
+    Settle             3 passes over the shard
+    Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
 
-    bytes over memory: passes (a read or a write of a whole tensor) in eager mode; the backward pass takes twice these
-      norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2
-      cross entropy 5, over fp32 logits
-    and once each, in fp32
-      gradient of a matrix, added into its buffer 2; a reduced gradient, settled into its shard 3
-      AdamW 7 (28 bytes a parameter), the gradient's norm before it 1
-
-    collectives of b bytes over n ranks, by a ring or by direct exchange (Thakur 2005, sec. 4)
-      gather, reduce-scatter    b · (n - 1) / n / link_bytes_per_s + link_latency_s
-      all-reduce                both of these
-      send                      b / link_bytes_per_s + link_latency_s
-
-One link serves all: ranks do not slow each other down here. What operations take beyond this, to be launched and to
-find fresh memory, is not in it, so small models take longer: a step of "bench" took 1.3 times the predicted seconds,
-one of "demo" 2.0 times (one rank, fp32, CPU time of one Xeon core, torch 2.13).
+Where ranks are processes of a host, what a forward pass keeps lies in memory that the system first has to find. Ranks
+share the host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks,
+sending included, over the cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from superstep.cost.formulas import decoder_operations
+from superstep.cost.machine import Machine, Prices, seconds
 from superstep.cost.memory import (
     ELEMENT_BYTES,
     FP32,
     RankBytes,
     buffer_numel,
-    has_fused_loss,
+    family_numel,
     rank_bytes,
     share_numel,
     zero_stage,
 )
+from superstep.cost.operation import Axis, UnitOperations
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.work import UnitParameters, local_dims, rank_flops, rank_parameters
+from superstep.cost.work import UnitParameters, rank_parameters
+from superstep.hardware.cluster import Collective
+from superstep.plan.mesh import Family
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Program
+from superstep.program.instructions import Program, Recv
+from superstep.program.memory import UnitBytes
 from superstep.program.timeline import Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What one rank's device does in a second, and the link between two of them."""
-
-    gemm_flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    link_latency_s: float
-
-    def gather_s(self, size: float, ranks: int) -> float:
-        """Seconds to gather ``size`` bytes from parts, or to reduce them to parts."""
-        return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / self.link_bytes_per_s + self.link_latency_s
-
-    def all_reduce_s(self, size: float, ranks: int) -> float:
-        """Seconds to sum ``size`` bytes that every rank has."""
-        return 2 * self.gather_s(size, ranks)
-
-    def send_s(self, size: float) -> float:
-        """Seconds to send ``size`` bytes to one rank."""
-        return size / self.link_bytes_per_s + self.link_latency_s
+__all__ = ["Machine", "Prediction", "durations", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,118 +80,151 @@ class Prediction:
         return max(rank.bytes for rank in self.memory)
 
 
-def predict(run: Resolved, machine: Machine) -> Prediction:
-    """The training step of a run on a machine."""
+def predict(run: Resolved, machine: Prices, operations: Sequence[UnitOperations] | None = None) -> Prediction:
+    """The training step of a run on a machine.
+
+    Args:
+        run: what would be trained.
+        machine: what operations take.
+        operations: of each unit as its own modules do them; None means those of the formulas.
+
+    Raises:
+        ConfigError: the model is the user's own, and no operations are given.
+    """
     program = compile_step(run.plan)
-    timeline = simulate(program, durations(run, program, machine))
-    return Prediction(timeline, rank_bytes(run, program))
+    took = durations(run, program, machine, operations)
+    timeline = simulate(program, took)
+    if machine.shared_cores is not None:
+        slower = _crowding(timeline, run.plan.mesh.world, machine.shared_cores)
+        timeline = simulate(program, lambda i, rank: slower * took(i, rank)) if slower > 1 else timeline
+    return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)))
 
 
-def durations(run: Resolved, program: Program, machine: Machine) -> PerUnit:
-    """Seconds of each instruction of the run's step."""
-    owned = rank_parameters(run)
-    held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
-    return PerUnit(
-        units=tuple(_seconds(run, program, machine, unit) for unit in range(len(owned))),
-        reduce_partial_s=max(machine.all_reduce_s(FP32 * _partial(run, units), run.plan.mesh.tp) for units in held),
-        # Every rank waits for the fullest one.
-        step_s=max(8 * FP32 * sum(share_numel(run, unit) for unit in units) for units in held)
-        / machine.memory_bytes_per_s,
+def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tuple[UnitBytes, ...] | None:
+    """What units bring and drop, of a model of the user's own: as its operations were seen to keep it."""
+    if run.decoder is not None or operations is None:
+        return None
+    e = ELEMENT_BYTES[run.config.numerics.compute]
+    return tuple(
+        UnitBytes(
+            params=e * buffer_numel(run, unit),
+            gradient=FP32 * buffer_numel(run, unit),
+            kept_all=seen.kept_bytes,
+            kept_selective=seen.kept_bytes,
+            kept_input=seen.input_bytes,
+            product_inputs=seen.between_bytes,
+            product_gradients=0,
+            boundary=seen.input_bytes,
+        )
+        for unit, seen in zip(rank_parameters(run), operations, strict=True)
     )
 
 
-def _partial(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that is
-    whole.
+def _crowding(timeline: Timeline, world: int, cores: int) -> float:
+    """By how much the step is longer because ranks share cores: all their work over all cores, if that is more."""
+    work_s = sum(e.end_s - e.start_s for e in timeline.events if not isinstance(e.instruction, Recv))
+    alike = world / timeline.program.pp
+    return max(1.0, work_s * alike / cores / timeline.step_s) if timeline.step_s else 1.0
+
+
+def durations(
+    run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
+) -> PerUnit:
+    """Seconds of each instruction of the run's step; raises as ``predict`` does."""
+    owned = rank_parameters(run)
+    held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
+    seen = decoder_operations(run) if operations is None else operations
+    return PerUnit(
+        units=tuple(_seconds(run, program, machine, unit, seen[unit]) for unit in range(len(owned))),
+        reduce_partial_s=max(
+            machine.collective_s("all-reduce", FP32 * partial_elements(run, units), run.plan.mesh.tp) for units in held
+        ),
+        # Every rank waits for the fullest one.
+        step_s=max(_step_s(run, machine, units) for units in held),
+    )
+
+
+def _step_s(run: Resolved, machine: Prices, units: Sequence[UnitParameters]) -> float:
+    shares = [FP32 * share_numel(run, unit) for unit in units]
+    update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
+    if zero_stage(run) == 0 and run.config.numerics.compute != "fp32":
+        update_s += machine.pass_s("copy", 1.5 * sum(shares))
+    cleared = shares if zero_stage(run) >= 2 else [FP32 * buffer_numel(run, unit) for unit in units]
+    return update_s + sum(machine.pass_s("write", size) for size in cleared)
+
+
+def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
+    """Elements on a rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that
+    is whole.
     """
     if run.plan.sequence_parallel:
         return sum(unit.vectors + unit.whole for unit in units)
-    if run.plan.rules.cut("heads") is None:
+    if run.plan.rules.cut("heads") is None or run.decoder is None:
         return 0
-    # Beside its norms of heads a block has two of the width, the head one.
-    return sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
+    # Beside its norms of heads a block has two of the width, the head one. Routers and shared experts see their rank's
+    # tokens.
+    seen_in_part = sum(unit.whole for unit in units) if run.shape.moe else 0
+    return seen_in_part + sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One way through a unit.
+def _ranks(run: Resolved) -> Callable[[Axis], int]:
+    mesh = run.plan.mesh
+    known: dict[Axis, int] = {
+        "cp": mesh.cp,
+        "tp": mesh.tp,
+        "ep": mesh.ep,
+        "sequence": mesh.cp * mesh.tp,
+        "world": mesh.world,
+    }
+    return known.__getitem__
 
-    Attributes:
-        flops: of its products.
-        moved: bytes over memory of everything else.
-        gathers: of the residual stream over tp; an all-reduce is two.
+
+def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperations) -> tuple[float, float]:
+    """What the pages take that a forward pass is the first to touch, and a recomputation.
+
+    A host gives memory back once a backward pass has left it, so every forward finds its pages anew: those of what it
+    keeps, and at the top, in the last unit, of all that it holds at once.
     """
+    if machine.shared_cores is None:
+        return 0.0, 0.0
+    is_last = unit == len(run.plan.units) - 1
+    kept_s = machine.pass_s("new", max(seen.kept_bytes - seen.input_bytes, seen.peak_bytes if is_last else 0))
+    if run.plan.recompute == "full" and run.plan.recomputed[unit]:
+        return machine.pass_s("new", seen.input_bytes), kept_s
+    return kept_s, 0.0
 
-    flops: float
-    moved: float
-    gathers: int
 
+def _seconds(run: Resolved, program: Program, machine: Prices, unit: int, seen: UnitOperations) -> UnitSeconds:
+    mesh, e = run.plan.mesh, ELEMENT_BYTES[run.config.numerics.compute]
+    owned, ranks = rank_parameters(run)[unit], _ranks(run)
 
-def _seconds(run: Resolved, program: Program, machine: Machine, unit: int) -> UnitSeconds:
-    d, e, mesh = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.mesh
-    owned = rank_parameters(run)[unit]
-    share, gradient = share_numel(run, owned), FP32 * buffer_numel(run, owned)
-    forward, backward, weight = _passes(run, unit)
+    def over_families(take: Callable[[Family, int], float]) -> float:
+        return sum(take(family, family_numel(run, owned, family)) for family in run.plan.families)
 
-    def seconds(way: _Pass) -> float:
-        collectives = way.gathers * machine.gather_s(d.T * d.D * e, mesh.tp)
-        return way.flops / machine.gemm_flops_per_s + way.moved / machine.memory_bytes_per_s + collectives
+    def reduce_s(family: Family, numel: int) -> float:
+        kind: Collective = "reduce-scatter" if zero_stage(run, family) else "all-reduce"
+        return machine.collective_s(kind, FP32 * numel, mesh.shards(family)) if numel else 0.0
 
+    def fetch_s(family: Family, numel: int) -> float:
+        return machine.collective_s("all-gather", e * numel, mesh.shards(family)) if numel else 0.0
+
+    def replicas_s(family: Family, numel: int) -> float:
+        return machine.collective_s("all-reduce", FP32 * numel / mesh.shards(family), mesh.replicas) if numel else 0.0
+
+    share = FP32 * share_numel(run, owned)
+    # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
+    cleared_s = machine.pass_s("write", FP32 * buffer_numel(run, owned)) if zero_stage(run) >= 2 else 0.0
+    forward_s = seconds(seen.forward, machine, ranks)
+    new_s, again_s = _new_memory_s(run, machine, unit, seen)
     return UnitSeconds(
-        forward_s=seconds(forward),
-        backward_s=seconds(backward),
-        weight_s=seconds(weight),
-        recompute_s=seconds(forward),
-        fetch_s=machine.gather_s(e * buffer_numel(run, owned), mesh.shards("dense")),
-        reduce_s=machine.gather_s(gradient, mesh.shards("dense")) * (1 if zero_stage(run) else 2),
-        settle_s=3 * FP32 * share / machine.memory_bytes_per_s if zero_stage(run) else 0.0,
-        replicas_s=machine.all_reduce_s(FP32 * share, mesh.replicas),
-        tie_s=machine.all_reduce_s(FP32 * share, len(program.holders(unit))),
-        transfer_s=machine.send_s(d.t * d.D * e),
+        forward_s=forward_s + new_s,
+        backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
+        weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
+        recompute_s=forward_s + again_s,
+        fetch_s=over_families(fetch_s),
+        reduce_s=over_families(reduce_s),
+        settle_s=machine.pass_s("copy", 3 * share) if zero_stage(run) else 0.0,
+        replicas_s=over_families(replicas_s),
+        tie_s=machine.collective_s("all-reduce", share, len(program.holders(unit))),
+        transfer_s=machine.collective_s("send", seen.input_bytes, 2),
     )
-
-
-def _passes(run: Resolved, unit: int) -> tuple[_Pass, _Pass, _Pass]:
-    """A unit's forward, its backward, and the part of the backward that makes its weights' gradients."""
-    if unit == 0:
-        return _embedding(run)
-    return _head(run) if unit == run.shape.layers + 1 else _block(run)
-
-
-def _embedding(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
-    d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
-    moved = 2 * d.T * d.D * e
-    if run.plan.rules.cut("vocab") is None:
-        return _Pass(0, moved, 0), _Pass(0, 2 * moved, 0), _Pass(0, 2 * moved, 0)
-    return _Pass(0, moved, 1 if is_split else 2), _Pass(0, 2 * moved, 1 if is_split else 0), _Pass(0, 2 * moved, 0)
-
-
-def _block(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
-    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    flops, owned = rank_flops(run)[1], rank_parameters(run)[1]
-    matrices = owned.matrices // run.plan.mesh.tp + owned.whole
-    # A region that is cut is entered and left.
-    gathers = 2 * sum(run.plan.rules.cut(axis) == "tp" for axis in ("heads", "ffn"))
-    per_head = 7 + (4 if run.shape.qk_norm else 0)
-    moved = e * (2 * (4 + 3) * d.t * d.D + per_head * d.T * (d.N + d.K) * d.H + 5 * d.Tf * d.F)
-    forward = _Pass(flops, moved, gathers)
-    # Selective recomputation does everything again but the products.
-    again = 1 if run.plan.recompute == "selective" else 0
-    # Attention's own products have no weights.
-    attention = 4 * d.T * d.S * d.N * d.H
-    weight = _Pass(flops - attention, 2 * FP32 * matrices, 0)
-    return forward, _Pass(2 * flops, (2 + again) * moved + 2 * FP32 * matrices, (1 + again) * gathers), weight
-
-
-def _head(run: Resolved) -> tuple[_Pass, _Pass, _Pass]:
-    d, e, is_split = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.plan.sequence_parallel
-    flops = rank_flops(run)[-1]
-    norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
-    if has_fused_loss(run):
-        # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
-        scaled, added = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
-        forward = _Pass(3 * flops, norm + loss + 2 * matrix, 0)
-        return forward, _Pass(0, 2 * norm + scaled + added, 0), _Pass(0, added, 0)
-    forward = _Pass(flops, norm + loss, 1 if is_split else 0)
-    backward = _Pass(2 * flops, 2 * (norm + loss) + 2 * matrix, 1 if is_split else 2)
-    return forward, backward, _Pass(flops, 2 * matrix, 0)

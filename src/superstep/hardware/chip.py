@@ -11,12 +11,15 @@ Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
-    """What one matrix product was measured at.
+    """What one matrix product was measured at, or attention.
 
     Attributes:
-        rows, width, inner: of [rows, inner] x [inner, width].
+        kernel: "product", "attention" or "attention-backward"; attention counts the full square of queries and keys,
+            backward twice that, though it be causal.
+        rows, width, inner: of [rows, inner] x [inner, width]; of attention queries, keys and the width of a head.
     """
 
+    kernel: str = "product"
     rate: Rate
     rows: int
     width: int
@@ -26,8 +29,13 @@ class ProductRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRate:
-    """What the memory was measured at, when an operation reads and writes ``bytes`` together."""
+    """What the memory was measured at, when an operation reads and writes ``bytes`` together.
 
+    Attributes:
+        kernel: "copy", or a kind that goes at a rate of its own: ``cost.operation.Pass`` has the same words.
+    """
+
+    kernel: str = "copy"
     bytes: int
     bytes_per_s: float
 

@@ -126,6 +126,12 @@ class RunFinished:
     step: int
     elapsed_s: float
     tokens_seen: int
+    step_s: float | None = None
+    """The median step of this process, without its first two; none of fewer than three. To be held against
+    ``predicted_step_s``."""
+    peak_bytes: int | None = None
+    """The most that any rank held beyond what its process had before it built the model. To be held against
+    ``predicted_memory_bytes``."""
 
 
 Event = RunStarted | Resumed | StepDone | RouterSeen | Evaluated | Saved | RunFinished

@@ -124,6 +124,17 @@ def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
     return max(course(program, rank, sizes), key=lambda level: level.bytes, default=Peak())
 
 
+def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
+    """A rank's memory over its step: the bytes of each category after each of its instructions."""
+    now = _Held(program, rank, sizes)
+    found = []
+    for i in program.ranks[rank]:
+        now.begin(i)
+        now.end(i)
+        found.append(dict(now.bytes))
+    return tuple(found)
+
+
 class _Held:
     """What a rank holds between two instructions, and how many bytes of each category that is."""
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.model.exchange import Exchange
 from superstep.model.inspect import Passed, passed
@@ -150,7 +151,8 @@ def _boundaries(
         stream = torch.Size((*rows.shape, run.decoder.width))
         found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
     else:
-        found = passed(specs, rows, compute, "the model")
+        with unset_fake_temporarily():  # in a rehearsal too, meta tensors do
+            found = passed(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1
     return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
 

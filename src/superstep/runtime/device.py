@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -46,6 +49,30 @@ class Device:
         if self.kind == "cuda":
             return int(torch.cuda.max_memory_allocated(self.torch))
         return int(psutil.Process().memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        """The most memory that was ever in use: the process's largest resident set, or the allocator's peak."""
+        if self.kind == "cuda":
+            return self.memory_bytes()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def total_bytes(self, ranks: int) -> int:
+        """Memory that each of so many ranks of this host may use: its GPU's, or its share of what the host has left."""
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(self.torch).total_memory)
+        return min(int(psutil.virtual_memory().available), _cgroup_bytes()) // ranks
+
+
+def _cgroup_bytes() -> int:
+    """What the control group of this process has left."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return sys.maxsize
 
 
 def pick(local_rank: int) -> Device:

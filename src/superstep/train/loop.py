@@ -35,7 +35,15 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
             sink.write(evaluate(session, position))
         if is_saved:
             sink.write(save(session, position))
-    sink.write(RunFinished(step=position.step, elapsed_s=session.elapsed_s(), tokens_seen=position.tokens))
+    sink.write(
+        RunFinished(
+            step=position.step,
+            elapsed_s=session.elapsed_s(),
+            tokens_seen=position.tokens,
+            step_s=session.typical_step_s(),
+            peak_bytes=session.peak_bytes(),
+        )
+    )
     return position
 
 
@@ -54,6 +62,7 @@ def steps(session: Session, position: Position) -> Iterator[Done]:
             )
             session.require_finite(result, position.step)
             step_s = time.perf_counter() - start_s
+            session.took(step_s)
             tokens_per_s = result.tokens / step_s
             event = StepDone(
                 step=position.step,

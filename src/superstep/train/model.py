@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from superstep.cost.operation import UnitOperations, flops
+from superstep.cost.work import model_flops_per_token
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
 from superstep.model.source import load_units
 from superstep.model.unit import UnitSpec
 from superstep.plan.config import RunConfig
+from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.rehearsal import operations_of
 from superstep.runtime.rehearse import rehearse
 
 
@@ -52,6 +57,33 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
     """The units that a run's configuration names."""
     return load_units(run.config) if run.decoder is None else units(run.decoder)
+
+
+def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
+    """What each unit of the run does on a rank; None for units of the user's own whose course depends on data."""
+    specs = units_of(run)
+    if run.decoder is not None:
+        return operations_of(run, specs)
+    try:
+        return operations_of(run, specs)
+    except RuntimeError:  # fake tensors have no values to decide by
+        return None
+
+
+def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> float | None:
+    """Operations that training on one token needs, as ``cost.work.MFU_CONVENTION`` has them; of units of the user's own
+    as they were seen to do it, None where they were not.
+    """
+    tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
+    if run.decoder is not None:
+        return model_flops_per_token(run.decoder, tokens)
+    if seen is not None and mesh.tp * mesh.cp > 1:
+        # What is not cut every rank does, and it must not count twice.
+        whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
+        seen = operations(replace(run, plan=whole))
+    if seen is None:
+        return None
+    return sum(flops(unit.forward) + flops(unit.backward) for unit in seen) / (run.plan.microbatch * tokens)
 
 
 def vocab_of(run: Resolved) -> int:

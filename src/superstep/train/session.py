@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from superstep.cost.work import model_flops_per_token
 from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
@@ -34,6 +34,7 @@ from superstep.train.model import units_of
 from superstep.train.schedule import rate
 
 T = TypeVar("T")
+WARM_UP_STEPS = 2
 MESH_TIMEOUT = timedelta(minutes=10)
 
 
@@ -91,6 +92,19 @@ def write_whole(path: Path, text: str) -> None:
         raise unwritable(path, error) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What MFU is measured by.
+
+    Attributes:
+        flops_per_token: operations that training on one token needs.
+        peak_flops: FLOP/s of one rank's device.
+    """
+
+    flops_per_token: float | None
+    peak_flops: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class RankPeers:
     """The launched ranks, as ``state`` wants them."""
@@ -120,13 +134,16 @@ class Session:
         run: the resolved run.
         folder: the run directory, prepared.
         corpus: the folder of token files, prepared.
-        peak_flops: FLOP/s of one rank's device, where it is known.
+        rate: what MFU is measured by, where it is known.
     """
 
-    def __init__(self, world: World, run: Resolved, folder: RunFolder, corpus: Path, peak_flops: float | None) -> None:
+    def __init__(self, world: World, run: Resolved, folder: RunFolder, corpus: Path, rate: Rate) -> None:
         self.run = run
         self.folder = folder
         self._start_s = time.perf_counter()
+        self._device = world.device
+        self._before_bytes = world.device.memory_bytes()
+        self._steps_s: list[float] = []
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
@@ -143,12 +160,10 @@ class Session:
             )
             for split in SPLITS
         )
-        tokens = run.config.data.sequence_tokens
-        self._flops_per_token = None if run.decoder is None else model_flops_per_token(run.decoder, tokens)
-        self._peak_flops = None if peak_flops is None else peak_flops * world.size
+        self._flops_per_token = rate.flops_per_token
+        self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
         self._record: list[Ran] = []
-        self._device = world.device
 
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
@@ -285,6 +300,21 @@ class Session:
         """The largest memory of any rank when last asked, and this rank's now."""
         self._memory_bytes = max(self._memory_bytes, self._device.memory_bytes())
         return self._memory_bytes
+
+    def took(self, step_s: float) -> None:
+        """Note what a step took."""
+        self._steps_s.append(step_s)
+
+    def typical_step_s(self) -> float | None:
+        """The median step since this process began, but for the first ones, which find memory; None of fewer than
+        three.
+        """
+        later = self._steps_s[WARM_UP_STEPS:]
+        return statistics.median(later) if later else None
+
+    def peak_bytes(self) -> int:
+        """The most that any rank has held beyond what it had before its engine. Every rank calls this together."""
+        return max(gather(self._device.peak_bytes() - self._before_bytes))
 
     def elapsed_s(self) -> float:
         """Seconds since this process began."""
