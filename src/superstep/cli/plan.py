@@ -137,8 +137,8 @@ def _best(sides: Sequence[Side], top: int) -> tuple[Answer, tuple[Verified, ...]
     memory_bytes = sides[0].problem.memory_bytes
     limited = list(sides)
     while True:
-        # Twice as many as are shown: their programs may rank otherwise than the closed form.
-        answer = search(limited, keep=2 * top)
+        # More than are shown: their programs may rank otherwise than the closed form.
+        answer = search(limited, keep=3 * top)
         plans = sorted((verified(each) for each in answer.best), key=lambda plan: plan.step_s)
         fitting = tuple(plan for plan in plans if plan.memory_bytes <= memory_bytes)[:top]
         if fitting or not plans:
@@ -181,6 +181,8 @@ def _write(ranked: Ranked, options: Options) -> None:
     if options.out is None:
         _say("--out run.toml writes the first of these as a file; then: superstep train run.toml")
     else:
+        if Path(options.out).exists():
+            raise ConfigError(f"--out = '{options.out}' is there already, and is kept; name a new file.")
         Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")
         _say(f"written: {options.out}; train it with: superstep train {options.out}")
     if options.json is not None:
