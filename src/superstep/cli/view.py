@@ -14,9 +14,12 @@ from typing import NoReturn
 from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.options import DEMO, flags
 from superstep.cost.machine import Prices
-from superstep.cost.predict import Prediction, predict
+from superstep.cost.memory import unit_bytes
+from superstep.cost.operation import UnitOperations
+from superstep.cost.predict import Prediction, predict, sizes_of
 from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.jsonl import read
+from superstep.observe.memory_drawing import draw_memory
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
@@ -24,6 +27,7 @@ from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
+from superstep.program.memory import course
 from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
@@ -71,13 +75,18 @@ def main(argv: Sequence[str]) -> int:
             "--router shows where a run's tokens went; name the folder of a run: superstep view RUN --router."
         )
     if target is not None and is_run:
+        if options.memory:
+            raise UserError(f"--memory draws a plan's memory: superstep view {target}/run.toml --memory.")
         if rest:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _say(_of_run(RunFolder(root=Path(target)), options, picture))
         return 0
     config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
     run = resolved(config)
-    _say(write_program(compile_step(run.plan)) if options.program else _predicted(run, picture))
+    if options.program:
+        _say(write_program(compile_step(run.plan)))
+    else:
+        _say(_predicted(run, picture, has_memory=options.memory))
     return 0
 
 
@@ -98,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="superstep view",
-        usage="superstep view [run.toml | RUN] [--text | --program | --router [--layer N]] [--width N] [--plan.pp 2]",
+        usage="superstep view [run.toml | RUN] [--text | --program | --memory | --router [--layer N]] [--width N]",
         description=DESCRIPTION,
         epilog="Any field of a run is a flag as well; superstep train --help lists them.",
         allow_abbrev=False,
@@ -106,13 +115,14 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
     form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
+    form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
     form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
     parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
     return parser
 
 
-def _predicted(run: Resolved, picture: Picture) -> str:
+def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:
     seen = operations(run)
     if seen is None:
         raise ConfigError(
@@ -121,7 +131,24 @@ def _predicted(run: Resolved, picture: Picture) -> str:
         )
     machine = measure(run, pick(0), seen)
     prediction = predict(run, machine, seen)
-    return f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
+    drawn = f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
+    return f"{drawn}\n{_memory(run, prediction, picture, seen)}" if has_memory else drawn
+
+
+def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Sequence[UnitOperations]) -> str:
+    """What lasts from step to step on each pipeline rank, and what comes and goes, over the step."""
+    program = prediction.timeline.program
+    sizes = sizes_of(run, seen) or unit_bytes(run)
+    lasting = "\n".join(
+        f"rank {rank}  parameters {bytes_text(held.params)}, gradients {bytes_text(held.gradients)}, "
+        f"optimizer {bytes_text(held.optimizer)}; with the step's own at most {bytes_text(held.bytes)}"
+        for rank, held in enumerate(prediction.memory)
+    )
+    courses = [course(program, rank, sizes) for rank in range(program.pp)]
+    drawn = draw_memory(
+        prediction.timeline, courses, width=picture.width, text=bytes_text, has_signs=not picture.is_plain
+    )
+    return f"{lasting}\n\n{drawn}"
 
 
 def _recorded(folder: RunFolder, picture: Picture) -> str:
