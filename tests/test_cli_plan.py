@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_hugging_face_config_is_a_model(tmp_path, capsys):
     assert "596M parameters" in text
 
 
+def test_a_file_that_is_there_is_kept(tmp_path, capsys):
+    out = tmp_path / "run.toml"
+    out.write_text("mine", encoding="utf-8")
+    assert main(["plan", *SMALL, "--out", str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert out.read_text(encoding="utf-8") == "mine"
+
+
+def test_stragglers_are_sampled_when_asked(capsys):
+    assert "one in twenty" not in called(SMALL, capsys)[1]
+    even, spread = (called([*SMALL, "--jitter", value], capsys)[1] for value in ("0", "0.3"))
+    assert "takes 0.0% longer in the mean" in even
+    assert float(re.search(r"takes ([\d.]+)% longer", spread)[1]) > 1
+
+
 def test_what_is_settled_is_kept(tmp_path, capsys):
     told = tmp_path / "told.json"
     argv = [
@@ -113,6 +129,8 @@ REFUSED = [
     ([*SMALL, "--global-batch", "0"], None, ["--global-batch = 0", "at least 1"]),
     ([*SMALL, "--top", "0"], None, ["--top = 0", "at least 1"]),
     ([*SMALL, "--fallback", "-1"], None, ["--fallback = -1", "at least 0"]),
+    ([*SMALL, "--jitter", "5"], None, ["--jitter = 5", "between 0 and 1"]),
+    ([*SMALL, "--slow-share", "-0.1"], None, ["--slow-share = -0.1", "between 0 and 1"]),
     ([*SMALL, "--tokens", "-5"], None, ["--tokens = -5", "above 0"]),
     ([*SMALL, "--price", "nan"], None, ["--price = nan", "above 0"]),
     ([*SMALL, "--memory", "81"], None, ["--memory = 81 GiB", "more than a chip has", "80"]),

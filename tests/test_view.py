@@ -93,6 +93,15 @@ def test_fields_are_flags(toml, capsys):
     assert " rank 3 │" in capsys.readouterr().out
 
 
+def test_memory_is_drawn_on_demand(toml, run_folder, capsys):
+    assert main(["view", str(toml), "--memory", "--width", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1  parameters" in out
+    assert "rank 1  kept activations" in out
+    assert main(["view", str(run_folder), "--memory"]) == 2
+    assert "run.toml --memory" in capsys.readouterr().err
+
+
 def test_the_program_is_printed_on_demand(toml, run_folder, capsys):
     expected = compile_step(resolve(CONFIG).plan)
     for target in (toml, run_folder):

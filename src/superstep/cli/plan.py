@@ -20,9 +20,11 @@ from superstep.cli.plan_text import (
     explanation,
     fallback_text,
     header,
+    jitter_text,
     record,
     table,
 )
+from superstep.cost.straggle import Jitter
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import write_config
@@ -32,7 +34,7 @@ from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improve
 from superstep.planner.price import pricing_of
 from superstep.planner.problem import Problem
 from superstep.planner.search import Answer, Side, search
-from superstep.planner.verify import Verified, verified
+from superstep.planner.verify import Verified, straggled, verified
 
 DESCRIPTION = (
     "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
@@ -66,6 +68,10 @@ class Options:
     """Show plans for one lost node, two, ... up to so many."""
     calibrate: str | None = None
     """A run of ours on such chips: fit the shares of peaks that its recorded step reached, and plan with these."""
+    jitter: float | None = None
+    """Spread of an operation's seconds, 0.05 say: sample how late the best plan's steps come."""
+    slow_share: float = 0.0
+    """Share of the chips that are a tenth slower for good; sampled as well."""
     price: float | None = None
     """Of a chip for an hour; none takes what the cluster's file has."""
     out: str | None = None
@@ -104,6 +110,9 @@ def main(argv: Sequence[str]) -> int:
         _say(alternatives_text(ranked.neighbours))
     if options.explain:
         _say(explanation(ranked.plans[0]))
+    if options.jitter is not None or options.slow_share:
+        jitter = Jitter(spread=options.jitter or 0.0, slow_share=options.slow_share)
+        _say(jitter_text(straggled(ranked.plans[0], jitter), jitter))
     if options.fallback:
         _say(fallback_text(ranked.fallbacks))
     _write(ranked, options)
@@ -173,6 +182,9 @@ def _check(options: Options, *, has_model: bool) -> None:
     for name, number in positive.items():
         if number is not None and not 0 < number < float("inf"):
             raise ConfigError(f"{name} = {number} must be above 0.")
+    for name, share in {"--jitter": options.jitter, "--slow-share": options.slow_share}.items():
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"{name} = {share} must be between 0 and 1.")
     if options.fallback < 0:
         raise ConfigError(f"--fallback = {options.fallback} must be at least 0.")
 

@@ -9,6 +9,7 @@ from typing import Any
 from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
 from superstep.cost.memory import RankBytes
+from superstep.cost.straggle import Jitter, Straggled
 from superstep.cost.work import MFU_CONVENTION, parameters
 from superstep.planner.calibrate import Calibration
 from superstep.planner.figures import Figures, limits, shares
@@ -146,6 +147,18 @@ def fallback_text(found: Sequence[Fallback]) -> str:
                 f"{bytes_text(each.verified.memory_bytes)}  {_layout(each.verified)}"
             )
     return "\n".join(lines) + "\n"
+
+
+def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
+    """How late steps come when chips are not all alike."""
+    if found is None:
+        return "The best plan's program is too long to sample its stragglers.\n"
+    mean, late = found.mean_s / found.clean_s - 1, found.late_s / found.clean_s - 1
+    slow = f", {jitter.slow_share:.1%} of the chips a tenth slower" if jitter.slow_share else ""
+    return (
+        f"With operations spread by {jitter.spread:.1%}{slow}: the step of the first takes {mean:.1%} longer in the "
+        f"mean, and one in twenty {late:.1%} or more.\n"
+    )
 
 
 def record(answer: Answer, plans: Sequence[Verified], found: Sequence[Figures]) -> dict[str, Any]:

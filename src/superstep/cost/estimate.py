@@ -60,7 +60,7 @@ class Estimate:
 def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Estimate:
     """The training step of each plan."""
     dense = block_seconds(model, layout, rates, stack, is_mixture=False)
-    mixture = block_seconds(model, layout, rates, stack, is_mixture=True)
+    mixture = block_seconds(model, layout, rates, stack, is_mixture=True) if np.any(model.experts > 0) else dense
     share = model.moe_layers / model.layers
 
     def layer(of_dense: Array, of_mixture: Array) -> Array:

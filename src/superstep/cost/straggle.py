@@ -8,6 +8,7 @@ chips cost no more than one pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -77,10 +78,27 @@ def straggle(
     """The step of ``copies`` pipelines, each rank of which is ``lockstep`` chips."""
     clean_s = simulate(program, durations).step_s
     rng = np.random.default_rng(seed)
-    each = np.array([_pipeline_s(program, durations, jitter, lockstep, copies, rng) for _ in range(samples)])
+    even = [1.0] * program.pp
+    noisy = np.array([_pipeline_s(program, durations, even, jitter.spread, lockstep, rng) for _ in range(samples)])
+    slow = np.array(
+        [
+            _pipeline_s(program, durations, _slow_ranks(program, jitter, lockstep, copies, rng), 0.0, 1, rng)
+            for _ in noisy
+        ]
+    )
+    # Among copies the slowest decides: its noise is the largest of as many draws.
     late = np.array([_slowest(float(u), copies) for u in rng.random(samples)])
-    steps = np.maximum(each.mean() + each.std() * late, clean_s)
+    steps = slow * np.maximum(noisy.mean() + noisy.std() * late, clean_s) / clean_s
     return Straggled(clean_s, float(steps.mean()), float(np.quantile(steps, 0.95)))
+
+
+def _slow_ranks(
+    program: Program, jitter: Jitter, lockstep: int, copies: int, rng: np.random.Generator
+) -> Sequence[float]:
+    """How many times longer each rank takes in the copy that has the most slow ranks."""
+    slow_rank = 1 - (1 - jitter.slow_share) ** lockstep
+    slow = max((rng.random((copies, program.pp)) < slow_rank).tolist(), key=sum)
+    return [1 + jitter.slow_by * is_slow for is_slow in slow]
 
 
 def _slowest(u: float, count: int) -> float:
@@ -89,18 +107,20 @@ def _slowest(u: float, count: int) -> float:
 
 
 def _pipeline_s(
-    program: Program, durations: Durations, jitter: Jitter, lockstep: int, copies: int, rng: np.random.Generator
+    program: Program,
+    durations: Durations,
+    factors: Sequence[float],
+    spread: float,
+    lockstep: int,
+    rng: np.random.Generator,
 ) -> float:
-    """The step of the copy with the most slow ranks, each operation as slow as the slowest of its chips."""
-    slow_rank = 1 - (1 - jitter.slow_share) ** lockstep
-    slow = max((rng.random((copies, program.pp)) < slow_rank).tolist(), key=sum)
-    factors = [1 + jitter.slow_by * is_slow for is_slow in slow]
+    """The step of one copy, each operation as slow as the slowest of its chips."""
 
     def noisy(instruction: Instruction, rank: int, /) -> float:
         seconds = durations(instruction, rank)
         match instruction:
             case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute() | Step():
-                noise = float(np.exp(jitter.spread * _slowest(rng.random(), lockstep))) if jitter.spread else 1.0
+                noise = float(np.exp(spread * _slowest(rng.random(), lockstep))) if spread else 1.0
                 return float(seconds * factors[rank] * noise)
             case _:
                 return seconds

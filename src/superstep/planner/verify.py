@@ -18,6 +18,7 @@ from superstep.cost.footprint import FRAGMENTATION
 from superstep.cost.layout import Layout
 from superstep.cost.memory import FP32, RankBytes, buffer_numel, family_numel, has_fused_loss, rank_bytes, zero_stage
 from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.straggle import Jitter, Straggled, straggle
 from superstep.cost.work import UnitParameters, rank_parameters
 from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
 from superstep.plan.mesh import FAMILIES, Family
@@ -137,6 +138,15 @@ def simulated(run: Resolved, program: Program, layout: Layout, pricing: Pricing)
 def instruction_seconds(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> PerUnit:
     """The seconds of each instruction of a run's step."""
     return _Durations(run, program, layout, pricing).whole
+
+
+def straggled(plan: Verified, jitter: Jitter) -> Straggled | None:
+    """How late a plan's steps come when chips are not all alike; None where its program is too long to sample."""
+    if not plan.is_simulated:
+        return None
+    program, mesh = compile_step(plan.run.plan, is_each_pass_checked=False), plan.run.plan.mesh
+    took = instruction_seconds(plan.run, program, plan.found.plan.layout, plan.found.side.pricing)
+    return straggle(program, took, jitter, lockstep=mesh.tp * mesh.cp, copies=mesh.dp)
 
 
 class _Durations:
