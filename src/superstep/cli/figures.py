@@ -10,6 +10,13 @@ def count_text(number: float) -> str:
     return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
 
 
+def rate_text(flops_per_s: float) -> str:
+    """Three digits and a decimal unit: 173 GFLOP/s, 0.99 PFLOP/s."""
+    return _scaled(
+        flops_per_s, ((" PFLOP/s", 1e15), (" TFLOP/s", 1e12), (" GFLOP/s", 1e9), (" MFLOP/s", 1e6)), " FLOP/s"
+    )
+
+
 def bytes_text(size: float) -> str:
     """Three digits and a binary unit: 61.4 MiB, 1.25 GiB."""
     return _scaled(size, ((" TiB", 2.0**40), (" GiB", 2.0**30), (" MiB", 2.0**20), (" KiB", 2.0**10)), " B")

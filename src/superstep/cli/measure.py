@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from superstep.cli.figures import bytes_text, count_text, seconds_text
-from superstep.cli.roofline import Point, draw_svg, draw_text
+from superstep.cli.figures import bytes_text, rate_text, seconds_text
+from superstep.cli.roofline import Point, Roof, draw_svg, draw_text
 from superstep.cost.machine import Measured, seconds
 from superstep.cost.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
 from superstep.errors import ConfigError
@@ -33,6 +33,8 @@ DESCRIPTION = "Measure this machine: products, memory, launches, collectives and
 SIDES = (64, 256, 1024, 4096)
 """Sides of the products measured; a model's own shapes are measured beside them."""
 
+LARGE = 2**23
+"""Bytes that no cache of one core holds."""
 LENGTHS = (128, 512, 2048)
 """Of sequences, for attention."""
 
@@ -45,6 +47,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     asked = _parser().parse_args(argv)
+    for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
+        if path is not None and path.exists():
+            raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
     ranks = asked.ranks or max(2, cores() if pick(0).kind == "cpu" else 1)
     if ranks < 1:
         raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
@@ -58,11 +63,11 @@ def main(argv: Sequence[str]) -> int:
         read, write = disk_rates(Path(folder))
     cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
     found = replace(found, cluster=cluster)
-    points = list(_points(run, seen, found))
-    _say("\n".join([*_table(found), "", *draw_text(found, points)]))
+    points, roof = list(_points(run, seen, found)), _roof(found)
+    _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
     _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
     if asked.plot:
-        asked.plot.write_text(draw_svg(found, points), encoding="utf-8")
+        asked.plot.write_text(draw_svg(roof, points), encoding="utf-8")
         _say(f"picture in {asked.plot}")
     if asked.out:
         asked.out.write_text(write_cluster(cluster), encoding="utf-8")
@@ -116,10 +121,10 @@ def _table(found: Measured) -> Iterator[str]:
     products = sorted((p for p in chip.products if p.kernel == "product"), key=lambda p: p.flops_per_s)
     for name, product in (("slowest product", products[0]), ("fastest product", products[-1])):
         shape = f"[{product.rows}, {product.inner}] x [{product.inner}, {product.width}]"
-        yield f"{name:18}{count_text(product.flops_per_s):>9}FLOP/s   {product.rate} {shape}"
+        yield f"{name:18}{rate_text(product.flops_per_s):>14}   {product.rate} {shape}"
     for kernel in dict.fromkeys(p.kernel for p in chip.products if p.kernel != "product"):
         rates = [p.flops_per_s for p in chip.products if p.kernel == kernel]
-        yield f"{kernel:18}{count_text(min(rates)):>9}FLOP/s to {count_text(max(rates))}FLOP/s, full square"
+        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}, full square"
     for kernel in dict.fromkeys(c.kernel for c in chip.copies):
         copies = sorted((c for c in chip.copies if c.kernel == kernel), key=lambda c: c.bytes)
         each = "   ".join(f"{bytes_text(c.bytes)} {c.bytes_per_s / 1e9:.3g}" for c in copies)
@@ -131,6 +136,15 @@ def _table(found: Measured) -> Iterator[str]:
     if cluster.disk_read_bytes_per_s and cluster.disk_write_bytes_per_s:
         read, write = cluster.disk_read_bytes_per_s / 1e9, cluster.disk_write_bytes_per_s / 1e9
         yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"
+
+
+def _roof(found: Measured) -> Roof:
+    """The fastest product, and the fastest way over memory of what is larger than a cache."""
+    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE and c.kernel != "new"]
+    return Roof(
+        flops_per_s=max(p.flops_per_s for p in found.cluster.chip.products),
+        bytes_per_s=max(large, default=found.memory_bytes_per_s),
+    )
 
 
 def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[Point]:

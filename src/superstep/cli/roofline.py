@@ -14,11 +14,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superstep.cli.figures import count_text, seconds_text
-from superstep.cost.machine import Prices
+from superstep.cli.figures import rate_text, seconds_text
 
 WIDTH, HEIGHT = 720, 420
-MARGIN = 60
+MARGIN = 90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """What a machine can do at most: operations in a second, and bytes over its memory."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs for each byte from which on products limit, and not memory."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def over(self, intensity: float) -> float:
+        """The most that it can do at so many FLOPs a byte, FLOP/s."""
+        return min(self.flops_per_s, intensity * self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +56,16 @@ class Point:
         """As predicted."""
         return self.flops / self.seconds if self.seconds else 0.0
 
-    def roof(self, machine: Prices) -> float:
-        """The most that the machine can do at this intensity, FLOP/s."""
-        return min(machine.gemm_flops_per_s, self.intensity * machine.memory_bytes_per_s)
 
-
-def draw_text(machine: Prices, points: Sequence[Point]) -> list[str]:
+def draw_text(roof: Roof, points: Sequence[Point]) -> list[str]:
     """A line for each unit: where it stands, what limits it, and how near it comes to its roof."""
-    ridge = machine.gemm_flops_per_s / machine.memory_bytes_per_s
     lines = [
-        f"roofline: {count_text(machine.gemm_flops_per_s)}FLOP/s from {ridge:.3g} FLOPs a byte on, "
-        f"{machine.memory_bytes_per_s / 1e9:.3g} GB/s below"
+        f"roofline: {rate_text(roof.flops_per_s)} from {roof.ridge:.3g} FLOPs a byte on, "
+        f"{roof.bytes_per_s / 1e9:.3g} GB/s below"
     ]
     for point in points:
-        limit = "memory" if point.intensity < ridge else "products"
-        share = point.flops_per_s / point.roof(machine) if point.roof(machine) else 0.0
+        limit = "memory" if point.intensity < roof.ridge else "products"
+        share = point.flops_per_s / roof.over(point.intensity) if point.intensity else 0.0
         bar = "#" * round(20 * min(share, 1.0))
         lines.append(
             f"  {point.name:16}{point.intensity:8.3g} FLOPs/byte  {limit:9}{seconds_text(point.seconds):>9}  "
@@ -63,13 +74,12 @@ def draw_text(machine: Prices, points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def draw_svg(machine: Prices, points: Sequence[Point]) -> str:
+def draw_svg(roof: Roof, points: Sequence[Point]) -> str:
     """The picture, both axes logarithmic."""
     shown = [point for point in points if point.intensity > 0 and point.flops_per_s > 0]
-    ridge = machine.gemm_flops_per_s / machine.memory_bytes_per_s
-    low = min([ridge / 10, *(point.intensity / 2 for point in shown)])
-    high = max([ridge * 10, *(point.intensity * 2 for point in shown)])
-    top = machine.gemm_flops_per_s * 2
+    low = min([roof.ridge / 10, *(point.intensity / 2 for point in shown)])
+    high = max([roof.ridge * 10, *(point.intensity * 2 for point in shown)])
+    top = roof.flops_per_s * 2
     bottom = min([top / 1e3, *(point.flops_per_s / 2 for point in shown)])
 
     def x(intensity: float) -> float:
@@ -78,21 +88,35 @@ def draw_svg(machine: Prices, points: Sequence[Point]) -> str:
     def y(rate: float) -> float:
         return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * math.log(rate / bottom) / math.log(top / bottom)
 
-    start = max(low, bottom / machine.memory_bytes_per_s)
-    roof = [(start, start * machine.memory_bytes_per_s), (ridge, machine.gemm_flops_per_s)]
-    roof.append((high, machine.gemm_flops_per_s))
-    path = " ".join(f"{x(i):.1f},{y(rate):.1f}" for i, rate in roof)
+    start = max(low, bottom / roof.bytes_per_s)
+    line = [(start, roof.over(start)), (roof.ridge, roof.flops_per_s), (high, roof.flops_per_s)]
+    path = " ".join(f"{x(i):.1f},{y(rate):.1f}" for i, rate in line)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<polyline points="{path}" fill="none" stroke="#333" stroke-width="2"/>',
-        f'<text x="{WIDTH - MARGIN}" y="{y(machine.gemm_flops_per_s) - 8:.1f}" text-anchor="end">'
-        f"{count_text(machine.gemm_flops_per_s)}FLOP/s</text>",
+        f'<text x="{WIDTH - MARGIN}" y="{y(roof.flops_per_s) - 8:.1f}" text-anchor="end">'
+        f"{rate_text(roof.flops_per_s)}</text>",
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 16}" text-anchor="middle">FLOPs per byte</text>',
     ]
-    for point in shown:
-        at = f'cx="{x(point.intensity):.1f}" cy="{y(point.flops_per_s):.1f}"'
-        label = f'x="{x(point.intensity) + 8:.1f}" y="{y(point.flops_per_s) + 4:.1f}"'
-        parts += [f'<circle {at} r="4" fill="#0a6"/>', f"<text {label}>{point.name}</text>"]
+    for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
+        parts += [
+            f'<path d="M{x(10.0**power):.1f} {MARGIN}V{HEIGHT - MARGIN}" stroke="#ddd"/>',
+            f'<text x="{x(10.0**power):.1f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{10.0**power:g}</text>',
+        ]
+    for power in range(math.ceil(math.log10(bottom)), math.floor(math.log10(top)) + 1):
+        parts += [
+            f'<path d="M{MARGIN} {y(10.0**power):.1f}H{WIDTH - MARGIN}" stroke="#ddd"/>',
+            f'<text x="{MARGIN - 4}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{rate_text(10.0**power)}</text>',
+        ]
+    below = 0.0
+    for point in sorted(shown, key=lambda each: -each.flops_per_s):
+        left, height = x(point.intensity), y(point.flops_per_s)
+        # Names of points that lie side by side stand one below the other.
+        below = max(height + 4, below + 13)
+        parts += [
+            f'<circle cx="{left:.1f}" cy="{height:.1f}" r="4" fill="#0a6"/>',
+            f'<text x="{left + 8:.1f}" y="{below:.1f}">{point.name}</text>',
+        ]
     return "\n".join([*parts, "</svg>", ""])
