@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from bench.published import Scored, calibrated, is_judged, main, ranked, spearman, summary
+from bench.published import KEPT, Scored, calibrated, is_judged, main, ranked, spearman, summary
 from bench.published_memory import labels_of, peaks_of
 from bench.published_rows import DATA, is_timed, number, read_rows, readings, software_of, year_of
 from bench.published_steps import Steps
@@ -73,8 +73,19 @@ def test_layouts_that_did_not_fit_are_told_from_those_that_did():
     assert 0.3 < labels.published[: len(labels.rows)].mean() < 0.7
 
 
-def test_calibration_does_not_make_it_worse(judged):
-    assert summary(calibrated(judged))[1] <= summary(judged)[1]
+def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(judged):
+    assert calibrated(judged)[1] <= 0.05
+    slow = judged.replaced(judged.predicted_s * 1.3)
+    assert calibrated(slow)[1] < 0.8 * summary(slow)[1]
+
+
+def test_a_stack_is_calibrated_by_each_of_its_other_rows():
+    rows = [row(source="a", framework="x", gpu="A100"), row(source="a", framework="x", gpu="A100")]
+    pair = Scored(rows, np.array([1.0, 1.0]), np.array([1.0, 1.2]))
+    # The first is divided by 1.2 to the share that is believed, the second by nothing.
+    count, median, ninth = calibrated(pair)
+    assert (count, ninth) == (2, pytest.approx(0.2))
+    assert median == pytest.approx(1 - 1.2**-KEPT)
 
 
 def test_what_a_row_leaves_open_is_read_several_ways():
