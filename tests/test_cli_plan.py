@@ -79,6 +79,15 @@ def test_a_file_that_is_there_is_kept(tmp_path, capsys):
     assert out.read_text(encoding="utf-8") == "mine"
 
 
+def test_traffic_is_told_by_axis_and_link(capsys):
+    out = called([*SMALL, "--explain", "--fix", "plan.tp=2", "plan.pp=1", "plan.cp=1"], capsys)[1]
+    told = dict(re.findall(r"^  (\w+) +[\d.]+ \w+  over the (.+)$", out, flags=re.MULTILINE))
+    assert told["tp"] == told["shards"] == "fast links"
+    wide = ["demo", "--cluster", "16xA100", "--global-batch", "32", "--sequence", "256", "--explain"]
+    out = called([*wide, "--fix", "plan.tp=1", "plan.pp=2", "plan.cp=1"], capsys)[1]
+    assert re.search(r"^  pp +[\d.]+ \w+  over the network$", out, flags=re.MULTILINE)
+
+
 def test_stragglers_are_sampled_when_asked(capsys):
     assert "one in twenty" not in called(SMALL, capsys)[1]
     even, spread = (called([*SMALL, "--jitter", value], capsys)[1] for value in ("0", "0.3"))

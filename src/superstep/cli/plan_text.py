@@ -12,7 +12,7 @@ from superstep.cost.memory import RankBytes
 from superstep.cost.straggle import Jitter, Straggled
 from superstep.cost.work import MFU_CONVENTION, parameters
 from superstep.planner.calibrate import Calibration
-from superstep.planner.figures import Figures, limits, shares
+from superstep.planner.figures import Figures, carried_by, limits, shares
 from superstep.planner.neighbours import Fallback, Neighbour
 from superstep.planner.problem import Problem
 from superstep.planner.search import Answer
@@ -102,6 +102,10 @@ def explanation(plan: Verified) -> str:
     lines += _bars({name: share * plan.step_s for name, share in shares(plan).items()}, seconds_text)
     lines += ["", "Where its memory goes, on the fullest rank:"]
     lines += _bars(dict(_memory(plan)), bytes_text)
+    carried = carried_by(plan)
+    if carried:
+        lines += ["", "What a rank of the busiest pipeline rank sends or sums in a step, by axis:"]
+        lines += [f"  {each.axis:26}{bytes_text(each.bytes):>10}  over the {each.link}" for each in carried]
     return "\n".join(lines) + "\n"
 
 

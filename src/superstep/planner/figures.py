@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from superstep.cost.formulas import decoder_operations
+from superstep.cost.operation import Axis
+from superstep.cost.traffic import traffic
 from superstep.cost.work import model_flops_per_token
+from superstep.plan.mesh import MeshShape
 from superstep.planner.problem import Problem
 from superstep.planner.verify import Verified
+from superstep.program.compile import compile_step
 
 NEAR = 0.05
 """Share of the memory: with less headroom than this a plan is held back by memory where it computes again."""
@@ -91,3 +96,44 @@ def limits(plan: Verified) -> list[tuple[str, float]]:
     if has_none and plan.run.plan.recompute != "none":
         held_back.append(("memory", plan.memory_bytes / problem.memory_bytes))
     return held_back[:3]
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedBy:
+    """What a step's collectives and transfers carry over one axis, on one chip.
+
+    Attributes:
+        link: "fast links" where the axis stays in a domain, else "network".
+    """
+
+    axis: Axis
+    bytes: int
+    link: str
+
+
+def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
+    """Each axis' bytes on the pipeline rank that carries the most, and what they go over; none for a long program."""
+    if not plan.is_simulated:
+        return ()
+    run = plan.run
+    program = compile_step(run.plan, is_each_pass_checked=False)
+    most = max(traffic(run, program, decoder_operations(run)), key=lambda carried: sum(carried.values()))
+    domain, reach = plan.found.side.problem.cluster.domain, _reach(run.plan.mesh)
+    return tuple(
+        CarriedBy(axis, size, "fast links" if reach[axis] <= domain else "network") for axis, size in most.items()
+    )
+
+
+def _reach(mesh: MeshShape) -> dict[Axis, int]:
+    """Chips from the first to the last of a group: tensor parallel ranks are next to each other, stages far apart."""
+    return {
+        "tp": mesh.tp,
+        "cp": mesh.cp * mesh.tp,
+        "sequence": mesh.cp * mesh.tp,
+        "ep": mesh.ep,
+        "shards": mesh.shards("dense") * mesh.tp,
+        "replicas": mesh.dp * mesh.cp * mesh.tp,
+        "pp": mesh.dp * mesh.cp * mesh.tp + 1,
+        "tie": mesh.world,
+        "world": mesh.world,
+    }
