@@ -12,7 +12,7 @@ import argparse
 import csv
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -260,7 +260,8 @@ def decoder(**numbers: float) -> Decoder:
 def layout(**numbers: float) -> Layout:
     """A layout with these numbers; every degree else is 1, every choice the first."""
     choices = {"zero", "sequence_parallel", "schedule", "recompute", "offload"}
-    usual = {field.name: float(field.name not in choices) for field in fields(Layout)}
+    needed = [field.name for field in fields(Layout) if field.default is field.default_factory is MISSING]
+    usual = {name: float(name not in choices) for name in needed}
     return Layout(**{name: array(value) for name, value in (usual | numbers).items()})
 
 

@@ -13,7 +13,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.state.checkpoint import Position, checkpoint_at, read_position
 from superstep.train.loop import train
-from superstep.train.session import RunFolder, Session
+from superstep.train.session import Rate, RunFolder, Session
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,7 +53,8 @@ class _Losses:
 
 def _go(rank, world, run, root, corpus, start):
     """Train to the run's last step, from a checkpoint if any, which is written again first, as it was loaded."""
-    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), None)
+    unknown = Rate(flops_per_token=None, peak_flops=None)
+    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     position = Position()
     if start is not None:
         position = session.load(Path(start))
