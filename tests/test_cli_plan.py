@@ -74,9 +74,21 @@ def test_a_hugging_face_config_is_a_model(tmp_path, capsys):
 def test_a_file_that_is_there_is_kept(tmp_path, capsys):
     out = tmp_path / "run.toml"
     out.write_text("mine", encoding="utf-8")
-    assert main(["plan", *SMALL, "--out", str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    for flag in ("--out", "--json"):
+        status, told, err = called([*SMALL, flag, str(out)], capsys)
+        assert (status, told) == (2, ""), "before the search"
+        assert f"{flag} = " in err
+        assert "is there already" in err
     assert out.read_text(encoding="utf-8") == "mine"
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_search(tmp_path, capsys):
+    status, told, err = called([*SMALL, "--out", str(tmp_path / "none" / "run.toml")], capsys)
+    assert (status, told) == (2, "")
+    assert "make it first" in err
+    same = str(tmp_path / "one")
+    assert called([*SMALL, "--out", same, "--json", same], capsys)[0] == 2
+    assert not (tmp_path / "one").exists()
 
 
 def test_traffic_is_told_by_axis_and_link(capsys):

@@ -15,6 +15,7 @@ from superstep.hardware.collectives import (
     all_to_all_s,
     dispatch_s,
     gather_s,
+    relay_s,
     send_s,
 )
 
@@ -46,6 +47,12 @@ def test_between_domains_a_ring_has_as_many_ports_as_ranks_in_one(stride, ports)
     ranks = 64
     rate = min(10e9 * ports, 100e9 if ports > 1 else np.inf)
     assert gather_s(SIZE, group(ranks, stride), LINKS) == pytest.approx(8e9 * 63 / 64 / rate)
+
+
+@pytest.mark.parametrize(("ranks", "stride", "rate"), [(8, 1, 100e9), (64, 1, 10e9), (16, 4, 10e9), (2, 4, 100e9)])
+def test_a_relay_beyond_a_domain_goes_through_one_port(ranks, stride, rate):
+    assert relay_s(SIZE, group(ranks, stride), LINKS) == pytest.approx(8e9 * (ranks - 1) / ranks / rate, rel=1e-3)
+    assert relay_s(SIZE, group(1), LINKS) == 0
 
 
 def test_a_domain_that_the_group_does_not_fill_is_not_left_by_it():

@@ -110,6 +110,11 @@ def test_a_format_that_was_not_measured_is_refused():
         replace(machine(), rate="bf16")
 
 
+def test_ranks_need_be_no_power_of_two(capsys):
+    assert main(["measure", "--quick", "--ranks", "3", "--model", "tiny"]) == 0
+    assert "3 ranks" in capsys.readouterr().out
+
+
 def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, capsys):
     out, plot = tmp_path / "here.toml", tmp_path / "roof.svg"
     command = ["measure", "--quick", "--ranks", "1", "--model", "tiny", "--out", str(out), "--plot", str(plot)]
@@ -129,6 +134,7 @@ def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, caps
     ("flags", "words"),
     [
         (["--ranks", "-1"], "--ranks -1 must be at least 1"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--model", "demoo"], "did you mean"),
         (["--wrong"], "superstep measure --help says more"),
     ],

@@ -9,6 +9,7 @@ import pytest
 
 from planning import problem_of
 from superstep.cli.main import main
+from superstep.cli.plan_text import calibration_text
 from superstep.cost.efficiency import FITTED
 from superstep.cost.simulate import simulate
 from superstep.plan.config import PlanConfig
@@ -90,9 +91,9 @@ def folder(tmp_path, recorded):
 def test_a_run_calibrates_the_search(folder, capsys):
     argv = ["plan", "llama3.2-1b", "--cluster", "8xA100", "--sequence", "1024", "--global-batch", "32", "--top", "1"]
     steps = []
-    for more in ([], ["--calibrate", str(folder)]):
-        assert main([*argv, *more, "--json", str(folder / "told.json")]) == 0
-        told = json.loads((folder / "told.json").read_text(encoding="utf-8"))
+    for name, more in {"plain": [], "calibrated": ["--calibrate", str(folder)]}.items():
+        assert main([*argv, *more, "--json", str(folder / name)]) == 0
+        told = json.loads((folder / name).read_text(encoding="utf-8"))
         steps.append(told["best"][0]["figures"]["step_s"])
     assert steps[1] > 1.3 * steps[0]
     text = capsys.readouterr().out
@@ -107,6 +108,22 @@ def test_a_run_without_its_record_is_refused(folder, missing, words, capsys):
     err = capsys.readouterr().err
     assert missing in err
     assert words in err
+
+
+def test_a_step_of_other_chips_is_told():
+    slow = FITTED.changed({"memory": FITTED["memory"] / 1000, "link": FITTED["link"] / 1000})
+    run, program, pricing = priced(PROBLEM, slow)
+    timeline = simulate(program, instruction_seconds(run, program, plans_of(run).layout, pricing))
+    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    assert "memory" in {each.name for each in found.foreign}
+    assert "did not run on such chips" in calibration_text(found, "runs/first")
+
+
+def test_a_step_of_such_chips_is_believed(recorded):
+    run, timeline, _ = recorded
+    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    assert not found.foreign
+    assert "such chips" not in calibration_text(found, "runs/first")
 
 
 def test_a_model_of_ones_own_calibrates_nothing(folder, capsys):

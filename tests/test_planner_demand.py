@@ -84,6 +84,17 @@ def test_neighbours_differ_in_their_field_and_none_improves_the_improved(best):
     assert len(set(plans)) == len(plans)
 
 
+def test_a_plan_of_the_table_is_no_faster_than_the_alternatives():
+    problem = problem_of("llama3.2-1b", chips=16, batch=64, sequence=2048)
+    known = [verified(each) for each in search([side_of(problem)], keep=8).best]
+    known = sorted((e for e in known if e.memory_bytes <= problem.memory_bytes), key=lambda each: each.step_s)
+    beside = list(neighbours(known[0], known))
+    told = {each.plan.run.plan for each in beside}
+    for each in beside:
+        others = [k for k in known if getattr(k.run.config.plan, each.field) == each.value]
+        assert all(k.step_s >= each.plan.step_s or k.run.plan in told for k in others if k is not known[0])
+
+
 def test_neighbours_keep_what_is_settled():
     problem = problem_of("llama3.2-1b", chips=8, batch=32, sequence=1024, rules=(Rule("pp", 2),))
     (found,) = search([side_of(problem)], keep=1).best

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
         if path is not None and path.exists():
             raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
-    ranks = asked.ranks or max(2, cores() if pick(0).kind == "cpu" else 1)
+    ranks = max(2, cores() if pick(0).kind == "cpu" else 1) if asked.ranks is None else asked.ranks
     if ranks < 1:
         raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
     run = _run(asked.model, asked.dtype)

@@ -98,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
         Options(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
     )
     _check(options, has_model=has_model)
+    _check_files(options)
     found = problems(argv[0], options.cluster, options)
     if options.calibrate is not None:
         calibration = calibration_of(Path(options.calibrate), found[0].cluster)
@@ -130,7 +131,7 @@ def rank(found: Sequence[Problem], options: Options) -> Ranked:
     answer, plans = _best(sides, options.top)
     if not plans:
         raise _too_large(sides, options)
-    first, beside = improved(plans[0])
+    first, beside = improved(plans[0], plans)
     plans = (first, *(plan for plan in plans[1:] if plan.run.plan.mesh != first.run.plan.mesh))
     return Ranked(
         answer=answer,
@@ -189,12 +190,21 @@ def _check(options: Options, *, has_model: bool) -> None:
         raise ConfigError(f"--fallback = {options.fallback} must be at least 0.")
 
 
+def _check_files(options: Options) -> None:
+    """Before the search, which may take a minute."""
+    for name, file in {"--out": options.out, "--json": options.json}.items():
+        if file is not None and not Path(file).parent.is_dir():
+            raise ConfigError(f"{name} = '{file}': the folder {Path(file).parent} is not there; make it first.")
+        if file is not None and Path(file).exists():
+            raise ConfigError(f"{name} = '{file}' is there already, and is kept; name a new file.")
+    if options.out is not None and options.json is not None and Path(options.out) == Path(options.json):
+        raise ConfigError(f"--out and --json = '{options.out}' are one file; name two.")
+
+
 def _write(ranked: Ranked, options: Options) -> None:
     if options.out is None:
         _say("--out run.toml writes the first of these as a file; then: superstep train run.toml")
     else:
-        if Path(options.out).exists():
-            raise ConfigError(f"--out = '{options.out}' is there already, and is kept; name a new file.")
         Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")
         _say(f"written: {options.out}; train it with: superstep train {options.out}")
     if options.json is not None:

@@ -93,6 +93,11 @@ def calibration_text(found: Calibration, source: str) -> str:
         f"{found.error_before:.0%} before"
     ]
     lines += [f"  {each.name:26}{each.before:>10.3g} -> {each.after:.3g}" for each in found.changes]
+    if found.foreign:
+        names = " and ".join(each.name for each in found.foreign)
+        lines.append(
+            f"Warning: {names} changed beyond belief; the run did not run on such chips, or not alone on them."
+        )
     return "\n".join(lines) + "\n"
 
 

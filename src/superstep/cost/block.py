@@ -22,7 +22,7 @@ from superstep.cost.kernels import attention_s, linear_s
 from superstep.cost.layout import Layout
 from superstep.cost.rates import Rates
 from superstep.cost.stack import Stack
-from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s
+from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s, relay_s
 
 E = 2.0
 """Bytes of an activation."""
@@ -148,7 +148,7 @@ def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, r
     """Keys and values go round a ring beside attention; what attention does not cover is exposed (Liu 2023)."""
     group = Group(layout.cp, layout.tp)
     size = 2 * E * tokens * layout.cp * kv_heads * model.head_dim
-    seconds = gather_s(size, group, rates.links)
+    seconds = relay_s(size, group, rates.links)
     first = seconds / np.maximum(layout.cp - 1, 1.0)
     ring = np.maximum(seconds - attention, first)
     # Queries, keys, values and the output change hands, and attention waits for them (Jacobs 2023, sec. 3.1).

@@ -60,6 +60,18 @@ def gather_s(size: Array, group: Group, links: Links) -> Array:
     return seconds
 
 
+def relay_s(size: Array, group: Group, links: Links) -> Array:
+    """Seconds in which the parts of ``size`` bytes go once round the group, each rank handing on to the next.
+
+    One rank of a domain hands on to another domain, through its own port, and all wait for it (Liu 2023).
+    """
+    is_wide = group.ranks > group.local(links.domain)
+    slowest = np.where(is_wide, np.minimum(links.link_bytes_per_s, links.network_bytes_per_s), links.link_bytes_per_s)
+    latency = np.where(is_wide, np.maximum(links.link_latency_s, links.network_latency_s), links.link_latency_s)
+    seconds: Array = (group.ranks - 1) * (size / group.ranks / slowest + latency)
+    return seconds
+
+
 def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
     """Seconds in which the group sums ``size`` bytes that every rank has: reduce-scatter, then gather.
 

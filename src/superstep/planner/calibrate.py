@@ -30,6 +30,8 @@ NOISE = 0.1
 """Of the logarithm of an instruction's recorded seconds."""
 SPREAD = 0.7
 """Of the logarithm of a factor: twice or half is nothing unusual."""
+FOREIGN = 20.0
+"""A factor that no two stacks of software on one chip are apart: the run was on another chip."""
 ROUNDS = 12
 STEP = 1e-3
 WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial")
@@ -60,6 +62,11 @@ class Calibration:
     changes: tuple[Change, ...]
     error_before: float
     error_after: float
+
+    @property
+    def foreign(self) -> tuple[Change, ...]:
+        """Changes beyond belief."""
+        return tuple(each for each in self.changes if not 1 / FOREIGN < each.after / each.before < FOREIGN)
 
 
 def names(cluster: Cluster, efficiency: Efficiency) -> tuple[str, ...]:

@@ -36,8 +36,13 @@ class Neighbour:
     spared_bytes: float
 
 
-def neighbours(best: Verified) -> Iterator[Neighbour]:
-    """What each field costs: the best plan that differs in it by the closed form, with the price of its program."""
+def neighbours(best: Verified, known: Sequence[Verified] = ()) -> Iterator[Neighbour]:
+    """What each field costs: the best plan that differs in it by the closed form, with the price of its program.
+
+    Args:
+        best: the plan that others are held against.
+        known: plans whose programs are priced already; one of them may be faster than what the closed form finds.
+    """
     side = best.found.side
     problem, plan = side.problem, best.run.config.plan
     seen = {best.run.plan}
@@ -48,30 +53,32 @@ def neighbours(best: Verified) -> Iterator[Neighbour]:
         ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
         if not len(ruled.space.cores()):
             continue
-        for found in search([ruled], keep=1).best:
-            priced = verified(replace(found, side=side))
-            if priced.run.plan in seen:
-                continue
-            seen.add(priced.run.plan)
-            if priced.memory_bytes <= problem.memory_bytes:
-                yield Neighbour(
-                    field=field,
-                    value=getattr(priced.run.config.plan, field),
-                    plan=priced,
-                    slower=priced.step_s / best.step_s - 1,
-                    spared_bytes=best.memory_bytes - priced.memory_bytes,
-                )
+        priced = [verified(replace(found, side=side)) for found in search([ruled], keep=1).best]
+        priced += [each for each in known if getattr(each.run.config.plan, field) != rule.value]
+        fitting = [e for e in priced if e.memory_bytes <= problem.memory_bytes and e.run.plan not in seen]
+        if fitting:
+            first = min(fitting, key=lambda each: each.step_s)
+            seen.add(first.run.plan)
+            yield Neighbour(
+                field=field,
+                value=getattr(first.run.config.plan, field),
+                plan=first,
+                slower=first.step_s / best.step_s - 1,
+                spared_bytes=best.memory_bytes - first.memory_bytes,
+            )
 
 
-def improved(best: Verified, *, rounds: int = 3) -> tuple[Verified, tuple[Neighbour, ...]]:
+def improved(
+    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 3
+) -> tuple[Verified, tuple[Neighbour, ...]]:
     """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
 
     The search ranks by the closed form; a program may turn out faster than that of the best, or as fast in less memory.
     """
-    found = tuple(neighbours(best))
+    found = tuple(neighbours(best, known))
     better = [each for each in found if _is_better(each, best)]
     if rounds and better:
-        return improved(min(better, key=lambda each: each.slower).plan, rounds=rounds - 1)
+        return improved(min(better, key=lambda each: each.slower).plan, known, rounds=rounds - 1)
     return best, found
 
 

@@ -54,7 +54,9 @@ def _rate(name: Collective, group: Group, gauge: Gauge) -> CollectiveRate:
     # In a step a collective comes after compute, which has put to sleep whoever waits for messages.
     busy = torch.ones(512, 512, device=gauge.device.torch)
     for size in SIZES:
-        buffer = torch.ones(size // 4, device=gauge.device.torch)
+        # A whole number of parts: not every number of ranks is a power of two.
+        numel = size // 4 // group.size() * group.size()
+        buffer = torch.ones(numel, device=gauge.device.torch)
         work = _work(name, buffer, group)
         work()
         taken = []
@@ -65,7 +67,7 @@ def _rate(name: Collective, group: Group, gauge: Gauge) -> CollectiveRate:
             work()
             gauge.device.synchronize()
             taken.append(gauge.clock() - start_s)
-        points.append((size, max(gather(statistics.median(taken)))))
+        points.append((4 * numel, max(gather(statistics.median(taken)))))
     latency_s, bytes_per_s = line(points)
     return CollectiveRate(name=name, ranks=group.size(), latency_s=latency_s, bytes_per_s=bytes_per_s)
 
