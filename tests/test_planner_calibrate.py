@@ -116,13 +116,14 @@ def test_a_step_of_other_chips_is_told():
     timeline = simulate(program, instruction_seconds(run, program, plans_of(run).layout, pricing))
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
     assert "memory" in {each.name for each in found.foreign}
-    assert "did not run on such chips" in calibration_text(found, "runs/first")
+    assert not found.is_believed
+    assert "Not used: memory" in calibration_text(found, "runs/first")
 
 
 def test_a_step_of_such_chips_is_believed(recorded):
     run, timeline, _ = recorded
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
-    assert not found.foreign
+    assert found.is_believed
     assert "such chips" not in calibration_text(found, "runs/first")
 
 

@@ -77,7 +77,7 @@ class Options:
     out: str | None = None
     """Write the best plan as a run.toml that trains."""
     json: str | None = None
-    """Write everything that is told as JSON."""
+    """Write the best plans and their alternatives as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
     found = problems(argv[0], options.cluster, options)
     if options.calibrate is not None:
         calibration = calibration_of(Path(options.calibrate), found[0].cluster)
-        found = [replace(problem, efficiency=calibration.efficiency) for problem in found]
+        if calibration.is_believed:
+            found = [replace(problem, efficiency=calibration.efficiency) for problem in found]
         _say(calibration_text(calibration, options.calibrate))
     ranked = rank(found, options)
     _say(header(found[0], ranked.answer))
@@ -208,7 +209,7 @@ def _write(ranked: Ranked, options: Options) -> None:
         Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")
         _say(f"written: {options.out}; train it with: superstep train {options.out}")
     if options.json is not None:
-        told: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures)
+        told: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures, ranked.neighbours)
         Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 

@@ -82,7 +82,7 @@ def alternatives_text(found: Sequence[Neighbour]) -> str:
             memory = f"spares {amount}" if each.spared_bytes > 0 else f"takes {amount} more"
         value = str(each.value).lower() if isinstance(each.value, bool) else each.value
         speed = f"{abs(each.slower):.1%} {'slower' if each.slower >= 0 else 'faster'}"
-        lines.append(f"  {f'{each.field} = {value}':28}{speed}, {memory}")
+        lines.append(f"  {f'{each.field} = {value}':28}{f'{speed}, {memory}':36}{_layout(each.plan)}")
     return "\n".join(lines) + "\n"
 
 
@@ -96,8 +96,10 @@ def calibration_text(found: Calibration, source: str) -> str:
     if found.foreign:
         names = " and ".join(each.name for each in found.foreign)
         lines.append(
-            f"Warning: {names} changed beyond belief; the run did not run on such chips, or not alone on them."
+            f"Not used: {names} would change beyond belief; the run did not run on such chips, or not alone on them."
         )
+    elif not found.is_believed:
+        lines.append("Not used: the constants as they were come as near.")
     return "\n".join(lines) + "\n"
 
 
@@ -170,9 +172,18 @@ def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
     )
 
 
-def record(answer: Answer, plans: Sequence[Verified], found: Sequence[Figures]) -> dict[str, Any]:
-    """Everything as JSON has it, in base units."""
+def record(
+    answer: Answer, plans: Sequence[Verified], found: Sequence[Figures], beside: Sequence[Neighbour]
+) -> dict[str, Any]:
+    """The problem, the best plans and their alternatives as JSON has them, in base units."""
+    problem = plans[0].found.side.problem
     return {
+        "model": problem.base.model.name,
+        "chip": problem.cluster.chip.name,
+        "chips": problem.cluster.chips,
+        "batch_sequences": problem.batch_sequences,
+        "sequence_tokens": problem.sequence_tokens,
+        "memory_bytes": problem.memory_bytes,
         "plans": answer.plans,
         "priced": answer.priced,
         "too_large": answer.too_large,
@@ -185,5 +196,14 @@ def record(answer: Answer, plans: Sequence[Verified], found: Sequence[Figures]) 
                 "shares": shares(plan),
             }
             for plan, each in zip(plans, found, strict=True)
+        ],
+        "alternatives": [
+            {
+                "field": each.field,
+                "plan": asdict(each.plan.run.config.plan),
+                "slower": each.slower,
+                "spared_bytes": each.spared_bytes,
+            }
+            for each in beside
         ],
     }

@@ -68,6 +68,11 @@ class Calibration:
         """Changes beyond belief."""
         return tuple(each for each in self.changes if not 1 / FOREIGN < each.after / each.before < FOREIGN)
 
+    @property
+    def is_believed(self) -> bool:
+        """Whether the changed constants are to be used: they are near the old ones, and nearer to the step."""
+        return not self.foreign and self.error_after < self.error_before
+
 
 def names(cluster: Cluster, efficiency: Efficiency) -> tuple[str, ...]:
     """The constants that are fitted."""
