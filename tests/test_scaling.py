@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drawn_runs import CHINCHILLA, FACTS, OPENAI, curves, isoflop, run_at
@@ -235,6 +235,17 @@ def test_what_lies_far_beyond_the_runs():
         max_size=12,
     )
 )
+@example(
+    points=[
+        (1e5, 3.0, 1.0),
+        (1e5, 9.0, 483.0),
+        (1e5, 2.0, 1.0),
+        (1e5, 1.0, 622.0),
+        (1e5, 1.0, 492.0),
+        (1e5, 4e16, 398.0),
+    ]
+)
+@example(points=[(1e5, 1.0, 622.0), (1e5, 2.0, 610.0), (1e5, 4e16, 600.0)])
 def test_runs_without_any_law_are_refused_or_fitted_by_numbers(points):
     runs = [
         Run(name=str(i), params=n, points=(Point(tokens=d, loss=loss, flops=6 * n * d),))

@@ -22,6 +22,8 @@ SAME_BUDGET = 1.1
 LEAST = 3
 LEAST_RANGE = 3.0
 """From the least budget to the largest."""
+LARGEST_EXPONENT = 600.0
+"""Of e, for a number that a float holds."""
 LEAST_SLOPE = 0.005
 """Of log L; below it the scale of a power law is beyond all numbers."""
 
@@ -182,4 +184,7 @@ def _power_law(of: str, what: str, points: Sequence[tuple[float, float]]) -> Pow
     slope, at = np.polyfit(x - x.mean(), log_loss, 1)
     if slope > -LEAST_SLOPE:
         raise ConfigError(f"the loss falls over {what} with an exponent of {-slope:.4f} only, which is no power law.")
-    return PowerLaw(of=of, alpha=float(-slope), scale=math.exp(float(x.mean() - at / slope)))
+    exponent = float(x.mean() - at / slope)
+    if abs(exponent) > LARGEST_EXPONENT:
+        raise ConfigError(f"the loss over {what} falls towards a scale of e^{exponent:.0f}, which is no power law.")
+    return PowerLaw(of=of, alpha=float(-slope), scale=math.exp(exponent))
