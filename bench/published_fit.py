@@ -21,7 +21,6 @@ NOISE = 0.05
 """Of one row: the same configuration published again differs by 1.5 to 7.5%."""
 OUTLIER = 0.15
 TRUST = {"A": 1.0, "B": 0.35}
-BRACKET = 1.5
 
 
 def fit(steps: Steps, keep: Array | None = None) -> dict[str, float]:

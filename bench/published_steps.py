@@ -66,10 +66,3 @@ class Steps:
             return np.zeros(0)
         found = self.estimates(efficiency)
         return found.step_s - np.where(self._is_layer, found.optimizer_s + found.data_s, 0.0)
-
-    def span(self, efficiency: Efficiency) -> tuple[Array, Array]:
-        """The fastest and the slowest reading of each row."""
-        each = self._readings_s(efficiency)
-        slowest = np.zeros(len(self.rows))
-        np.maximum.at(slowest, self._owner, each)
-        return self.seconds(efficiency), slowest

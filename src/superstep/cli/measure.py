@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from superstep.cli.figures import bytes_text, rate_text, seconds_text
+from superstep.cli.options import Parser
 from superstep.cli.roofline import Point, Roof, draw_svg, draw_text
 from superstep.cost.machine import Measured, seconds
 from superstep.cost.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
@@ -37,11 +37,6 @@ LARGE = 2**23
 """Bytes that no cache of one core holds."""
 LENGTHS = (128, 512, 2048)
 """Of sequences, for attention."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; superstep measure --help says more.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="superstep measure", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="superstep measure", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
     parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of its products (fp32)")

@@ -9,11 +9,12 @@ writes the help.
 
 from __future__ import annotations
 
+import argparse
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import tyro
 
@@ -25,6 +26,14 @@ T = TypeVar("T")
 
 DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(dir="runs/demo"))
 """Two ranks, each with half of the gradients and of the optimizer."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, as every verb does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError."""
+        raise ConfigError(f"{message}; {self.prog} --help says more.")
 
 
 def parse(verb: str, argv: Sequence[str], *, description: str) -> tuple[RunConfig, bool]:

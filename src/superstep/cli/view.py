@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from superstep.cli.figures import bytes_text, seconds_text
-from superstep.cli.options import DEMO, flags
+from superstep.cli.options import DEMO, Parser, flags
 from superstep.cost.machine import Prices
 from superstep.cost.memory import unit_bytes
 from superstep.cost.operation import UnitOperations
@@ -96,16 +95,8 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) ->
     return _routers(folder, options.layer, picture) if options.router else _recorded(folder, picture)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one line, as every verb does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError."""
-        raise ConfigError(f"{message}; superstep view --help says more.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="superstep view",
         usage="superstep view [run.toml | RUN] [--text | --program | --memory | --router [--layer N]] [--width N]",
         description=DESCRIPTION,

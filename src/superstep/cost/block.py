@@ -52,11 +52,6 @@ class Seconds:
         """Compute of the whole backward pass."""
         return self.input_s + self.weight_s
 
-    @property
-    def traffic_s(self) -> Array:
-        """Traffic of one pass."""
-        return self.tensor_s + self.context_s + self.experts_s
-
 
 def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *, is_mixture: bool) -> Seconds:
     """A layer with one feed-forward, or with a mixture of experts."""

@@ -6,7 +6,7 @@ accumulated and dropped, kept for a backward, or on its way between units is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -102,26 +102,31 @@ def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]
 
 def course(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
     """What a rank holds while each of its instructions runs, in their order."""
-    held = _Held(program, rank, sizes)
-    levels: list[Peak] = []
-    for index, i in enumerate(program.ranks[rank]):
-        held.begin(i)
-        levels.append(
-            Peak(
-                index=index,
-                params_bytes=held.bytes["params"],
-                gradient_bytes=held.bytes["gradient"],
-                kept_bytes=held.bytes["kept"],
-                boundary_bytes=held.bytes["boundary"],
-            )
-        )
-        held.end(i)
-    return tuple(levels)
+    return tuple(_level(*at) for at in _during(program, rank, sizes))
 
 
 def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
     # The first of the highest.
-    return max(course(program, rank, sizes), key=lambda level: level.bytes, default=Peak())
+    highest = max(_during(program, rank, sizes), key=lambda at: sum(at[1].values()), default=None)
+    return Peak() if highest is None else _level(*highest)
+
+
+def _during(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Iterator[tuple[int, dict[Category, int]]]:
+    now = _Held(program, rank, sizes)
+    for index, i in enumerate(program.ranks[rank]):
+        now.begin(i)
+        yield index, dict(now.bytes)
+        now.end(i)
+
+
+def _level(index: int, sizes: dict[Category, int]) -> Peak:
+    return Peak(
+        index=index,
+        params_bytes=sizes["params"],
+        gradient_bytes=sizes["gradient"],
+        kept_bytes=sizes["kept"],
+        boundary_bytes=sizes["boundary"],
+    )
 
 
 def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
