@@ -3,7 +3,8 @@
     python -m bench.facts              one table: fact, published, ours, difference
     python -m bench.facts --quick      without programs of more than 5,000 passes
 
-Formulas are those of ``cost.footprint``; bubbles are those of Superstep's own programs, compiled and put on a clock.
+Formulas are those of ``cost.closed.footprint``; bubbles are those of Superstep's own programs, compiled and put on a
+clock.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from functools import cache
 import numpy as np
 
 from bench.published_rows import DATA
-from superstep.cost.activations import LayerBytes, dense_layer
-from superstep.cost.decoder import Decoder, array
-from superstep.cost.footprint import Footprint, footprint
-from superstep.cost.keeping import megatron
-from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.software import Software, price_of
-from superstep.cost.stack import Stack
+from superstep.cost.closed.activations import LayerBytes, dense_layer
+from superstep.cost.closed.decoder_size import Decoder, array
+from superstep.cost.closed.footprint import Footprint, footprint
+from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.software import Software, price_of
+from superstep.cost.closed.software_memory import megatron
+from superstep.cost.closed.stack import Stack
+from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig

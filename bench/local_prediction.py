@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
-from superstep.cost.fit import by_category
-from superstep.cost.memory import rank_bytes
-from superstep.cost.operation import UnitOperations
-from superstep.cost.predict import predict
+from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory_fit import by_category
+from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.predict import predict
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -29,10 +29,10 @@ from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World, gather, launch
-from superstep.runtime.measure import Gauge
-from superstep.runtime.measure_here import measure_here
+from superstep.runtime.measure.here import measure_here
+from superstep.runtime.measure.kernels import Gauge
 from superstep.runtime.mesh import build_mesh
-from superstep.runtime.rehearsal import operations_of
+from superstep.runtime.rehearsal.units import operations_of
 from superstep.train.batches import microbatches, rows
 
 LAYOUTS: dict[str, tuple[str, dict]] = {

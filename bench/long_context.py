@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from bench.machine import machine_facts
 from bench.peers_common import _peak_bytes, _reset_peak, random_batches
-from superstep.cost.memory import rank_bytes
+from superstep.cost.program.memory import rank_bytes
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine_facts
-from superstep.cost.work import model_flops_per_token, parameters
+from superstep.cost.program.work import model_flops_per_token, parameters
 from superstep.data.tokens import prepare
-from superstep.observe.load import busiest, dropped_share, entropy
+from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device

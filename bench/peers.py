@@ -36,7 +36,7 @@ from bench.peers_common import (
 from bench.peers_data import ddp, fsdp2, one_process
 from bench.peers_model import pipelining, tensor_parallel
 from superstep.plan.config import ModelConfig
-from superstep.plan.model import shape_of
+from superstep.plan.model.named import shape_of
 
 __all__ = ["IGNORE", "PEERS", "PeerJob", "PeerResult", "initial_weights", "random_batches", "run"]
 

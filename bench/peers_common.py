@@ -28,7 +28,7 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.unit import initial
 from superstep.numerics.loss import IGNORE
-from superstep.plan.shape import ModelShape
+from superstep.plan.model.shape import ModelShape
 
 Peer = Literal["one_process", "ddp", "fsdp2", "tensor_parallel", "pipelining"]
 Dtype = Literal["fp32", "bf16"]

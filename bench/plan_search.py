@@ -20,8 +20,8 @@ from bench.machine import write_result
 from superstep.hardware.text import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.problem import Problem
 from superstep.planner.search import Side, chunks_of, search
+from superstep.planner.search_problem import Problem
 
 CASES = {
     "GPT-3 175B on 4,096 A100": ("gpt3-175b", "4096xA100", 1536, 2048),

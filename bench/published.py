@@ -24,8 +24,8 @@ from bench.published_memory import Labels, Peaks, labels_of, peaks_of, print_lab
 from bench.published_plot import scatter
 from bench.published_rows import Row, is_timed, number, read_rows
 from bench.published_steps import Steps
-from superstep.cost.decoder import Array
-from superstep.cost.efficiency import CONSTANTS, FITTED
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.efficiency import CONSTANTS, FITTED
 from superstep.errors import UserError
 
 CALCULON = "Calculon, as others measured it on 958 such rows: median 19.8% on plain GPT, 22.4% overall; Spearman 0.81"

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.published_rows import Reading, Row, number, readings, year_of
-from superstep.cost.decoder import Array, Decoder, array
-from superstep.cost.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
-from superstep.cost.keeping import Keeping, megatron
-from superstep.cost.layout import RECOMPUTE, Layout
-from superstep.cost.software import price_of, stacked
-from superstep.cost.stack import Stack
+from superstep.cost.closed.decoder_size import Array, Decoder, array
+from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.closed.layout import RECOMPUTE, Layout
+from superstep.cost.closed.software import price_of, stacked
+from superstep.cost.closed.software_memory import Keeping, megatron
+from superstep.cost.closed.stack import Stack
 from superstep.errors import ConfigError
 
 GIB, GB = float(2**30), 1e9

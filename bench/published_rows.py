@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from superstep.cost.decoder import Decoder, array
-from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.software import Attention, Software
+from superstep.cost.closed.decoder_size import Decoder, array
+from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.software import Attention, Software
 from superstep.errors import DataError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.chip import Rate

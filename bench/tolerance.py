@@ -26,10 +26,10 @@ from superstep.data.stream import Batch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.launch import World, launch
-from superstep.train.prove import Difference, write_reference
-from superstep.train.prove import differences as differences_of
-from superstep.train.prove_exact import write_bits
-from superstep.train.sweep import layouts
+from superstep.train.proof.close import Difference, write_reference
+from superstep.train.proof.close import differences as differences_of
+from superstep.train.proof.exact import write_bits
+from superstep.train.proof.sweep import layouts
 
 STEPS = 2
 TOKENS = 32

@@ -25,15 +25,15 @@ from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
 
-from superstep.cost.memory import rank_bytes
-from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.work import parameters
+from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.work import parameters
 from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved, resolve
-from superstep.plan.shape import SHAPES
 from superstep.plan.toml import table_entry
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from layout_blocks import table
 
-from superstep.cost.efficiency import CONSTANTS
+from superstep.cost.closed.efficiency import CONSTANTS
 
 PUBLISHED = Path(__file__).parent.parent / "bench" / "results" / "published.json"
 

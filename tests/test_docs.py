@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import measure, prove, sample, scaling, view
+from superstep.cli import sample, view
 from superstep.cli.main import VERBS, main
+from superstep.cli.measure import verb as measure
 from superstep.cli.options import DEMO
-from superstep.cost.predict import Machine, predict
+from superstep.cli.prove import verb as prove
+from superstep.cli.scaling import verb as scaling
+from superstep.cost.program.predict import Machine, predict
 from superstep.data.tokens import FILES as TOKEN_FILES
 from superstep.hardware.text import read_cluster
 from superstep.plan.resolve import resolve

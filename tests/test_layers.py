@@ -18,6 +18,7 @@ ORDER = (
     "hardware",
     "cost",
     "planner",
+    "scaling",
     "observe",
     "numerics",
     "model",
@@ -30,7 +31,7 @@ ORDER = (
 # Planning, checking and simulating run anywhere, at once: without torch.
 LIGHT = ORDER[: ORDER.index("observe") + 1]
 LIGHT_PACKAGES = sys.stdlib_module_names | {"numpy", "superstep"}
-LAWS = "planner.scaling_fit"
+LAWS = "scaling.fit"
 """The one module that may use scipy, for its L-BFGS."""
 ONLY_CLI = {"os.environ", "os.getenv", "os.putenv", "sys.argv"}
 
@@ -112,6 +113,46 @@ def test_every_part_has_its_place_in_the_order():
     assert parts | modules <= set(ORDER)
 
 
+def ring(arrows: set[tuple[str, str]]) -> list[str]:
+    """Names that import each other in a ring, or none: names that import nothing, or that nothing imports, go first."""
+    while loose := {name for _, name in arrows} ^ {name for name, _ in arrows}:
+        arrows = {(one, other) for one, other in arrows if not {one, other} & loose}
+    return sorted({name for name, _ in arrows})
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Each import of a module of the package by another one."""
+    known = {module_of(path) for path in MODULES}
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in imported(node):
+                dotted = name.removeprefix("superstep.")
+                found |= {(module_of(path), other) for other in (dotted, dotted.rpartition(".")[0]) if other in known}
+    return found
+
+
+def room(module: str) -> str:
+    """The inner room that a module is in, or the module itself where it lies directly in its part."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    assert ring(arrows()) == []
+
+
+def test_inner_rooms_import_one_way():
+    """Files that lie directly in a part may use its rooms and be used by them; the rooms among each other may not."""
+    rooms = {room(module_of(path)) for path in MODULES if module_of(path).count(".") == 2}
+    between = {(room(one), room(other)) for one, other in arrows()}
+    assert ring({(one, other) for one, other in between if one != other and {one, other} <= rooms}) == []
+
+
+def test_a_planted_ring_is_seen():
+    assert ring({("a", "b"), ("b", "c"), ("c", "d")}) == []
+    assert ring({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == ["b", "c"]
+
+
 @pytest.mark.parametrize(
     ("module", "source", "rule"),
     [
@@ -122,8 +163,8 @@ def test_every_part_has_its_place_in_the_order():
         ("train.loop", "from .batches import batches", "relative import"),
         ("train.loop", "from . import batches", "relative import"),
         ("cost.simulate", "import torch", "the standard library and numpy only"),
-        ("planner.scaling", "from scipy.optimize import minimize", "which planner.scaling_fit alone may"),
-        ("model.decoder", "import scipy", "which planner.scaling_fit alone may"),
+        ("scaling.study", "from scipy.optimize import minimize", "which scaling.fit alone may"),
+        ("model.decoder", "import scipy", "which scaling.fit alone may"),
         ("observe.events", "from torch import Tensor", "the standard library and numpy only"),
         (
             "plan.toml",
@@ -158,7 +199,7 @@ def test_a_planted_violation_is_seen(module, source, rule):
     [
         ("cli.main", "import os, sys\nprint(os.environ, sys.argv)\nfrom superstep.train import loop"),
         ("runtime.mesh", "import torch.distributed as dist\nfrom superstep.plan.mesh import MeshShape"),
-        ("planner.scaling_fit", "from scipy.optimize import minimize"),
+        ("scaling.fit", "from scipy.optimize import minimize"),
         ("cost.simulate", "import numpy as np\nfrom superstep.cost.catalogue import DEVICES"),
         ("train.loop", "def f():\n    import tomllib"),
     ],

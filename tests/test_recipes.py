@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from superstep.cli.options import DEMO
-from superstep.cost.memory import rank_bytes
+from superstep.cost.program.memory import rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from superstep.cli import measure, plan, prove, sample, scaling, train, view
+from superstep.cli import sample, view
+from superstep.cli.measure import verb as measure
+from superstep.cli.plan import verb as plan
+from superstep.cli.prove import verb as prove
+from superstep.cli.scaling import verb as scaling
+from superstep.cli.train import verb as train
 from superstep.errors import SuperstepError, UserError, did_you_mean
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -21,7 +21,7 @@ from superstep.model.hf import load_weights
 from superstep.model.source import load_units
 from superstep.model.unit import Row, global_tensors
 from superstep.plan.config import RunConfig
-from superstep.plan.hf_config import from_hf_config
+from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.checkpoint import checkpoints
 from superstep.train.sample import Model, generate

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.options import DEMO, Parser, flags
-from superstep.cost.machine import Prices
-from superstep.cost.memory import unit_bytes
-from superstep.cost.operation import UnitOperations
-from superstep.cost.predict import Prediction, predict, sizes_of
+from superstep.cost.program.machine import Prices
+from superstep.cost.program.memory import unit_bytes
+from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.jsonl import read
 from superstep.observe.memory_drawing import draw_memory
@@ -30,7 +30,7 @@ from superstep.program.memory import course
 from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
-from superstep.runtime.measure_here import measure
+from superstep.runtime.measure.here import measure
 from superstep.train.model import operations, resolved
 from superstep.train.session import RunFolder
 

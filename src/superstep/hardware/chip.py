@@ -32,7 +32,7 @@ class CopyRate:
     """What the memory was measured at, when an operation reads and writes ``bytes`` together.
 
     Attributes:
-        kernel: "copy", or a kind that goes at a rate of its own: ``cost.operation.Pass`` has the same words.
+        kernel: "copy", or a kind that goes at a rate of its own: ``cost.program.operation.Pass`` has the same words.
     """
 
     kernel: str = "copy"

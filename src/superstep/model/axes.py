@@ -1,4 +1,4 @@
-"""The decoder's units: its modules, and for each parameter what ``plan.axes`` says of it and how it starts.
+"""The decoder's units: its modules, and for each parameter what ``plan.model.axes`` says of it and how it starts.
 
 The plan's rules map logical axes to mesh axes (``heads -> tp``), as GSPMD does by annotation (Xu 2021); the
 model itself knows nothing of them.
@@ -11,8 +11,8 @@ from functools import partial
 
 from superstep.model.decoder import Block, Embedding, Head, Rope
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.plan.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_names, embed_names, head_names
-from superstep.plan.shape import ModelShape
+from superstep.plan.model.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_names, embed_names, head_names
+from superstep.plan.model.shape import ModelShape
 
 STD = 0.02
 RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")

@@ -25,7 +25,7 @@ from superstep.model.exchange import Exchange, Local
 from superstep.model.feedforward import FeedForward
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
-from superstep.plan.shape import ModelShape
+from superstep.plan.model.shape import ModelShape
 
 
 class Attend(Protocol):

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import StateError
-from superstep.plan.hf_config import to_hf_config
-from superstep.plan.shape import ModelShape
+from superstep.plan.model.hf_config import to_hf_config
+from superstep.plan.model.shape import ModelShape
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
-from superstep.plan.outline import Layer, Outline, Parameter, Unit
+from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
 @dataclass(frozen=True, slots=True)

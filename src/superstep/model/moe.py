@@ -24,7 +24,7 @@ from superstep.model.exchange import Exchange, Told
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.router import NOBODY, Routing, choices, noise_width, route
-from superstep.plan.shape import ModelShape
+from superstep.plan.model.shape import ModelShape
 
 
 class Gate(nn.Module):

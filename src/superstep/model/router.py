@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from superstep.plan.shape import MoeShape
+from superstep.plan.model.shape import MoeShape
 
 NOBODY = -1
 """In the place of an expert: the token goes nowhere, because there was no room or no second choice."""

@@ -1,7 +1,8 @@
 """Whether this machine computes what exact mode builds on: asked with numbers, not by the processor's name.
 
 An element of a product must depend on its own row and column alone, and an element of a function or of a row's sum on
-that element or row alone, whatever else is computed beside it. ``numerics.pieces`` says what was measured where.
+that element or row alone, whatever else is computed beside it. ``numerics.invariant_matmul`` says what was measured
+where.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from superstep.numerics.pieces import PIECE, product
+from superstep.numerics.invariant_matmul import PIECE, product
 
 INNER = (8, 44, 64, 176, PIECE, 2 * PIECE + 40)
 OUTER = (2, 5, 16, 33, 64)

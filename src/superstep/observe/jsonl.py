@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from superstep.observe.append import AppendFile, unwritable
+from superstep.observe.append_file import AppendFile, unwritable
 from superstep.observe.events import Event, Resumed, RunStarted
 
 

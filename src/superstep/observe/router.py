@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from superstep.observe.events import RouterSeen
-from superstep.observe.load import busiest, dropped_share, entropy
+from superstep.observe.router_balance import busiest, dropped_share, entropy
 
 GUTTER = 12
 """Columns left of the time: ``expert 127 ``, an edge."""

@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from superstep.observe.append import AppendFile
+from superstep.observe.append_file import AppendFile
 from superstep.observe.events import Evaluated, Event, Resumed, RouterSeen, StepDone
-from superstep.observe.load import busiest, dropped_share
+from superstep.observe.router_balance import busiest, dropped_share
 
 
 class TensorBoard:

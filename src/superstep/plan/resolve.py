@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.plan.axes import outline_of
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
-from superstep.plan.cuts import check_decoder, check_split, rules_of
-from superstep.plan.grain import Grain, find_grain
+from superstep.plan.exact_pieces import Grain, find_grain
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
-from superstep.plan.model import shape_of
-from superstep.plan.outline import Outline
+from superstep.plan.model.axes import outline_of
+from superstep.plan.model.named import shape_of
+from superstep.plan.model.outline import Outline
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
-from superstep.plan.shape import ModelShape
-from superstep.plan.spread import check_context, check_experts, check_replicas
-from superstep.plan.stages import place, stages_of
-from superstep.plan.work import forward_flops_per_token
+from superstep.plan.split.divisibility import check_context, check_experts, check_replicas
+from superstep.plan.split.parameters import check_decoder, check_split, rules_of
+from superstep.plan.split.stages import place, stages_of
+from superstep.plan.split.unit_work import forward_flops_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from superstep.cost.decoder import Array
-from superstep.cost.efficiency import Efficiency, generation
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.efficiency import Efficiency, generation
 from superstep.hardware.cluster import Cluster
 from superstep.plan.resolve import Resolved
 from superstep.planner.plans import plans_of
 from superstep.planner.price import pricing_of
-from superstep.planner.problem import Problem
+from superstep.planner.search_problem import Problem
 from superstep.planner.verify import instruction_seconds
 from superstep.program.instructions import Instruction
 from superstep.program.timeline import Timeline

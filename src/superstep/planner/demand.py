@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from superstep.cost.footprint import Footprint
+from superstep.cost.closed.footprint import Footprint
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.problem import Problem
 from superstep.planner.search import Side, search
+from superstep.planner.search_problem import Problem
 from superstep.planner.space import Space, meshes
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep")

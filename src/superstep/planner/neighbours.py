@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from superstep.planner.price import pricing_of
-from superstep.planner.problem import Problem, Rule
 from superstep.planner.search import Side, search
+from superstep.planner.search_problem import Problem, Rule
 from superstep.planner.verify import Verified, verified
 
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")

@@ -9,11 +9,11 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from superstep.cost.decoder import Array
-from superstep.cost.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.resolve import Resolved
-from superstep.planner.problem import Problem
+from superstep.planner.search_problem import Problem
 
 CONTEXT: tuple[Context, ...] = get_args(Context)
 

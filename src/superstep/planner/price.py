@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from superstep.cost import keeping
-from superstep.cost.decoder import Array, Decoder, array, decoder_of
-from superstep.cost.estimate import Estimate, estimate
-from superstep.cost.footprint import Footprint, footprint
-from superstep.cost.keeping import Keeping
-from superstep.cost.layout import SCHEDULES
-from superstep.cost.memory import ELEMENT_BYTES
-from superstep.cost.rates import Rates
-from superstep.cost.software import SUPERSTEP, price_of
-from superstep.cost.stack import Stack
+from superstep.cost.closed import software_memory as keeping
+from superstep.cost.closed.decoder_size import Array, Decoder, array, decoder_of
+from superstep.cost.closed.estimate import Estimate, estimate
+from superstep.cost.closed.footprint import Footprint, footprint
+from superstep.cost.closed.layout import SCHEDULES
+from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.software import SUPERSTEP, price_of
+from superstep.cost.closed.software_memory import Keeping
+from superstep.cost.closed.stack import Stack
+from superstep.cost.program.memory import ELEMENT_BYTES
 from superstep.planner.plans import Plans
-from superstep.planner.problem import Problem
+from superstep.planner.search_problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

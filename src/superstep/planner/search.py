@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from superstep.cost.decoder import Array
-from superstep.cost.estimate import Estimate
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.estimate import Estimate
 from superstep.planner.plans import Plans
 from superstep.planner.price import Pricing
-from superstep.planner.problem import Problem
+from superstep.planner.search_problem import Problem
 from superstep.planner.space import Space
 
 CHUNK = 8192

@@ -28,13 +28,13 @@ from itertools import product
 
 import numpy as np
 
-from superstep.cost.decoder import Array
-from superstep.cost.layout import RECOMPUTE, SCHEDULES
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES
 from superstep.plan.config import Schedule
 from superstep.plan.resolve import divisors
-from superstep.plan.sequence import cp_of_heads, multiple
+from superstep.plan.split.sequence import cp_of_heads, multiple
 from superstep.planner.plans import CONTEXT, Plans
-from superstep.planner.problem import Problem
+from superstep.planner.search_problem import Problem
 
 FAR = 4
 """Fast domains that tensor parallelism may span."""

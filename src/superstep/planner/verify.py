@@ -11,15 +11,23 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from superstep.cost.block import E, Seconds, block_seconds
-from superstep.cost.decoder import Array
-from superstep.cost.estimate import Estimate, embedding_s, head_s
-from superstep.cost.footprint import FRAGMENTATION
-from superstep.cost.layout import Layout
-from superstep.cost.memory import FP32, RankBytes, buffer_numel, family_numel, has_fused_loss, rank_bytes, zero_stage
-from superstep.cost.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.straggle import Jitter, Straggled, straggle
-from superstep.cost.work import UnitParameters, rank_parameters
+from superstep.cost.closed.block import E, Seconds, block_seconds
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.estimate import Estimate, embedding_s, head_s
+from superstep.cost.closed.footprint import FRAGMENTATION
+from superstep.cost.closed.layout import Layout
+from superstep.cost.program.memory import (
+    FP32,
+    RankBytes,
+    buffer_numel,
+    family_numel,
+    has_fused_loss,
+    rank_bytes,
+    zero_stage,
+)
+from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.straggle import Jitter, Straggled, straggle
+from superstep.cost.program.work import UnitParameters, rank_parameters
 from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
 from superstep.plan.mesh import FAMILIES, Family
 from superstep.plan.resolve import Resolved, resolve

@@ -13,13 +13,13 @@ from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import PARAMETER
-from superstep.plan.cuts import has_cut_output
-from superstep.plan.outline import Outline
+from superstep.plan.model.outline import Outline
 from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.split.parameters import has_cut_output
 from superstep.runtime.accumulate import Adder, Sink, Sums
 from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.exact import Exact, build_exact_loss
+from superstep.runtime.exact.modules import Exact, build_exact_loss
 from superstep.runtime.executor import Machine
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective

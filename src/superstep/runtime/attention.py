@@ -9,12 +9,12 @@ from torch import Tensor
 
 from superstep.model.decoder import Attend, flash
 from superstep.plan.resolve import Resolved
-from superstep.plan.sequence import positions
-from superstep.runtime.context_parallel import gather_kv, scatter_sum
-from superstep.runtime.exact_attention import Alone, ExactAttend
+from superstep.plan.split.sequence import positions
+from superstep.runtime.exact.attention import Alone, ExactAttend
 from superstep.runtime.mesh import Group, Mesh
-from superstep.runtime.ring_attention import RingAttend
-from superstep.runtime.ulysses import UlyssesAttend
+from superstep.runtime.parallel.context import gather_kv, scatter_sum
+from superstep.runtime.parallel.ring import RingAttend
+from superstep.runtime.parallel.ulysses import UlyssesAttend
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER
 from superstep.runtime.device import Device
-from superstep.runtime.layout import BufferLayout, Slot
+from superstep.runtime.flat_parameters import BufferLayout, Slot
 
 
 @dataclass(frozen=True, slots=True)

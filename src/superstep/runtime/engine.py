@@ -17,12 +17,12 @@ from superstep.program.compile import compile_evaluation, compile_step
 from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
-from superstep.runtime.exact import require_exact
+from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor, Microbatch, Ran
-from superstep.runtime.expert_parallel import build_exchange
-from superstep.runtime.layout import Slot, lay_out
+from superstep.runtime.flat_parameters import Slot, lay_out
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
+from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.router_counts import RouterCounts
 from superstep.state.piece import Kind, Piece
 

@@ -14,18 +14,18 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-import superstep.runtime.ring_attention  # noqa: F401 - the operator that selective recomputation keeps
+import superstep.runtime.parallel.ring  # noqa: F401 - the operator that selective recomputation keeps
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
-from superstep.runtime.exact import Exact, make_exact
-from superstep.runtime.expert_parallel import split_tokens
+from superstep.runtime.exact.modules import Exact, make_exact
 from superstep.runtime.mesh import Group
-from superstep.runtime.sequence_split import part
-from superstep.runtime.tensor_parallel import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
+from superstep.runtime.parallel.expert import split_tokens
+from superstep.runtime.parallel.sequence_split import part
+from superstep.runtime.parallel.tensor import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]

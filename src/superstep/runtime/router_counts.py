@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from superstep.model.exchange import Told
-from superstep.plan.shape import MoeShape
+from superstep.plan.model.shape import MoeShape
 from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.mesh import Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from superstep.plan.resolve import Plan
-from superstep.plan.sequence import positions
+from superstep.plan.split.sequence import positions
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
 

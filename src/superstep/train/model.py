@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from superstep.cost.operation import UnitOperations, flops
-from superstep.cost.work import model_flops_per_token
+from superstep.cost.program.operation import UnitOperations, flops
+from superstep.cost.program.work import model_flops_per_token
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
@@ -17,8 +17,8 @@ from superstep.model.unit import UnitSpec
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.rehearsal import operations_of
-from superstep.runtime.rehearse import rehearse
+from superstep.runtime.rehearsal.own_model import rehearse
+from superstep.runtime.rehearsal.units import operations_of
 
 
 def resolved(config: RunConfig, world: int | None = None) -> Resolved:
@@ -71,8 +71,8 @@ def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
 
 
 def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> float | None:
-    """Operations that training on one token needs, as ``cost.work.MFU_CONVENTION`` has them; of units of the user's own
-    as they were seen to do it, None where they were not.
+    """Operations that training on one token needs, as ``cost.program.work.MFU_CONVENTION`` has them; of units of
+    the user's own as they were seen to do it, None where they were not.
     """
     tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
     if run.decoder is not None:

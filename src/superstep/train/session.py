@@ -18,8 +18,8 @@ from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.unit import global_specs
-from superstep.observe.append import unwritable
-from superstep.plan.hf_config import to_hf_config
+from superstep.observe.append_file import unwritable
+from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult

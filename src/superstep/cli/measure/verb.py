@@ -1,0 +1,177 @@
+"""superstep measure: what this machine does in a second: a cluster file, a table, and a roofline with a model on it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.figures import bytes_text, rate_text, seconds_text
+from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
+from superstep.cli.options import Parser
+from superstep.cost.program.machine import Measured, seconds
+from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
+from superstep.errors import ConfigError
+from superstep.hardware.text import write_cluster
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.device import pick
+from superstep.runtime.launch import World, launch
+from superstep.runtime.measure.disk import disk_rates
+from superstep.runtime.measure.here import cores, distinct, measured
+from superstep.runtime.measure.kernels import Gauge, measure_operations
+from superstep.runtime.measure.launch_cost import launch_s
+from superstep.runtime.measure.links import measure_collectives
+from superstep.train.model import operations
+
+DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
+
+SIDES = (64, 256, 1024, 4096)
+"""Sides of the products measured; a model's own shapes are measured beside them."""
+
+LARGE = 2**23
+"""Bytes that no cache of one core holds."""
+LENGTHS = (128, 512, 2048)
+"""Of sequences, for attention."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write."""
+    asked = _parser().parse_args(argv)
+    for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
+        if path is not None and path.exists():
+            raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
+    ranks = max(2, cores() if pick(0).kind == "cpu" else 1) if asked.ranks is None else asked.ranks
+    if ranks < 1:
+        raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
+    run = _run(asked.model, asked.dtype)
+    seen = operations(run)
+    assert seen is not None, "our own decoder always can be seen"
+    grid = [] if asked.quick else list(_grid())
+    start_s = time.perf_counter()
+    found = launch(ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
+    with tempfile.TemporaryDirectory(dir=asked.out.parent if asked.out else None) as folder:
+        read, write = disk_rates(Path(folder))
+    cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    found = replace(found, cluster=cluster)
+    points, roof = list(_points(run, seen, found)), _roof(found)
+    _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
+    _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
+    if asked.plot:
+        asked.plot.write_text(draw_svg(roof, points), encoding="utf-8")
+        _say(f"picture in {asked.plot}")
+    if asked.out:
+        asked.out.write_text(write_cluster(cluster), encoding="utf-8")
+        _say(f"cluster file in {asked.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="superstep measure", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
+    parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of its products (fp32)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="measured at once; as many as cores by default")
+    parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
+    return parser
+
+
+def _run(model: str, dtype: str) -> Resolved:
+    """A run of the model on one rank, with the microbatch of the demo."""
+    numerics = NumericsConfig(compute="bf16" if dtype == "bf16" else "fp32")
+    config = RunConfig(model=ModelConfig(name=model), data=DataConfig(), train=TrainConfig(), numerics=numerics)
+    return resolve(replace(config, plan=PlanConfig(dp=1, microbatch=4)))
+
+
+def _grid() -> Iterator[Operation]:
+    for rows in SIDES:
+        for width in SIDES[:-1]:
+            for inner in SIDES[:-1]:
+                yield Product(rows=rows, width=width, inner=inner)
+    for length in LENGTHS:
+        for is_backward in (False, True):
+            yield Attention(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
+    for kernel in ("exp", "softmax", "gather"):
+        yield Pass(kernel=kernel, bytes=0)
+
+
+def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> Measured:
+    """What one of the ranks measures, all at once."""
+    gauge = Gauge(device=world.device, budget_s=budget_s)
+    dtype = run.config.numerics.compute
+    products, copies = measure_operations(wanted, dtype, gauge)
+    degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]
+    rates = measure_collectives(world, degrees, gauge) if degrees else ()
+    return measured(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
+
+
+def _table(found: Measured) -> Iterator[str]:
+    cluster, chip = found.cluster, found.cluster.chip
+    yield f"{chip.name}, {chip.cores} cores, {bytes_text(chip.memory_bytes)}"
+    products = sorted((p for p in chip.products if p.kernel == "product"), key=lambda p: p.flops_per_s)
+    for name, product in (("slowest product", products[0]), ("fastest product", products[-1])):
+        shape = f"[{product.rows}, {product.inner}] x [{product.inner}, {product.width}]"
+        yield f"{name:18}{rate_text(product.flops_per_s):>14}   {product.rate} {shape}"
+    for kernel in dict.fromkeys(p.kernel for p in chip.products if p.kernel != "product"):
+        rates = [p.flops_per_s for p in chip.products if p.kernel == kernel]
+        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}, full square"
+    for kernel in dict.fromkeys(c.kernel for c in chip.copies):
+        copies = sorted((c for c in chip.copies if c.kernel == kernel), key=lambda c: c.bytes)
+        each = "   ".join(f"{bytes_text(c.bytes)} {c.bytes_per_s / 1e9:.3g}" for c in copies)
+        yield f"{kernel:18}GB/s at   {each}"
+    yield f"{'launch':18}{seconds_text(chip.launch_s):>12}"
+    for rate in cluster.collectives:
+        latency = seconds_text(rate.latency_s)
+        yield f"{rate.name:18}{latency:>12} + bytes / {rate.bytes_per_s / 1e9:.3g} GB/s   {rate.ranks} ranks"
+    if cluster.disk_read_bytes_per_s and cluster.disk_write_bytes_per_s:
+        read, write = cluster.disk_read_bytes_per_s / 1e9, cluster.disk_write_bytes_per_s / 1e9
+        yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"
+
+
+def _roof(found: Measured) -> Roof:
+    """The fastest product, and the fastest way over memory of what is larger than a cache."""
+    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE and c.kernel != "new"]
+    return Roof(
+        flops_per_s=max(p.flops_per_s for p in found.cluster.chip.products),
+        bytes_per_s=max(large, default=found.memory_bytes_per_s),
+    )
+
+
+def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[Point]:
+    """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
+    block = seen[1]
+    ways: list[tuple[str, Operations]] = [
+        ("embedding", seen[0].forward),
+        ("block forward", block.forward),
+        ("block backward", block.backward),
+        ("attention", tuple(o for o in block.forward if isinstance(o, Attention))),
+        ("head", seen[-1].forward),
+    ]
+    for name, way in ways:
+        size, taken_s = sum(map(_bytes, way)), seconds(way, found, lambda axis: 1)
+        yield Point(name=name, flops=flops(way), bytes=size, seconds=taken_s)
+    # AdamW: about 12 operations and 28 bytes for each parameter.
+    numel = run.outline.numel
+    yield Point(name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=found.pass_s("update", 28 * numel))
+
+
+def _bytes(operation: Operation) -> int:
+    """What an operation reads and writes."""
+    match operation:
+        case Product(rows=rows, width=width, inner=inner):
+            return 4 * operation.count * operation.batch * (rows * inner + inner * width + rows * width)
+        case Attention(heads=heads, queries=queries, keys=keys, head_dim=width):
+            return 4 * operation.count * heads * width * 2 * (queries + keys)
+        case Pass():
+            return operation.count * operation.bytes
+        case _:
+            return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True, file=sys.stdout)

@@ -1,0 +1,134 @@
+"""What a command line asks ``superstep plan`` for: a model, a cluster, and what is settled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, get_args
+
+from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.errors import ConfigError, did_you_mean
+from superstep.hardware.cluster import Cluster
+from superstep.hardware.text import cluster as cluster_of
+from superstep.plan.config import Dtype, ModelConfig, PlanConfig, RunConfig, StateConfig
+from superstep.plan.model.named import shape_of
+from superstep.plan.resolve import resolve
+from superstep.plan.toml import build, read_config
+from superstep.planner.search_problem import FIELDS, Problem, Rule
+
+USUAL_TOKENS = 2**22
+"""Of a step, where nobody says: what Llama 3 begins with (Dubey 2024, sec. 3.4.1)."""
+USUAL_SEQUENCE = 8192
+
+
+class Asked(Protocol):
+    """The options that make a problem."""
+
+    @property
+    def global_batch(self) -> int | None: ...
+    @property
+    def sequence(self) -> int | None: ...
+    @property
+    def memory(self) -> float | None: ...
+    @property
+    def fix(self) -> tuple[str, ...]: ...
+
+
+def problems(model: str, cluster: str, asked: Asked) -> list[Problem]:
+    """The problem in each format that the chip multiplies in, the faster first.
+
+    Raises:
+        ConfigError: the model, the cluster or a number cannot be used.
+    """
+    found = cluster_of(cluster)
+    base = _base(model, found, asked)
+    rules, only = _fixed(asked.fix)
+    if base.numerics.compile:
+        rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v")))
+    formats: list[Dtype] = [each for each in ("bf16", "fp32") if found.chip.peak(each) and only in (None, each)]
+    if not formats:
+        known = ", ".join(each for each, _ in found.chip.flops_per_s)
+        raise ConfigError(
+            f"{found.chip.name} multiplies in {known}, and a plan in {only or 'bf16 or fp32'}; choose another chip"
+            f"{'' if only is None else ', or leave numerics.compute open'}."
+        )
+    memory = memory_of(found, asked.memory)
+    return [Problem(base=base, cluster=found, compute=each, memory_bytes=memory, rules=rules) for each in formats]
+
+
+def memory_of(cluster: Cluster, gib: float | None) -> float:
+    """Bytes of a chip that a plan may fill; by default all but the device's context and the communicators' buffers."""
+    if gib is None:
+        beside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if cluster.chips > 1 else 0.0)
+        return USABLE * cluster.chip.memory_bytes - beside
+    if gib * 2**30 > cluster.chip.memory_bytes:
+        has = cluster.chip.memory_bytes / 2**30
+        raise ConfigError(f"--memory = {gib:g} GiB is more than a chip has; set it to {has:.4g} or less.")
+    return gib * 2**30
+
+
+def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:
+    """The run without its layout."""
+    is_run = model.endswith(".toml")
+    config = read_config(Path(model)) if is_run else RunConfig(model=ModelConfig(name=model))
+    if config.model.source is not None:
+        raise ConfigError(f"model.source = '{config.model.source}': its steps are not predicted; leave it out.")
+    if config.numerics.exact:
+        raise ConfigError("numerics.exact = true: steps of exact mode are not predicted; set it to false.")
+    if config.plan.rules:
+        raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
+    shape = shape_of(config.model)
+    sequence = asked.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
+    batch = asked.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
+    state = config.state if is_run else StateConfig(dir=f"runs/{Path(model).stem}")
+    base = replace(
+        config,
+        data=replace(config.data, sequence_tokens=sequence),
+        train=replace(config.train, batch_sequences=batch),
+        plan=PlanConfig(prefetch=config.plan.prefetch),
+        state=state,
+    )
+    resolve(base)
+    return base
+
+
+def _usual_batch(chips: int, sequence_tokens: int) -> int:
+    """About ``USUAL_TOKENS``, in a number of sequences that has the odd factors of the chips."""
+    odd = chips // (chips & -chips)
+    return odd * int(2 ** max(round(math.log2(USUAL_TOKENS / sequence_tokens / odd)), 0))
+
+
+def _fixed(fix: Sequence[str]) -> tuple[tuple[Rule, ...], Dtype | None]:
+    """The rules, and the one format if one is asked for."""
+    rules: list[Rule] = []
+    compute: Dtype | None = None
+    for word in fix:
+        name, has_value, text = word.partition("=")
+        section, _, field = name.partition(".")
+        if not has_value:
+            raise ConfigError(f"--fix {word}: a field and its value belong there, plan.tp=4 say.")
+        if name == "numerics.compute":
+            known: dict[str, Dtype] = {each: each for each in get_args(Dtype)}
+            if text not in known:
+                raise ConfigError(f"--fix {word}: no such format{did_you_mean(text, known)}")
+            compute = known[text]
+            continue
+        if section != "plan" or field not in FIELDS:
+            choices = [*(f"plan.{each}" for each in FIELDS), "numerics.compute"]
+            raise ConfigError(f"--fix {word}: a plan has no such field{did_you_mean(name, choices)}")
+        rules.append(Rule(field, _value(field, text)))
+    return tuple(rules), compute
+
+
+def _value(field: str, text: str) -> object:
+    """A value as ``[plan]`` has it; raises ConfigError where it may not have it."""
+    raw: object = text
+    if text.isdigit():
+        raw = int(text)
+    elif text in ("true", "false"):
+        raw = text == "true"
+    elif text == "none" and field == "microbatch_group":
+        return None
+    return getattr(build(PlanConfig, {field: raw}, "plan."), field)

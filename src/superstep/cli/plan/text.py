@@ -1,0 +1,209 @@
+"""Plans as a person reads them: a table of the best, what each axis costs, where the time and the memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from superstep.cli.describe import plan_text
+from superstep.cli.figures import bytes_text, count_text, seconds_text
+from superstep.cost.program.memory import RankBytes
+from superstep.cost.program.straggle import Jitter, Straggled
+from superstep.cost.program.work import MFU_CONVENTION, parameters
+from superstep.planner.calibrate import Calibration
+from superstep.planner.neighbours import Fallback, Neighbour
+from superstep.planner.plan_summary import Figures, carried_by, limits, shares
+from superstep.planner.search import Answer
+from superstep.planner.search_problem import Problem
+from superstep.planner.verify import Verified
+
+BAR = 40
+"""Columns of a whole step."""
+
+
+def header(problem: Problem, answer: Answer) -> str:
+    """What is planned, and how much was looked at."""
+    cluster, config = problem.cluster, problem.base
+    return (
+        f"{config.model.name} ({count_text(parameters(problem.shape))} parameters) on {cluster.chips} x "
+        f"{cluster.chip.name}, {min(cluster.domain, cluster.chips)} to a domain; "
+        f"{problem.batch_sequences} x {problem.sequence_tokens} tokens a step, "
+        f"{bytes_text(problem.memory_bytes)} a chip\n"
+        f"{count_text(answer.plans)} plans; {count_text(answer.priced)} were priced, bounds exclude the others\n"
+    )
+
+
+def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
+    """The best plans, a line for each and one below it that says what holds it back."""
+    has_run = found[0].run_s is not None
+    lines = [f"{'':3}{'step':>9}{'tokens/s':>10}{'MFU':>7}{'memory':>11}{'headroom':>11}  plan"]
+    for number, (plan, each) in enumerate(zip(plans, found, strict=True), 1):
+        lines.append(
+            f"{number:<3}{seconds_text(each.step_s):>9}{count_text(each.tokens_per_s):>10}{each.mfu:>7.1%}"
+            f"{bytes_text(each.memory_bytes):>11}{bytes_text(each.headroom_bytes):>11}  {_layout(plan)}"
+        )
+        lines.append(f"   {_run_text(each) if has_run else ''}{_limits(plan)}")
+    lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
+    if not all(plan.is_simulated for plan in plans):
+        lines.append("* by closed form: the program is too long to simulate here.")
+    return "\n".join(lines) + "\n"
+
+
+def _layout(plan: Verified) -> str:
+    full, config = plan.run.plan, plan.run.config.plan
+    words = [plan_text(plan.run)]
+    words += [f"group={config.microbatch_group}"] if config.microbatch_group else []
+    words += [f"recompute={full.recompute}"] if full.recompute != "none" else []
+    words += ["no-sp"] if full.mesh.tp > 1 and not full.sequence_parallel else []
+    words += [] if plan.is_simulated else ["*"]
+    return " ".join(words)
+
+
+def _limits(plan: Verified) -> str:
+    return "limited by " + ", ".join(f"{name} ({share:.0%})" for name, share in limits(plan))
+
+
+def _run_text(each: Figures) -> str:
+    assert each.run_s is not None
+    words = [f"{each.run_s / 86400:.3g} days"]
+    words += [f"{each.energy_j / 3.6e9:.3g} MWh"] if each.energy_j is not None else []
+    words += [f"price {each.price:,.0f}"] if each.price is not None else []
+    return ", ".join(words) + "; "
+
+
+def alternatives_text(found: Sequence[Neighbour]) -> str:
+    """What each axis is worth."""
+    lines = ["Nearest alternatives to the first, best of each kind:"]
+    for each in sorted(found, key=lambda n: n.slower):
+        memory = "the same memory"
+        if abs(each.spared_bytes) >= 1:
+            amount = bytes_text(abs(each.spared_bytes))
+            memory = f"spares {amount}" if each.spared_bytes > 0 else f"takes {amount} more"
+        value = str(each.value).lower() if isinstance(each.value, bool) else each.value
+        speed = f"{abs(each.slower):.1%} {'slower' if each.slower >= 0 else 'faster'}"
+        lines.append(f"  {f'{each.field} = {value}':28}{f'{speed}, {memory}':36}{_layout(each.plan)}")
+    return "\n".join(lines) + "\n"
+
+
+def calibration_text(found: Calibration, source: str) -> str:
+    """What a recorded step changed."""
+    lines = [
+        f"Calibrated on {source}: an instruction is predicted within {found.error_after:.0%} in the median, "
+        f"{found.error_before:.0%} before"
+    ]
+    lines += [f"  {each.name:26}{each.before:>10.3g} -> {each.after:.3g}" for each in found.changes]
+    if found.foreign:
+        names = " and ".join(each.name for each in found.foreign)
+        lines.append(
+            f"Not used: {names} would change beyond belief; the run did not run on such chips, or not alone on them."
+        )
+    elif not found.is_believed:
+        lines.append("Not used: the constants as they were come as near.")
+    return "\n".join(lines) + "\n"
+
+
+def explanation(plan: Verified) -> str:
+    """The waterfall of a step, and its memory by category."""
+    lines = ["Where the step of the first goes, on its busiest pipeline rank:"]
+    lines += _bars({name: share * plan.step_s for name, share in shares(plan).items()}, seconds_text)
+    lines += ["", "Where its memory goes, on the fullest rank:"]
+    lines += _bars(dict(_memory(plan)), bytes_text)
+    carried = carried_by(plan)
+    if carried:
+        lines += ["", "What a rank of the busiest pipeline rank sends or sums in a step, by axis:"]
+        lines += [f"  {each.axis:26}{bytes_text(each.bytes):>10}  over the {each.link}" for each in carried]
+    return "\n".join(lines) + "\n"
+
+
+def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
+    if plan.memory is None:
+        held = plan.found.side.pricing.held(plan.found.plan)
+        for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace"):
+            yield name, float(getattr(held, name).reshape(-1)[0])
+        return
+    exact: RankBytes = plan.memory
+    yield "parameters", exact.params
+    yield "gradients", exact.gradients
+    yield "optimizer", exact.optimizer
+    yield "gathered parameters", exact.peak.params_bytes
+    yield "unsettled gradients", exact.peak.gradient_bytes
+    yield "activations", exact.peak.kept_bytes
+    yield "between units", exact.peak.boundary_bytes
+    yield "made and dropped", max(plan.memory_bytes - exact.bytes, 0.0)
+
+
+def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401
+    """A line for each value, its bar where those before it end."""
+    total, before = sum(values.values()), 0.0
+    lines = []
+    for name, value in values.items():
+        start, end = (round(at / total * BAR) for at in (before, before + value))
+        before += value
+        if value > 0:
+            bar = " " * start + "#" * max(end - start, 1)
+            lines.append(f"  {name:26}{text(value):>10}{value / total:>7.1%}  {bar}")
+    return lines
+
+
+def fallback_text(found: Sequence[Fallback]) -> str:
+    """Plans for what is left when nodes are lost."""
+    lines = ["When nodes are lost, with the same global batch; each resolved, compiled and simulated:"]
+    for each in found:
+        if each.verified is None:
+            lines.append(f"  -{each.lost}: no plan fits on what is left")
+        else:
+            lines.append(
+                f"  -{each.lost}: {each.chips} chips, {seconds_text(each.verified.step_s)} a step, "
+                f"{bytes_text(each.verified.memory_bytes)}  {_layout(each.verified)}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
+    """How late steps come when chips are not all alike."""
+    if found is None:
+        return "The best plan's program is too long to sample its stragglers.\n"
+    mean, late = found.mean_s / found.clean_s - 1, found.late_s / found.clean_s - 1
+    slow = f", {jitter.slow_share:.1%} of the chips a tenth slower" if jitter.slow_share else ""
+    return (
+        f"With operations spread by {jitter.spread:.1%}{slow}: the step of the first takes {mean:.1%} longer in the "
+        f"mean, and one in twenty {late:.1%} or more.\n"
+    )
+
+
+def record(
+    answer: Answer, plans: Sequence[Verified], found: Sequence[Figures], beside: Sequence[Neighbour]
+) -> dict[str, Any]:
+    """The problem, the best plans and their alternatives as JSON has them, in base units."""
+    problem = plans[0].found.side.problem
+    return {
+        "model": problem.base.model.name,
+        "chip": problem.cluster.chip.name,
+        "chips": problem.cluster.chips,
+        "batch_sequences": problem.batch_sequences,
+        "sequence_tokens": problem.sequence_tokens,
+        "memory_bytes": problem.memory_bytes,
+        "plans": answer.plans,
+        "priced": answer.priced,
+        "too_large": answer.too_large,
+        "best": [
+            {
+                "plan": asdict(plan.run.config.plan),
+                "compute": plan.run.config.numerics.compute,
+                "is_simulated": plan.is_simulated,
+                "figures": asdict(each),
+                "shares": shares(plan),
+            }
+            for plan, each in zip(plans, found, strict=True)
+        ],
+        "alternatives": [
+            {
+                "field": each.field,
+                "plan": asdict(each.plan.run.config.plan),
+                "slower": each.slower,
+                "spared_bytes": each.spared_bytes,
+            }
+            for each in beside
+        ],
+    }

@@ -1,0 +1,226 @@
+"""superstep plan: the best layouts of a model on a cluster, with what they cost and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from superstep.cli.options import read_flags
+from superstep.cli.plan.calibrate import calibration_of
+from superstep.cli.plan.problem import problems
+from superstep.cli.plan.text import (
+    alternatives_text,
+    calibration_text,
+    explanation,
+    fallback_text,
+    header,
+    jitter_text,
+    record,
+    table,
+)
+from superstep.cost.program.straggle import Jitter
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+from superstep.plan.toml import write_config
+from superstep.planner.demand import check_problem, smallest, smallest_cluster
+from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved
+from superstep.planner.plan_summary import Figures, figures
+from superstep.planner.price import pricing_of
+from superstep.planner.search import Answer, Side, search
+from superstep.planner.search_problem import Problem
+from superstep.planner.verify import Verified, straggled, verified
+
+DESCRIPTION = (
+    "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
+    "run.toml."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to plan for, and what to tell."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
+    """A named size, the path of a config.json, or of a run.toml."""
+    cluster: str = ""
+    """Chips and their number, 128xH100 say, or the path of a cluster's TOML file."""
+    tokens: float | None = None
+    """Tokens of the whole run: tells days, energy and price."""
+    global_batch: int | None = None
+    """Sequences in a step; none takes what the run.toml has, or about four million tokens."""
+    sequence: int | None = None
+    """Tokens of a sequence; none takes what the run.toml has, or the model's own, up to 8,192."""
+    memory: float | None = None
+    """GiB of a chip that a plan may fill; none takes all but the device's context and the communicators' buffers."""
+    top: int = 5
+    """Plans to show, each on another mesh."""
+    fix: tuple[str, ...] = ()
+    """What is settled: plan.tp=4 plan.schedule=1f1b, or numerics.compute=bf16."""
+    explain: bool = False
+    """Show where the step and the memory of the best plan go."""
+    fallback: int = 0
+    """Show plans for one lost node, two, ... up to so many."""
+    calibrate: str | None = None
+    """A run of ours on such chips: fit the shares of peaks that its recorded step reached, and plan with these."""
+    jitter: float | None = None
+    """Spread of an operation's seconds, 0.05 say: sample how late the best plan's steps come."""
+    slow_share: float = 0.0
+    """Share of the chips that are a tenth slower for good; sampled as well."""
+    price: float | None = None
+    """Of a chip for an hour; none takes what the cluster's file has."""
+    out: str | None = None
+    """Write the best plan as a run.toml that trains."""
+    json: str | None = None
+    """Write the best plans and their alternatives as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """What was found for the options."""
+
+    answer: Answer
+    plans: tuple[Verified, ...]
+    figures: tuple[Figures, ...]
+    neighbours: tuple[Neighbour, ...]
+    fallbacks: tuple[Fallback, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the best plans."""
+    has_model = bool(argv) and not argv[0].startswith("-")
+    options = read_flags(
+        Options(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
+    )
+    _check(options, has_model=has_model)
+    _check_files(options)
+    found = problems(argv[0], options.cluster, options)
+    if options.calibrate is not None:
+        calibration = calibration_of(Path(options.calibrate), found[0].cluster)
+        if calibration.is_believed:
+            found = [replace(problem, efficiency=calibration.efficiency) for problem in found]
+        _say(calibration_text(calibration, options.calibrate))
+    ranked = rank(found, options)
+    _say(header(found[0], ranked.answer))
+    _say(table(ranked.plans, ranked.figures))
+    if ranked.neighbours:
+        _say(alternatives_text(ranked.neighbours))
+    if options.explain:
+        _say(explanation(ranked.plans[0]))
+    if options.jitter is not None or options.slow_share:
+        jitter = Jitter(spread=options.jitter or 0.0, slow_share=options.slow_share)
+        _say(jitter_text(straggled(ranked.plans[0], jitter), jitter))
+    if options.fallback:
+        _say(fallback_text(ranked.fallbacks))
+    _write(ranked, options)
+    return 0
+
+
+def rank(found: Sequence[Problem], options: Options) -> Ranked:
+    """Search, then price the programs of the best.
+
+    Raises:
+        ConfigError: there is no plan; it says what would have one.
+    """
+    check_problem(found[0])
+    sides = [Side(problem=problem, pricing=pricing_of(problem)) for problem in found]
+    answer, plans = _best(sides, options.top)
+    if not plans:
+        raise _too_large(sides, options)
+    first, beside = improved(plans[0], plans)
+    plans = (first, *(plan for plan in plans[1:] if plan.run.plan.mesh != first.run.plan.mesh))
+    return Ranked(
+        answer=answer,
+        plans=plans,
+        figures=tuple(figures(plan, options.tokens, options.price) for plan in plans),
+        neighbours=beside,
+        fallbacks=tuple(fallbacks(found, options.fallback)),
+    )
+
+
+def _best(sides: Sequence[Side], top: int) -> tuple[Answer, tuple[Verified, ...]]:
+    """The best plans by the price of their programs, of those whose programs fit."""
+    memory_bytes = sides[0].problem.memory_bytes
+    limited = list(sides)
+    while True:
+        # More than are shown: their programs may rank otherwise than the closed form.
+        answer = search(limited, keep=3 * top)
+        plans = sorted((verified(each) for each in answer.best), key=lambda plan: plan.step_s)
+        fitting = tuple(plan for plan in plans if plan.memory_bytes <= memory_bytes)[:top]
+        if fitting or not plans:
+            return answer, fitting
+        # The closed form has promised too much: by how much tells what to ask of it.
+        excess = min(plan.memory_bytes / plan.found.memory_bytes for plan in plans)
+        least = limited[0].pricing.memory_bytes / excess
+        limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
+
+
+def _too_large(sides: Sequence[Side], options: Options) -> ConfigError:
+    least, problem = smallest(sides[0]), sides[0].problem
+    chips = smallest_cluster(sides)
+    mend = f"{chips} of these chips are enough" if chips else "more of these chips do not help"
+    whose = "" if options.memory is not None else f" (what is a plan's of the memory of {problem.cluster.chip.name})"
+    return ConfigError(
+        f"--memory = {problem.memory_bytes / 2**30:.4g} GiB a chip{whose}: no plan fits on {problem.cluster.chips} "
+        f"chips; the smallest takes about {least.bytes / 2**30:.3g} GiB, most of it {least.category}; {mend}."
+    )
+
+
+def _check(options: Options, *, has_model: bool) -> None:
+    if not has_model:
+        raise ConfigError("name a model, then any flags: superstep plan llama3-8b --cluster 64xH100.")
+    if not options.cluster:
+        raise ConfigError("--cluster is missing; set it to chips and their number, 64xH100 say, or to a TOML file.")
+    above = {"--top": options.top, "--global-batch": options.global_batch, "--sequence": options.sequence}
+    for name, value in above.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} = {value} must be at least 1.")
+    positive = {"--tokens": options.tokens, "--memory": options.memory, "--price": options.price}
+    for name, number in positive.items():
+        if number is not None and not 0 < number < float("inf"):
+            raise ConfigError(f"{name} = {number} must be above 0.")
+    for name, share in {"--jitter": options.jitter, "--slow-share": options.slow_share}.items():
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"{name} = {share} must be between 0 and 1.")
+    if options.fallback < 0:
+        raise ConfigError(f"--fallback = {options.fallback} must be at least 0.")
+
+
+def _check_files(options: Options) -> None:
+    """Before the search, which may take a minute."""
+    for name, file in {"--out": options.out, "--json": options.json}.items():
+        if file is not None and not Path(file).parent.is_dir():
+            raise ConfigError(f"{name} = '{file}': the folder {Path(file).parent} is not there; make it first.")
+        if file is not None and Path(file).exists():
+            raise ConfigError(f"{name} = '{file}' is there already, and is kept; name a new file.")
+    if options.out is not None and options.json is not None and Path(options.out) == Path(options.json):
+        raise ConfigError(f"--out and --json = '{options.out}' are one file; name two.")
+
+
+def _write(ranked: Ranked, options: Options) -> None:
+    if options.out is None:
+        _say("--out run.toml writes the first of these as a file; then: superstep train run.toml")
+    else:
+        Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")
+        _say(f"written: {options.out}; train it with: superstep train {options.out}")
+    if options.json is not None:
+        told: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures, ranked.neighbours)
+        Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def run_of(plan: Verified, tokens: float | None) -> RunConfig:
+    """The run that trains a plan, for as many steps as the tokens take."""
+    config = plan.run.config
+    if tokens is None:
+        return config
+    steps = -(-int(tokens) // plan.found.side.problem.batch_tokens)
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stdout, flush=True)

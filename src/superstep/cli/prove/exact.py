@@ -1,0 +1,113 @@
+"""superstep prove --exact: layouts against one rank, bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from superstep.cli.describe import layout_text
+from superstep.data.stream import Batch
+from superstep.errors import StateError
+from superstep.plan.config import PlanConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.launch import World, launch
+from superstep.train.proof.exact import ExactVerdict, Relay, prove_exact, write_bits
+
+STOP = 1
+"""Finished steps at which one layout stops and another goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCase:
+    """A layout, the batches it is fed, and the folder of the bits that one rank computed for them."""
+
+    run: Resolved
+    batches: tuple[Batch, ...]
+    reference: Path
+
+
+def prove_bits(cases: Sequence[ExactCase]) -> int:
+    """Run each layout from the start, and from where the one before it stopped; print what differs.
+
+    Every layout of the list has as many ranks. The first goes on from one rank's checkpoint, and one rank goes on from
+    the last one's: the number of ranks changes in mid-run.
+    """
+    references = {case.reference: case for case in cases}
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        ones = {reference: replace_run(case, _alone(case.run)) for reference, case in references.items()}
+        for reference, one in ones.items():
+            _written(reference)
+            launch(1, write_bits, one.run, one.batches, reference, stop=STOP)
+        _say(f"  {'layout':82}{'numbers':>12}{'other bits':>12}{'resumed':>10}")
+        verdicts = launch(cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
+        verdicts += [
+            launch(1, _one, one, Path(folder) / last)
+            for reference, one in ones.items()
+            for last in [_left(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
+        ]
+    wrong = [verdict for verdict in verdicts if not verdict.is_proven]
+    _say(
+        f"{'NOT PROVEN' if wrong else 'PROVEN'}: {len(cases)} {'layout' if len(cases) == 1 else 'layouts'} on "
+        f"{cases[0].run.plan.mesh.world} ranks and back on one: {sum(v.compared for v in verdicts)} numbers compared, "
+        f"{sum(v.differing for v in verdicts)} with other bits."
+    )
+    return 1 if wrong else 0
+
+
+def replace_run(case: ExactCase, run: Resolved) -> ExactCase:
+    """The case on another layout."""
+    return ExactCase(run, case.batches, case.reference)
+
+
+def _alone(run: Resolved) -> Resolved:
+    """The same run on one rank, at the same microbatch size."""
+    return resolve(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
+
+
+def _written(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
+
+
+def _left(number: int) -> str:
+    return f"left-{number}"
+
+
+def _ranks(world: World, cases: tuple[ExactCase, ...], folder: Path) -> list[ExactVerdict]:
+    found = []
+    left: dict[Path, Path] = {}
+    for number, case in enumerate(cases):
+        take = left.get(case.reference, case.reference / "checkpoint")
+        relay = Relay(take=take, leave=folder / _left(number), step=STOP)
+        found.append(prove_exact(world, case.run, case.batches, case.reference, relay))
+        left[case.reference] = folder / _left(number)
+        if world.rank == 0:
+            _row(layout_text(case.run), found[-1])
+            if take.parent == folder:
+                shutil.rmtree(take, ignore_errors=True)
+    return found
+
+
+def _one(world: World, case: ExactCase, take: Path) -> ExactVerdict:
+    verdict = prove_exact(world, case.run, case.batches, case.reference, Relay(take=take, leave=None, step=STOP))
+    _row("one rank, from there", verdict)
+    return verdict
+
+
+def _row(name: str, verdict: ExactVerdict) -> None:
+    mark = "  " if verdict.is_proven else "✗ "
+    held = "same" if verdict.first_resumed is None else "DIFFERS"
+    _say(f"{mark}{name:82}{verdict.compared:>12,}{verdict.differing:>12,}{held:>10}")
+    if verdict.first is not None:
+        _say(f"    first: {verdict.first.describe()}")
+    if verdict.first_resumed is not None:
+        _say(f"    first after the restart: {verdict.first_resumed.describe()}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

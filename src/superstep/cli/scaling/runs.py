@@ -1,0 +1,82 @@
+"""The runs that superstep scaling is given: CSV files, and run directories of superstep train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.errors import ConfigError, StateError
+from superstep.observe.jsonl import read
+from superstep.plan.resolve import resolve
+from superstep.plan.toml import read_config
+from superstep.scaling.runs import Run, point_of, read_csv, run_of
+from superstep.scaling.shapes import non_embedding_parameters
+from superstep.train.session import RunFolder
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """All runs of some files and directories.
+
+    Raises:
+        StateError: a path is not there, or a directory holds no run, or one that has not finished.
+        ConfigError: a file is no table of runs, or the model of a directory has no one size.
+    """
+    found: dict[Path, list[Run]] = {}
+    for path in paths:
+        if not path.exists():
+            raise StateError(f"'{path}' is not there; name a CSV file of runs, or directories that train wrote.")
+        if path in found:
+            raise ConfigError(f"'{path}' is named twice; a run counts once.")
+        found[path] = [_of_directory(path)] if path.is_dir() else read_csv(path)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return [replace(run, name=f"{path}: {run.name}") for path, runs in found.items() for run in runs]
+
+
+def _of_directory(path: Path) -> Run:
+    """A run directory as a run: its validation losses, over the tokens that it had seen by then."""
+    folder = RunFolder(root=path)
+    if not folder.config.is_file() or not folder.metrics.is_file():
+        raise StateError(
+            f"'{path}' is no run directory: it lacks run.toml or metrics.jsonl. Name each folder that train wrote."
+        )
+    params = _size(folder)
+    tokens: dict[int, int] = {}
+    losses: dict[int, float | None] = {}
+    has_finished = False
+    for event in read(folder.metrics):
+        match event:
+            case {"event": "step", "step": int(step), "tokens_seen": int(seen)}:
+                tokens[step] = seen
+            case {"event": "evaluated", "step": int(step), "loss": loss}:
+                losses[step] = loss
+            case {"event": "finished"}:
+                has_finished = True
+    if not has_finished:
+        raise StateError(
+            f"'{path}' has not finished, so its last loss is not its final one; resume it or leave it out."
+        )
+    points = []
+    for step, loss in losses.items():
+        if step not in tokens:  # before the first step: the loss of no training
+            continue
+        if loss is None:
+            raise ConfigError(f"'{path}' diverged: its loss after {tokens[step]:g} tokens is no number; leave it out.")
+        points.append(point_of(str(path), params, {"tokens": tokens[step], "loss": loss}))
+    if not points:
+        raise StateError(f"'{path}' has no validation loss; leave it out.")
+    return run_of(str(path), str(path), params, points)
+
+
+def _size(folder: RunFolder) -> float:
+    config = read_config(folder.config)
+    mend = "write its runs as a CSV file with the size that you take it for"
+    if config.model.source is not None:
+        raise ConfigError(
+            f"'{folder.root}' trains the model of {config.model.source}, whose embeddings are not known; {mend}."
+        )
+    shape = resolve(config).shape
+    if shape.moe is not None:
+        raise ConfigError(f"'{folder.root}' is a mixture of experts, which has a size in all and one a token; {mend}.")
+    return float(non_embedding_parameters(shape))

@@ -1,0 +1,68 @@
+"""Whether a run fits its device, asked before anything is written or launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.cli.figures import bytes_text
+from superstep.cost.program.memory import RankBytes, rank_bytes
+from superstep.cost.program.memory_fit import Overflow, memory_of, overflow
+from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.predict import sizes_of
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
+from superstep.runtime.device import Device
+from superstep.train.model import operations, resolved
+
+
+def require_fit(
+    run: Resolved,
+    device: Device,
+    seen: Sequence[UnitOperations] | None,
+    *,
+    ranks: int = 1,
+    limit_bytes: int | None = None,
+) -> None:
+    """See that the fullest rank of a run fits.
+
+    Args:
+        run: what is to be trained.
+        device: where its ranks compute.
+        seen: what its units do; None where that is not known, and then nothing is refused.
+        ranks: those that share this host.
+        limit_bytes: of one rank; None means what the device has, or its share of what the host has left.
+
+    Raises:
+        ConfigError: it does not fit; the line says what overflows, and what would fit.
+    """
+    if seen is None:
+        return
+    limit = device.total_bytes(ranks) if limit_bytes is None else limit_bytes
+    found = overflow(run.config, lambda config: _memory(config, run, seen), limit)
+    if found is not None:
+        raise ConfigError(_refusal(found))
+
+
+def _memory(config: RunConfig, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
+    if run.decoder is not None:
+        return memory_of(run if config is run.config else resolved(config))
+    # What units of the user's own keep must be seen again with another plan.
+    other = run if config is run.config else resolved(config)
+    sizes = sizes_of(other, seen if config is run.config else operations(other))
+    return rank_bytes(other, compile_step(other.plan), sizes)
+
+
+def _refusal(found: Overflow) -> str:
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.parts.items())
+    mends = [f"{mend.field} to {_literal(mend.value)} ({bytes_text(mend.bytes)})" for mend in found.mends]
+    advice = f"set {' or '.join(mends)}" if mends else "no change of one field fits; use more ranks or a smaller model"
+    return (
+        f"plan: pipeline rank {found.rank} needs {bytes_text(found.needed_bytes)} ({parts}), a rank has "
+        f"{bytes_text(found.limit_bytes)}, and its {found.category} do not fit; {advice}."
+    )
+
+
+def _literal(value: int | str) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)

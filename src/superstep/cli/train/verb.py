@@ -1,0 +1,213 @@
+"""superstep train: prepares the run directory and the tokens, launches the ranks, and shows what they report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.cli import sample
+from superstep.cli.describe import plan_text
+from superstep.cli.options import DEMO, flags, parse
+from superstep.cli.prove import verb as prove
+from superstep.cli.train.display import open_display, restore
+from superstep.cli.train.memory_fit import require_fit
+from superstep.cost.device_peak import peak_flops
+from superstep.cost.program.machine import Measured
+from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.predict import predict
+from superstep.cost.program.work import MFU_CONVENTION
+from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
+from superstep.errors import Fault
+from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
+from superstep.observe.jsonl import JsonLines
+from superstep.observe.tensorboard import TensorBoard
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved
+from superstep.plan.toml import read_config
+from superstep.runtime.device import pick
+from superstep.runtime.launch import World, join, launch
+from superstep.runtime.measure.here import measure_here
+from superstep.state.checkpoint import Position, read_position
+from superstep.train import rundir
+from superstep.train.loop import train
+from superstep.train.model import flops_per_token, operations, resolved, vocab_of
+from superstep.train.session import Rate, RunFolder, Session
+
+DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank is told."""
+
+    run: Resolved
+    folder: RunFolder
+    corpus: Path
+    checkpoint: Path | None
+    operations: tuple[UnitOperations, ...] | None
+    """What the units do; None where it cannot be told before they run."""
+    flops_per_token: float | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; after a demo, prove its layout and show a sample."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        join(lambda ranks: _prepared(resolved(_config(argv)[0], ranks)), _rank)
+        return 0
+    config, is_demo = _config(argv)
+    with _prepared(resolved(config)) as job:
+        if job is None:
+            return 0
+        try:
+            launch(job.run.plan.mesh.world, _rank, job)
+        except BaseException:
+            restore(sys.stdout)
+            raise
+    if is_demo:
+        return _after_demo(job)
+    _say(f"\nResults: {job.folder.root}")
+    return 0
+
+
+def _config(argv: Sequence[str]) -> tuple[RunConfig, bool]:
+    """What to train, and whether it is the demo."""
+    config, has_file = parse("train", argv, description=DESCRIPTION)
+    saved = Path(config.state.dir) / "run.toml"
+    if config.state.existing == "resume" and not has_file and saved.is_file():
+        # A run that goes on keeps its own settings; flags still change them.
+        config = flags("train", read_config(saved), argv, description=DESCRIPTION)
+    return config, not has_file and config.model == DEMO.model and config.data.corpus == DEMO.data.corpus
+
+
+def _after_demo(job: Job) -> int:
+    root = job.folder.root
+    _say("\nDoes this layout compute what one device would?")
+    status = prove.run_one(job.run, job.corpus, steps=2)
+    _say('\nA sample, from "def ":\n')
+    _say(sample.text(root, "def ", tokens=120, temperature=0.7, seed=0))
+    _say(
+        f"\nResults: {root}\n"
+        f"  metrics      {root}/metrics.jsonl, and tensorboard --logdir {root}/tensorboard\n"
+        f"  checkpoints  {root}/checkpoints\n"
+        f"  the step     superstep view {root} --text\n"
+        f'  more text    superstep sample {root} "def "'
+    )
+    return status
+
+
+@contextmanager
+def _prepared(run: Resolved) -> Iterator[Job | None]:
+    """The run's directory, held for the length of the block, and the tokens in their place; None where there is
+    nothing left to do.
+    """
+    run, folder, checkpoint = rundir.choose(run)
+    seen = operations(run)
+    # torchrun says how many of its ranks are on this host.
+    require_fit(run, pick(0), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
+    with rundir.hold(folder):
+        step = 0 if checkpoint is None else read_position(checkpoint).step
+        if step >= run.config.train.steps:
+            _say(f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.")
+            yield None
+        else:
+            yield Job(
+                run=run,
+                folder=folder,
+                corpus=_tokens(run, folder, checkpoint),
+                checkpoint=checkpoint,
+                operations=seen,
+                flops_per_token=flops_per_token(run, seen),
+            )
+
+
+def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
+    """The folder of token files, made where need be. A run goes on with those that it was started with."""
+    data = run.config.data
+    kept = Path(data.cache) if data.cache else folder.root / "data"
+    if checkpoint is None or not is_whole(kept):
+        if not (kept / "corpus.json").is_file():
+            _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {kept} ...")
+        prepare(data, vocab_of(run), kept)
+    if checkpoint is not None:
+        rundir.check_tokens(checkpoint, kept)
+    return kept
+
+
+def _rank(world: World, job: Job | None) -> None:
+    """One rank, from assembly to the last step, if there is any.
+
+    Raises:
+        Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
+    """
+    if job is None:
+        return
+    try:
+        _train(world, job)
+    except RuntimeError as error:
+        raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
+
+
+def _train(world: World, job: Job) -> None:
+    machine = None if job.operations is None else measure_here(job.run, job.operations, world)
+    peak = _peak_flops(job.run, world, machine)
+    rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
+    session = Session(world, job.run, job.folder, job.corpus, rate)
+    position = Position() if job.checkpoint is None else session.load(job.checkpoint)
+    with ExitStack() as stack:
+        sink: Sink = Fanout(())
+        if world.rank == 0:
+            # Whatever can be refused has been: only now does the directory become, or change, a run.
+            is_resumed = job.checkpoint is not None or job.folder.metrics.exists()
+            rundir.write(job.run, job.folder)
+            session.describe()
+            sink = _sinks(job, stack, peak)
+            sink.write(_started(job, world, open_corpus(job.corpus).manifest, machine))
+            if is_resumed:
+                sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
+        train(session, position, sink)
+    # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
+    session.close()
+
+
+def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
+    """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
+    if run.config.observe.peak_flops is not None:
+        return run.config.observe.peak_flops
+    if world.device.kind == "cpu":
+        return None if machine is None else machine.gemm_flops_per_s
+    return peak_flops(world.device.name, run.config.numerics.compute)
+
+
+def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
+    observe = job.run.config.observe
+    against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
+    convention = f"{MFU_CONVENTION}; {against}"
+    display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
+    sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
+    if observe.tensorboard:
+        sinks.append(TensorBoard(job.folder.tensorboard))
+    fanout = Fanout(sinks)
+    stack.callback(fanout.close)
+    return fanout
+
+
+def _started(job: Job, world: World, manifest: Manifest, machine: Measured | None) -> RunStarted:
+    prediction = None if machine is None else predict(job.run, machine, job.operations)
+    return RunStarted(
+        run=str(job.folder.root),
+        plan=plan_text(job.run),
+        parameters=job.run.outline.numel,
+        world=world.size,
+        steps=job.run.config.train.steps,
+        unigram_entropy=manifest.unigram_nats,
+        predicted_step_s=prediction.step_s if prediction else None,
+        predicted_memory_bytes=prediction.memory_bytes if prediction else None,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

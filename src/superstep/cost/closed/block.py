@@ -1,0 +1,191 @@
+"""Block: seconds of one layer on one rank, for one microbatch.
+
+T tokens of the microbatch on a context-parallel rank, t those of the residual stream there (T / tp where the sequence
+is split), e bytes of a number. Passes are reads or writes of a whole tensor:
+
+                                 two norms   two sums   rotation   activation
+    fused, one kernel each       2 · 2       2 · 3      2          2, gated 3       of t·D, t·D, T·(N + K)·H, T·F
+    eager                        2 · 17      2 · 3      13         3, gated 5
+
+Eager norms go to fp32 and back, an operation at a time; biases and dropout add their own passes there. The backward
+pass moves twice as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from superstep.cost.closed.decoder_size import ROTATED, Array, Decoder
+from superstep.cost.closed.kernels import attention_s, linear_s
+from superstep.cost.closed.layout import Layout
+from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.stack import Stack
+from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s, relay_s
+
+E = 2.0
+"""Bytes of an activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """One layer's seconds.
+
+    Attributes:
+        forward_s, input_s, weight_s: compute of the forward pass, of the gradients of inputs and of weights.
+        attention_s: of them, what selective recomputation does again.
+        tensor_s: tensor-parallel traffic that nothing hides, of one forward pass; the backward pass has as much.
+        context_s, experts_s: the same for context and expert parallelism.
+    """
+
+    forward_s: Array
+    input_s: Array
+    weight_s: Array
+    attention_s: Array
+    tensor_s: Array
+    context_s: Array
+    experts_s: Array
+
+    @property
+    def backward_s(self) -> Array:
+        """Compute of the whole backward pass."""
+        return self.input_s + self.weight_s
+
+
+def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *, is_mixture: bool) -> Seconds:
+    """A layer with one feed-forward, or with a mixture of experts."""
+    tokens = layout.microbatch * model.sequence_tokens / layout.cp
+    stream = np.where(layout.sequence_parallel > 0, tokens / layout.tp, tokens)
+    flops = rates.product_flops_per_s
+    heads, kv_heads = model.heads / layout.tp, np.maximum(model.kv_heads / layout.tp, 1.0)
+    inner = heads * model.head_dim
+    products = _projections(model, layout, tokens, heads, kv_heads, rates)
+    core = attention_s(
+        layout.microbatch,
+        heads,
+        model.sequence_tokens / layout.cp,
+        model.sequence_tokens,
+        model.head_dim,
+        rates,
+        stack,
+    )
+    width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
+    moved = _moved(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
+    kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
+    if not is_mixture:
+        up = linear_s(tokens, width * (1 + model.gated), model.width, flops, rates)
+        products += [up, linear_s(tokens, model.width, width, flops, rates)]
+        experts_s = np.zeros_like(tokens)
+    else:
+        more, more_moved, experts_s = _experts(model, layout, rates, stack)
+        kernels = kernels + 24
+        products += more
+        moved = moved + more_moved
+    moved = moved + np.where(stack.is_eight_bit > 0, _cast(model, tokens, inner, width), 0.0)
+    moved_s = moved / rates.memory_bytes_per_s + kernels * rates.launch_s
+    return Seconds(
+        forward_s=sum((each[0] for each in products), core[0] + moved_s),
+        input_s=sum((each[1] for each in products), core[1] + 2 * moved_s),
+        weight_s=(1 - model.frozen) * sum((each[2] for each in products), np.zeros_like(tokens)),
+        attention_s=core[0],
+        tensor_s=_tensor_s(model, layout, tokens, rates, stack),
+        context_s=_context_s(model, layout, tokens, kv_heads, rates, core[0]),
+        experts_s=experts_s,
+    )
+
+
+def _projections(
+    model: Decoder, layout: Layout, tokens: Array, heads: Array, kv_heads: Array, rates: Rates
+) -> list[tuple[Array, Array, Array]]:
+    """Products before and after attention; latent attention goes through two narrow widths."""
+    flops, wide = rates.product_flops_per_s, heads * model.head_dim
+    plain = linear_s(tokens, (heads + 2 * kv_heads) * model.head_dim, model.width, flops, rates)
+    queries, keys = np.maximum(model.query_rank, 1.0), np.maximum(model.key_rank, 1.0)
+    latent = [
+        linear_s(tokens, queries + keys + ROTATED, model.width, flops, rates),
+        linear_s(tokens, 1.5 * wide, queries, flops, rates),
+        linear_s(tokens, 2 * wide, keys, flops, rates),
+    ]
+    has_latent = model.key_rank > 0
+    before = tuple(np.where(has_latent, a + b + c, d) for a, b, c, d in zip(*latent, plain, strict=True))
+    return [(before[0], before[1], before[2]), linear_s(tokens, model.width, wide, flops, rates)]
+
+
+def _moved(model: Decoder, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack) -> Array:
+    """Bytes over memory of a forward pass, but for products and attention."""
+    norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0 * stack.eager) * stream * model.width
+    fused = stack.has_fused_elementwise > 0
+    sums = (
+        np.where(fused, 6.0 + model.dropout, (6.0 + 4 * model.biases + 5 * model.dropout) * stack.eager)
+        * stream
+        * model.width
+    )
+    rotation = np.where(fused, 2.0, 13.0 * stack.eager) * tokens * rotated
+    activation = np.where(fused, 2 + model.gated, 3 + 2 * model.gated + 2 * model.biases) * tokens * width
+    return E * (norms + sums + rotation + activation)
+
+
+def _cast(model: Decoder, tokens: Array, inner: Array, width: Array) -> Array:
+    """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written."""
+    return 4.0 * tokens * (2 * model.width + inner + width)
+
+
+def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack: Stack) -> Array:
+    """Two all-reduces, or with a split sequence two gathers and two reduce-scatters (Korthikanti 2022, fig. 5)."""
+    group = Group(layout.tp, np.ones_like(layout.tp))
+    size = E * tokens * model.width
+    seconds = 4 * gather_s(size, group, rates.links)
+    return np.where(layout.tp > 1, seconds * np.maximum(1 - stack.overlap_tensor, 0.0), 0.0)
+
+
+def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, rates: Rates, attention: Array) -> Array:
+    """Keys and values go round a ring beside attention; what attention does not cover is exposed (Liu 2023)."""
+    group = Group(layout.cp, layout.tp)
+    size = 2 * E * tokens * layout.cp * kv_heads * model.head_dim
+    seconds = relay_s(size, group, rates.links)
+    first = seconds / np.maximum(layout.cp - 1, 1.0)
+    ring = np.maximum(seconds - attention, first)
+    # Queries, keys, values and the output change hands, and attention waits for them (Jacobs 2023, sec. 3.1).
+    heads = 2 * model.heads / layout.tp + 2 * np.maximum(kv_heads, layout.cp)
+    exchange = all_to_all_s(E * tokens * heads * model.head_dim, group, rates.links)
+    return np.where(layout.cp > 1, np.where(layout.is_ulysses > 0, exchange, ring), 0.0)
+
+
+def _experts(
+    model: Decoder, layout: Layout, rates: Rates, stack: Stack
+) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
+    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts.
+
+    The rank with the most rows decides: all others wait for it.
+    """
+    tokens = layout.microbatch * model.sequence_tokens / layout.cp / layout.tp
+    rows = tokens * model.experts_per_token * model.imbalance
+    held = np.maximum(model.experts / layout.ep, 1.0)
+    each = np.maximum(rows / held, 1.0)
+    width = np.maximum(model.expert_ffn, 1.0)
+    flops = rates.product_flops_per_s
+    up = linear_s(each, width * (1 + model.gated), model.width, flops, rates)
+    down = linear_s(each, model.width, width, flops, rates)
+    # A grouped product launches once: its tiles are dealt to the cores together.
+    spare = (held - 1) * rates.launch_s
+    grouped = [tuple(held * seconds - spare for seconds in layer) for layer in (up, down)]
+    shared = np.maximum(model.shared_ffn / layout.tp, 1.0)
+    whole = layout.microbatch * model.sequence_tokens / layout.cp
+    has_shared = np.where(model.shared_ffn > 0, 1.0, 0.0)
+    beside = [
+        tuple(has_shared * seconds for seconds in layer)
+        for layer in (
+            linear_s(whole, shared * (1 + model.gated), model.width, flops, rates),
+            linear_s(whole, model.width, shared, flops, rates),
+        )
+    ]
+    router = linear_s(tokens, np.maximum(model.experts, 1.0), model.width, rates.half_flops_per_s, rates)
+    # Rows are put in order, given back and weighed; each way a read and a write.
+    moved = E * (8 * rows * model.width + (2 + model.gated) * rows * width)
+    moved = moved + np.where(stack.is_eight_bit > 0, 4.0 * rows * (model.width + width), 0.0)
+    group = Group(layout.ep, np.ones_like(layout.ep))
+    plain = all_to_all_s(E * rows * model.width, group, rates.links)
+    once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
+    exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain), 0.0)
+    return [*grouped, *beside, router], moved, exchange  # type: ignore[list-item]

@@ -1,0 +1,218 @@
+"""Estimate: seconds of a step in closed form, of one plan or of many at once.
+
+A pipeline of p ranks with m microbatches of which rank r takes t_r takes m · max(t) for the slowest rank, and the
+others' times once, divided by the chunks: to fill and to drain (Narayanan 2021, sec. 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from superstep.cost.closed.block import E, Seconds, block_seconds
+from superstep.cost.closed.decoder_size import Array, Decoder
+from superstep.cost.closed.kernels import linear_s
+from superstep.cost.closed.layout import SCHEDULES, Layout
+from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.stack import Stack
+from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A step's seconds on its slowest rank, split.
+
+    Attributes:
+        compute_s: products, attention and memory, without what is computed again.
+        recompute_s: what is computed again.
+        tensor_s, context_s, experts_s, transfers_s, data_s: traffic that nothing hides, by axis.
+        bubble_s: waiting for other stages.
+        optimizer_s: the update.
+    """
+
+    compute_s: Array
+    recompute_s: Array
+    tensor_s: Array
+    context_s: Array
+    experts_s: Array
+    transfers_s: Array
+    data_s: Array
+    bubble_s: Array
+    optimizer_s: Array
+
+    @property
+    def step_s(self) -> Array:
+        """The whole step."""
+        return (
+            self.compute_s
+            + self.recompute_s
+            + self.tensor_s
+            + self.context_s
+            + self.experts_s
+            + self.transfers_s
+            + self.data_s
+            + self.bubble_s
+            + self.optimizer_s
+        )
+
+
+def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Estimate:
+    """The training step of each plan."""
+    dense = block_seconds(model, layout, rates, stack, is_mixture=False)
+    mixture = block_seconds(model, layout, rates, stack, is_mixture=True) if np.any(model.experts > 0) else dense
+    share = model.moe_layers / model.layers
+
+    def layer(of_dense: Array, of_mixture: Array) -> Array:
+        return (1 - share) * of_dense + share * of_mixture
+
+    computed = layer(dense.forward_s + dense.backward_s, mixture.forward_s + mixture.backward_s)
+    again = layout.recomputed_layers * layer(_again(dense, layout), _again(mixture, layout))
+    # The backward pass sends as much as the forward pass, and full recomputation once more.
+    passes = 2 + layout.is_full * layout.recomputed_layers
+    tensor = passes * layer(dense.tensor_s, mixture.tensor_s)
+    context = (1 + passes) * layer(dense.context_s, mixture.context_s)
+    experts = passes * layer(np.zeros_like(mixture.experts_s), mixture.experts_s)
+    whole = computed + again + tensor + context + experts
+    layers, ends, others = _stages(
+        model, layout, whole, embedding_s(model, layout, rates), head_s(model, layout, rates, stack)
+    )
+    transfer = _transfer(model, layout, rates, stack)
+    m = layout.microbatches
+    data, optimizer = _data(
+        model, layout, rates, stack, layers * layer(dense.backward_s, mixture.backward_s), layers * computed
+    )
+    return Estimate(
+        compute_s=m * (layers * computed + ends),
+        recompute_s=m * layers * again,
+        tensor_s=m * layers * tensor,
+        context_s=m * layers * context,
+        experts_s=m * layers * experts,
+        transfers_s=(m + layout.pp - 1) * transfer,
+        data_s=data,
+        bubble_s=others * _bubble_share(dense, layout) / layout.chunks,
+        optimizer_s=optimizer,
+    )
+
+
+def _stages(model: Decoder, layout: Layout, layer: Array, embed: Array, head: Array) -> tuple[Array, Array, Array]:
+    """Layers of the slowest rank, seconds of embedding and head on it, and the seconds of all other ranks.
+
+    Where the layers do not divide, the last and the first rank, which have head and embedding, hold one fewer.
+    """
+    most = np.ceil(model.layers / layout.pp)
+    spare = most * layout.pp - model.layers
+    on_last, on_first = most - (spare >= 1), most - (spare >= 2)
+    middle, first, last = most * layer, on_first * layer + embed, on_last * layer + head
+    has_middle = layout.pp > 2
+    is_last = (last >= first) & ((last >= middle) | ~has_middle)
+    is_first = ~is_last & ((first >= middle) | ~has_middle)
+    layers = np.where(is_last, on_last, np.where(is_first, on_first, most))
+    ends = np.where(is_last, head, np.where(is_first, embed, 0.0))
+    total = model.layers * layer + embed + head
+    alone = layout.pp == 1
+    others = np.where(alone, 0.0, total - layers * layer - ends)
+    return np.where(alone, model.layers, layers), np.where(alone, embed + head, ends), others
+
+
+def _again(block: Seconds, layout: Layout) -> Array:
+    return layout.is_full * block.forward_s + layout.is_selective * block.attention_s
+
+
+def _bubble_share(block: Seconds, layout: Layout) -> Array:
+    """Of the time to fill and drain, what the schedule leaves idle: zero-bubble puts weight gradients there.
+
+    ZB-V needs 2·p - 1 microbatches to unfold (Qi 2023, sec. 6); a lone one goes through all stages by itself.
+    """
+    total = block.forward_s + block.backward_s
+    p, m = layout.pp, layout.microbatches
+    # Fewer microbatches than ranks leave fewer weights' gradients to fill with; a lone one has its own.
+    fillers = 2 - np.clip((p - m) / np.maximum(p - 1, 1.0), 0.0, 1.0)
+    h1 = np.maximum(total - fillers * block.weight_s, 0.0) / total
+    share = np.ones_like(total)
+    share = np.where(layout.schedule == SCHEDULES.index("zb-h1"), h1, share)
+    folded = np.clip((2 * p - 1 - m) / np.maximum(2 * p - 2, 1.0), 0.0, 1.0)
+    share = np.where(
+        layout.schedule == SCHEDULES.index("zb-v"), (1 - folded) * h1 * 0.5 + folded * layout.chunks, share
+    )
+    # Breadth-first fills and drains the pipeline for each group of microbatches (Lamy-Poirier 2023, sec. 3).
+    groups = np.where(layout.group > 0, np.ceil(m / np.maximum(layout.group, 1.0)), 1.0)
+    share = np.where(layout.schedule == SCHEDULES.index("breadth-first"), groups, share)
+    return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
+
+
+def head_s(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
+    """Seconds of the head and the loss on one microbatch, both passes."""
+    tokens = layout.microbatch * model.sequence_tokens / layout.cp
+    columns = model.vocab / layout.tp
+    forward, by_input, by_weight = linear_s(tokens, columns, model.width, rates.half_flops_per_s, rates)
+    # Logits are written, read in fp32, their softmax kept and read again; fused losses make them chunk by chunk.
+    passes = np.where(stack.has_fused_loss > 0, 8.0, 24.0)
+    moved_s = passes * tokens * columns / rates.memory_bytes_per_s
+    return forward + by_input + by_weight + moved_s
+
+
+def embedding_s(model: Decoder, layout: Layout, rates: Rates) -> Array:
+    """Seconds of the embedding on one microbatch, both passes."""
+    tokens = layout.microbatch * model.sequence_tokens / layout.cp
+    return 6 * E * tokens * model.width / rates.memory_bytes_per_s
+
+
+def _transfer(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
+    """Seconds for each microbatch of the transfers that nothing hides: one each way for each chunk."""
+    tokens = layout.microbatch * model.sequence_tokens / layout.cp
+    size = E * tokens * model.width / layout.tp
+    seconds = send_s(size, layout.tp * layout.cp * layout.dp, rates.links)
+    return np.where(layout.pp > 1, 2 * layout.chunks * seconds * (1 - stack.overlap_pipeline), 0.0)
+
+
+def _data(
+    model: Decoder, layout: Layout, rates: Rates, stack: Stack, backward: Array, compute: Array
+) -> tuple[Array, Array]:
+    """Seconds of the data-parallel traffic that nothing hides, and of the update."""
+    # The fullest rank: a stage with the embedding or the head.
+    ends = model.vocab * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
+    usual = (model.layers - model.moe_layers) * model.dense_parameters + model.moe_layers * model.mixture_parameters
+    trained = np.where(model.frozen > 0, 0.01, 1.0)
+    dense = trained * (usual / layout.pp + ends) / layout.tp
+    experts = model.moe_layers * model.expert_parameters / layout.pp / layout.ep
+    data = layout.dp * layout.cp
+    group = Group(layout.shards, layout.tp)
+    copies = Group(data / layout.shards, layout.tp * layout.shards)
+    gather_bytes, reduce_bytes = E * dense, stack.gradient_bytes * dense
+    # Where a shard is spread over fewer ranks than there are, its sum goes over the copies besides.
+    across = np.where(data > layout.shards, all_reduce_s(reduce_bytes / layout.shards, copies, rates.links), 0.0)
+    layers = np.ceil(model.layers / layout.pp)
+    sharded = layout.zero == 3
+    m = layout.microbatches
+    pieces = np.where(sharded, layers, np.ceil(gather_bytes / stack.bucket_bytes))
+    gather = pieces * gather_s(gather_bytes / pieces, group, rates.links)
+    reduce = pieces * gather_s(reduce_bytes / pieces, group, rates.links)
+    many = np.ceil(reduce_bytes / stack.bucket_bytes)
+    plain = many * all_reduce_s(reduce_bytes / many, Group(data, layout.tp), rates.links)
+    expert_copies = Group(np.maximum(data * layout.tp / layout.ep, 1.0), layout.ep)
+    for_experts = np.where(
+        model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
+    )
+    share = np.where(layout.zero > 0, layout.shards, 1.0)
+    last = np.where((layout.reductions > 0) & (layout.zero > 0), across, 0.0)
+    total = np.where(layout.zero == 0, plain, reduce + gather + across - last) + for_experts
+    total = np.where(data > 1, total, 0.0)
+    # Where parameters or sums come again with each microbatch, they run beside it.
+    gathers = np.where(layout.gathers > 0, layout.gathers, np.where(sharded, 2 * m, 1.0))
+    sums = np.where(layout.reductions > 0, layout.reductions, np.where(sharded, m, 1.0))
+    repeats = sharded | (sums > 1)
+    each = np.where(data > 1, gathers * gather + sums * reduce, 0.0)
+    experts_apart = model.moe_layers > 0
+    each += np.where(experts_apart, gathers * gather_s(E * experts, expert_copies, rates.links), 0.0)
+    each += np.where(experts_apart, sums * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0)
+    each = each / m
+    exposed_three = m * np.maximum(each - stack.overlap_shards * compute, (1 - stack.overlap_shards) * each) + np.where(
+        data > 1, across, 0.0
+    )
+    hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
+    data_s = np.where(repeats, exposed_three, total - hidden + last)
+    held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
+    update = 30.0 * held / rates.memory_bytes_per_s
+    off = 30.0 * held / rates.host_bytes_per_s
+    return data_s, np.where(layout.offload > 0, off, update)

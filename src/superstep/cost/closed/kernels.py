@@ -1,0 +1,65 @@
+"""Kernels: seconds of products, of attention and of what moves memory.
+
+Products run tile by tile: a wave of tiles takes as long with one tile as with one on each core, so a product whose
+tiles do not fill the last wave loses the rest of it (wave quantisation), and one whose dims do not divide by the tile
+computes on padding. A short inner dim does not amortise a tile's start and end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from superstep.cost.closed.decoder_size import Array
+from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.stack import ATTENTION, Stack
+
+TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
+"""Rows and columns of a tile, and its rate against the largest: a small tile reads more for each operation."""
+
+
+def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: Rates) -> Array:
+    """Seconds of one product [rows, inner] x [inner, columns] in 16 bits, at the best tile for its shape."""
+    best = np.asarray(0.0)
+    for high, wide, speed in TILES:
+        for tall, broad in ((high, wide), (wide, high)):
+            tiles = np.maximum(np.ceil(rows / tall) * np.ceil(columns / broad), 1.0)
+            waves = tiles / rates.cores
+            filled = waves / np.ceil(waves)
+            used = rows * columns / (tiles * tall * broad)
+            best = np.maximum(best, speed * filled * used)
+    ramp = inner / (inner + rates.product_ramp)
+    compute_s = 2 * rows * columns * inner / (flops_per_s * np.maximum(best * ramp, 1e-9))
+    moved = 2 * (rows * inner + inner * columns + rows * columns)
+    return np.maximum(compute_s, moved / rates.memory_bytes_per_s) + rates.launch_s
+
+
+def linear_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: Rates) -> tuple[Array, Array, Array]:
+    """Seconds of a linear layer: forward, gradient of its input, gradient of its weight."""
+    return (
+        product_s(rows, columns, inner, flops_per_s, rates),
+        product_s(rows, inner, columns, flops_per_s, rates),
+        product_s(columns, inner, rows, flops_per_s, rates),
+    )
+
+
+def attention_s(
+    sequences: Array, heads: Array, queries: Array, keys: Array, head_dim: Array, rates: Rates, stack: Stack
+) -> tuple[Array, Array]:
+    """Seconds of causal attention, forward and backward.
+
+    Fused kernels skip the masked half and keep no scores (Dao 2022); their backward computes the scores again: five
+    products for two. Others compute the whole square and move it: bytes for each score below.
+    """
+    square = sequences * heads * queries * keys
+    # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head.
+    fused = 2 * square * head_dim / rates.peak_half_flops_per_s
+    # Kernels are built for heads of 128; of 64 they reach about three quarters (Dao 2023, fig. 4 to 6).
+    narrow = np.clip(head_dim / 128, 0.25, 1.0) ** 0.35
+    forward_s = fused / (rates.attention_forward * narrow)
+    backward_s = 2.5 * fused / (rates.attention_backward * narrow)
+    whole = 4 * square * head_dim / (rates.half_flops_per_s * 0.65)
+    is_eager = stack.attention == ATTENTION.index("eager")
+    read = np.where(is_eager, 34.0, 13.0) * square / rates.memory_bytes_per_s
+    back = np.where(is_eager, 46.0, 19.0) * square / rates.memory_bytes_per_s
+    keeps = stack.attention < ATTENTION.index("flash-1")
+    return np.where(keeps, whole + read, forward_s), np.where(keeps, 2 * whole + back, backward_s)

@@ -1,0 +1,42 @@
+"""Rates: what hardware and software together sustain, of one machine or of many at once.
+
+A published peak is never reached. What is, is a share of it that depends on the chip's generation, and on the kernels
+that a software stack has: ``cost.closed.efficiency`` holds those shares, with what each was taken from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.cost.closed.decoder_size import Array
+from superstep.hardware.collectives import Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Sustained rates of one chip and its links; arrays of one shape are as many machines.
+
+    Attributes:
+        product_flops_per_s: large products in the format of the weights' products.
+        half_flops_per_s: large products in 16 bits: attention's, the head's, the router's.
+        product_ramp: the inner dim at which a product reaches half of that rate.
+        cores: to which the tiles of a product are dealt.
+        attention_forward, attention_backward: fused attention's share of the 16-bit peak.
+        peak_half_flops_per_s: that peak.
+        memory_bytes_per_s: streaming.
+        launch_s: the least that one kernel takes.
+        host_bytes_per_s: to the host's memory.
+        links: what joins the chips.
+    """
+
+    product_flops_per_s: Array
+    half_flops_per_s: Array
+    product_ramp: Array
+    cores: Array
+    attention_forward: Array
+    attention_backward: Array
+    peak_half_flops_per_s: Array
+    memory_bytes_per_s: Array
+    launch_s: Array
+    host_bytes_per_s: Array
+    links: Links

@@ -1,0 +1,45 @@
+"""Stack: what a training software does, as far as it changes a step's seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.cost.closed.decoder_size import Array
+
+ATTENTION = ("eager", "fused-softmax", "flash-1", "flash-2", "flash-3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What the software does; arrays of one shape are as many of them.
+
+    Attributes:
+        attention: index into ``ATTENTION``; the first two keep the scores.
+        has_fused_norms, has_fused_elementwise: 1 where a norm, and what follows a product, are one kernel each.
+        has_fused_loss: 1 where the logits are never whole.
+        is_eight_bit: 1 where linear layers multiply in 8 bits or fewer.
+        gradient_bytes: of a gradient as it is reduced.
+        kept_gradient_bytes: of a gradient as it is accumulated.
+        bucket_bytes: the largest piece in which gradients and parameters go over the data-parallel ranks.
+        overlap_shards: share of the traffic of ZeRO 3 that runs beside compute.
+        overlap_data: share of the gradients' reduction, and of the gathers of ZeRO 1 and 2, that does.
+        overlap_tensor: share of the tensor-parallel traffic that may.
+        overlap_pipeline: share of the transfers between stages that may.
+        eager: what unfused operations move, over what their definition says.
+        sends_once: 1 where a token goes once to a domain, however many of its experts are there.
+    """
+
+    attention: Array
+    has_fused_norms: Array
+    has_fused_elementwise: Array
+    has_fused_loss: Array
+    is_eight_bit: Array
+    gradient_bytes: Array
+    kept_gradient_bytes: Array
+    bucket_bytes: Array
+    overlap_shards: Array
+    overlap_data: Array
+    overlap_tensor: Array
+    overlap_pipeline: Array
+    eager: Array
+    sends_once: Array

@@ -1,0 +1,276 @@
+"""Memory: the bytes that each rank will hold, by category, from the plan alone.
+
+What stays from step to step are the flat buffers of the units that a rank holds: the very bytes that
+``runtime.buffers`` allocates. What comes and goes is the peak of ``program.memory``, with activations as this decoder
+leaves them in eager mode, where e is the bytes of a number in the compute dtype and t, m, T, Tf, Tv, D, N, K, H, F, V
+are ``cost.program.work.LocalDims``, a tp rank's share:
+
+    block, kept "all"
+      input; residual stream between attention and feed-forward       2 · t·D·e
+      outputs of both norms, whole where they enter a cut product     (T + Tf)·D·e
+      1 / rms of both norms                                           2 · t·4
+      queries and keys after rotation; values                         T·(N + 2K)·H·e
+      attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
+      gate, silu of it, up, their product                             4 · Tf·F·e
+      with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
+      with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
+                                                                      2 · T·max(cp - K, 0)·H·e + T·N·H·e
+    block, kept "selective": the input, and what products and attention gave
+      input                                                           t·D·e
+      queries, keys, values before rotation                           T·(N + 2K)·H·e
+      attention's output and log-sum-exp                              T·N·H·e + T·N·4
+      attention's projection, gate, up, down's output                 (T + Tf)·D·e + 2 · Tf·F·e
+    block with a mixture of experts: the same, but for its feed-forward, with R = m·k rows sent to experts and s shared
+    experts; as if each rank got its even share of the rows and none was dropped
+      output of the second norm                                       m·D·e for T·D·e
+      kept "all", for 4 · T·F·e
+        rows before their experts; outputs, and their weights         2 · R·D·e + R·e
+        gate, silu of it, up, their product                           4 · (R + m·s)·F·e
+        the order of the rows (twice with ep > 1), rows of each       R·8 (+ R·8) + (E + 1)·8
+        the router, of whole sequences: see ``_router``
+      kept "selective", for T·D·e + 2 · T·F·e
+        the router's logits                                           m·logits·4
+        gate, up; down's outputs, shared ones, their sum              2 · (R + m·s)·F·e + (R + m (+ m))·D·e
+    head
+      input, 1 / rms                                                  t·D·e + t·4
+      whole, fused with the loss:
+        the gradient of the norm's output                             Tv·D·e
+        where gradients are not whole (ZeRO 2, 3), the weight's       D·V·4
+      cut: the norm's output, the softmax                             T·D·e + T·V·4
+        each target's column, two masks                               T·10
+    embed
+      tokens; cut, the own ones, and which are not                    T·8 (+ T·9)
+
+A backward pass that comes in two keeps, from BackwardInput to BackwardWeight, the inputs of the products with
+parameters and the gradients of their outputs; and of the norms' weights, which have no product, the gradient itself:
+
+    block
+      inputs: both norms' outputs, attention's output, the product of gate and up          2·T·D·e + T·N·H·e + T·F·e
+      gradients: of queries, keys, values, gate, up, attention's and feed-forward's sum   T·(N + 2K)·H·e + 2·T·(D + F)·e
+      of its norms                                                                        vectors · 4
+    block with a mixture of experts, for those of the feed-forward; shared experts have the same of their tokens
+      inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + (E + 1)·8
+      gradients: of gate, up, and down's outputs; the router's, made at once   R·(D + 2F)·e + D·logits·4
+    head
+      fused with the loss: the weight's gradient was made in the forward; ZeRO 2, 3: it   D·4 (+ D·V·4)
+      else: the norm's output; the gradient of the logits                                 T·D·e; T·V·e + D·4
+    embed
+      tokens; the gradient of what they gave                                              T·8; T·D·e
+
+Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; a collective's own
+buffers; the batch read ahead; torch itself; what exact mode has besides (gradients of 8 bytes, attention in fp32).
+Compiled units keep less than this; scores are kept whole on a GPU whose attention kernels take no fp32 with grouped
+heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superstep.cost.program.work import LocalDims, UnitParameters, local_dims, rank_parameters
+from superstep.plan.config import Dtype
+from superstep.plan.mesh import FAMILIES, Family, MeshShape
+from superstep.plan.model.shape import ModelShape, MoeShape
+from superstep.plan.resolve import Resolved
+from superstep.plan.split.padding import padded
+from superstep.program.instructions import Program
+from superstep.program.memory import Peak, UnitBytes, high_water
+
+ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
+FP32 = ELEMENT_BYTES["fp32"]
+TOKEN = 8
+"""Bytes of a token's number."""
+INDEX = 8
+"""Bytes of a row's or an expert's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What one pipeline rank holds, on each of its dp and tp places.
+
+    Attributes:
+        params: parameters between steps; in fp32 the master weights are among them.
+        gradients: gradient buffers between steps.
+        optimizer: Adam's two moments, and master weights that are a copy.
+        peak: the most that comes and goes within a step.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    peak: Peak
+
+    @property
+    def bytes(self) -> int:
+        """The rank's peak, all categories together."""
+        return self.params + self.gradients + self.optimizer + self.peak.bytes
+
+
+def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:
+    """Each pipeline rank's memory for the step ``program``; without ``sizes``, as the formulas have them."""
+    owned = rank_parameters(run)
+    peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
+    return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
+
+
+def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
+    """Elements of a unit's whole flat buffer of one family on one rank; 0 where it has none."""
+    mesh = run.plan.mesh
+    numel = unit.dense_on_rank(mesh.tp) if family == "dense" else unit.experts // mesh.ep
+    return padded(numel, mesh.shards(family)) if numel else 0
+
+
+def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Elements of a unit's whole flat buffers on one rank."""
+    return sum(family_numel(run, unit, family) for family in FAMILIES)
+
+
+def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:
+    """Elements of them that one rank updates."""
+    mesh = run.plan.mesh
+    return sum(
+        family_numel(run, unit, family) // (mesh.shards(family) if zero_stage(run, family) else 1)
+        for family in families
+    )
+
+
+def zero_stage(run: Resolved, family: Family = "dense") -> int:
+    """The ZeRO stage in effect: a lone shard has nobody to share with."""
+    return run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
+
+
+def has_fused_loss(run: Resolved) -> bool:
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: it does where whole."""
+    return not _is_vocabulary_cut(run)
+
+
+def _is_vocabulary_cut(run: Resolved) -> bool:
+    return run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
+
+
+def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
+    params = gradients = optimizer = 0
+    compute = run.config.numerics.compute
+    for family in FAMILIES:
+        zero = zero_stage(run, family)
+        whole = sum(family_numel(run, unit, family) for unit in held)
+        share = sum(share_numel(run, unit, (family,)) for unit in held)
+        # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
+        # is.
+        master = FP32 * share if compute != "fp32" else 0
+        kept = 0 if zero == 3 else ELEMENT_BYTES[compute] * whole
+        params += FP32 * share if zero == 3 and compute == "fp32" else kept
+        gradients += FP32 * (share if zero >= 2 else whole)
+        optimizer += 2 * FP32 * share + master
+    return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak)
+
+
+def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
+    """What each unit brings and drops within a step, in model order: activations of one microbatch."""
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    boundary = d.t * d.D * e
+    tokens = TOKEN * d.T
+    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) else tokens
+    head = _head(run, d, e)
+    kept = [
+        (embed, embed, tokens, 0, (tokens, d.T * d.D * e)),
+        *[
+            (
+                _block(d, e, run),
+                _block_selective(d, e, run.shape.moe),
+                boundary,
+                boundary,
+                _block_products(d, e, run.shape),
+            )
+        ]
+        * run.shape.layers,
+        (head, head, boundary, boundary, _head_products(run, d, e)),
+    ]
+    return tuple(
+        UnitBytes(
+            params=e * buffer_numel(run, unit),
+            gradient=FP32 * buffer_numel(run, unit),
+            kept_all=whole,
+            kept_selective=selective,
+            kept_input=kept_input,
+            product_inputs=products[0],
+            product_gradients=products[1],
+            boundary=passed,
+        )
+        for unit, (whole, selective, kept_input, passed, products) in zip(rank_parameters(run), kept, strict=True)
+    )
+
+
+def _block(d: LocalDims, e: int, run: Resolved) -> int:
+    shape = run.shape
+    stream = 2 * d.t * d.D * e + d.T * d.D * e + 2 * d.t * FP32
+    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
+    qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
+    feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
+    return stream + attention + qk_norm + feed_forward
+
+
+def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
+    cp = run.plan.mesh.cp
+    if run.plan.context == "ring" or cp == 1:
+        return 0
+    return (2 * max(cp - d.K, 0) + d.N) * d.T * d.H * e
+
+
+def _mixture(d: LocalDims, e: int, moe: MoeShape, mesh: MeshShape) -> int:
+    R = d.m * moe.experts_per_token
+    rows = 2 * R * d.D * e + R * e + 4 * (R + d.m * moe.shared_experts) * d.F * e
+    orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + (moe.experts + 1) * INDEX
+    return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
+
+
+def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
+    """Each of the ranks that share sequences decides for the whole of them."""
+    E, k, tokens = moe.experts, moe.experts_per_token, d.T * cp
+    # Choices, who was turned away, the logarithm of the partition.
+    kept = tokens * (k * INDEX + k + FP32)
+    if moe.router == "noisy-topk":
+        # Logits, spread, noise, distance to the threshold and its quotient, which threshold; one more choice; weights.
+        kept += tokens * (6 * E * FP32 + E + INDEX + k * FP32)
+        return kept + tokens // d.S * (2 * E * FP32 + 6 * FP32)
+    # Logits, probabilities; weights and their sum; each sequence's shares.
+    kept += tokens * (2 * E * FP32 + ((k + 1) * FP32 if moe.renormalise else 0))
+    return kept + tokens // d.S * E * FP32
+
+
+def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
+    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
+    kept = d.t * d.D * e + attention + d.T * d.D * e
+    if moe is None:
+        return kept + d.Tf * (d.D + 2 * d.F) * e
+    R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
+    outputs = R + d.m * (2 if shared else 1)
+    return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
+
+
+def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
+    """Inputs of the products, and gradients of their outputs."""
+    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0)
+    inputs = d.T * d.D * e + d.T * d.N * d.H * e
+    gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
+    if shape.moe is None:
+        return inputs + d.Tf * (d.D + d.F) * e, gradients + d.Tf * (d.D + 2 * d.F) * e
+    # Of experts and shared ones; the router's gradient is made at once.
+    R, shared = d.m * shape.moe.experts_per_token, d.m * shape.moe.shared_experts
+    rows = R + (d.m if shared else 0)
+    inputs += (rows * d.D + (R + shared) * d.F) * e + (shape.moe.experts + 1) * INDEX
+    return inputs, gradients + (rows * d.D + 2 * (R + shared) * d.F) * e + d.D * shape.moe.logits * FP32
+
+
+def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
+    if has_fused_loss(run):
+        return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+    return d.T * d.D * e, d.T * d.V * e + d.D * FP32
+
+
+def _head(run: Resolved, d: LocalDims, e: int) -> int:
+    stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
+    if has_fused_loss(run):
+        return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+    return stream + d.T * d.V * FP32 + (TOKEN + 2) * d.T

@@ -1,0 +1,138 @@
+"""Operations: what a unit does in one pass, as the framework issues it, one value for each kind of kernel and size.
+
+    Product    [rows, inner] · [inner, width], of which ``batch`` at once      2 · batch · rows · inner · width FLOPs
+    Attention  queries against keys, all heads                                 4 · B · N · Sq · Sk · H, backward twice
+    Pass       everything else that reads or writes memory, views included     none counted
+    Message    a collective in the midst of a unit                             none
+
+Attention counts the full square, causal or not (the convention of ``cost.program.work``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from superstep.hardware.cluster import Collective
+
+Axis: TypeAlias = Literal["shards", "replicas", "cp", "tp", "ep", "sequence", "pp", "tie", "world"]
+"""What a message goes over: a mesh axis, or the ranks that hold the same (shards and replicas of parameters, the
+pipeline ranks of a tied table, the cp and tp ranks of one sequence, everybody)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Matrix products of one shape."""
+
+    rows: int
+    width: int
+    inner: int
+    batch: int = 1
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of all of them."""
+        return 2 * self.count * self.batch * self.rows * self.width * self.inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Fused attention, ``heads`` heads of all sequences of a microbatch; a causal kernel skips the masked half."""
+
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    is_backward: bool = False
+    is_causal: bool = True
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of the full square; the backward pass twice that."""
+        square = 4 * self.count * self.heads * self.queries * self.keys * self.head_dim
+        return 2 * square if self.is_backward else square
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Reads and writes of whole tensors by one kernel.
+
+    Attributes:
+        kernel: its kind, which decides at what rate it goes; ``hardware.chip.CopyRate`` has the same words.
+        bytes: read and written by one of them; 0 for a view, which costs its launch alone.
+        product_flops: of one of them, where it is a product so narrow that memory decides its time.
+    """
+
+    kernel: str
+    bytes: int
+    product_flops: int = 0
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of products alone."""
+        return self.count * self.product_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A collective, with the bytes of ``hardware.cluster.CollectiveRate``: those of the whole tensor on one rank."""
+
+    collective: Collective
+    axis: Axis
+    bytes: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """None."""
+        return 0
+
+
+Operation: TypeAlias = Product | Attention | Pass | Message
+Operations: TypeAlias = tuple[Operation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitOperations:
+    """One unit on one microbatch, on one rank.
+
+    Attributes:
+        forward: the forward pass, as the plan's recompute policy has it.
+        backward: the whole backward pass, with what selective recomputation does again.
+        weight: the part of it that BackwardWeight does.
+        input_bytes: of what passes to the unit.
+        kept_bytes: what the forward keeps for the backward pass, the input included; 0 where it was not seen.
+        peak_bytes: the most that the forward holds of what it makes; 0 where it was not seen.
+        between_bytes: what stays between BackwardInput and BackwardWeight; 0 where it was not seen.
+    """
+
+    forward: Operations
+    backward: Operations
+    weight: Operations
+    input_bytes: int
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    between_bytes: int = 0
+
+
+def collected(operations: Iterable[Operation]) -> Operations:
+    """Equal operations as one with their number, in the order of their first."""
+    found: dict[Operation, int] = {}
+    for operation in operations:
+        one = replace(operation, count=1)
+        found[one] = found.get(one, 0) + operation.count
+    return tuple(replace(one, count=count) for one, count in found.items())
+
+
+def flops(operations: Operations) -> int:
+    """Floating-point operations of products and attention."""
+    return sum(operation.flops for operation in operations)
+
+
+def messages(operations: Operations) -> Iterator[Message]:
+    """The collectives among them."""
+    return (operation for operation in operations if isinstance(operation, Message))

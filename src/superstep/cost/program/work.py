@@ -1,0 +1,185 @@
+"""Work: how many parameters each unit has, and the floating-point operations that it takes.
+
+    T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
+    S  tokens of a sequence         F  inner width of the feed-forward, or of one expert
+    D  width                        V  vocabulary
+    E, k, s  experts: all, those of one token, those that every token visits
+
+    unit     matrices                          vectors           operations of a forward pass
+    embed    V·D                                                 0: it looks up
+    block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
+    head     D·V, unless tied                  D                 2·T·D·V
+
+A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
+
+             3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
+             D·E + 3·D·F·s                                       2·T · matrices
+
+so that k + s of them count for a token, as if none was dropped.
+
+A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
+sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
+convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
+every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
+everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolve import Resolved
+from superstep.plan.split.unit_work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
+
+MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
+"""What ``model_flops_per_token`` counts, in the words of a display."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParameters:
+    """The parameters that a unit owns; a tied head's matrix is the embedding's.
+
+    Attributes:
+        matrices: cut over tp.
+        vectors: weights of norms, whole on each tp rank.
+        whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
+        experts: matrices of experts, cut over ep.
+    """
+
+    matrices: int
+    vectors: int = 0
+    whole: int = 0
+    experts: int = 0
+
+    def dense_on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of all but the experts."""
+        return self.matrices // tp + self.whole + self.vectors
+
+    def on_rank(self, tp: int, ep: int = 1) -> int:
+        """What one rank holds."""
+        return self.dense_on_rank(tp) + self.experts // ep
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Floating-point operations of one unit on one microbatch, on one tensor-parallel rank."""
+
+    forward_flops: int
+
+    @property
+    def backward_flops(self) -> int:
+        """Each product has two in the backward pass: one for its input's gradient, one for its weight's."""
+        return 2 * self.forward_flops
+
+    @property
+    def recompute_flops(self) -> int:
+        """Full recomputation is the forward pass again."""
+        return self.forward_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDims:
+    """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
+
+    With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
+    all of T where they are cut over tp, t where they are whole. ``m`` are the tokens that a rank brings to a mixture of
+    experts.
+    """
+
+    T: int
+    t: int
+    m: int
+    Tf: int
+    Tv: int
+    S: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+
+
+def local_dims(run: Resolved) -> LocalDims:
+    """The dims of a run's microbatch as a tensor-parallel rank sees them."""
+    shape, plan = run.shape, run.plan
+    tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
+    tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
+    part = tokens // tp if plan.sequence_parallel else tokens
+
+    def ways(axis: str) -> int:
+        return tp if plan.rules.cut(axis) == "tp" else 1
+
+    return LocalDims(
+        T=tokens,
+        t=part,
+        m=tokens // tp,
+        Tf=tokens if plan.rules.cut("ffn") == "tp" else part,
+        Tv=tokens if plan.rules.cut("vocab") == "tp" else part,
+        S=sequence_tokens,
+        D=shape.width,
+        N=shape.heads // ways("heads"),
+        K=shape.kv_heads // ways("kv_heads"),
+        H=shape.head_dim,
+        F=shape.ffn if shape.moe else shape.ffn // ways("ffn"),
+        V=shape.vocab // ways("vocab"),
+    )
+
+
+def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order, as the run's rules cut it."""
+    rules = run.plan.rules
+    return tuple(
+        UnitParameters(
+            matrices=sum(math.prod(p.dims) for p in owned if "tp" in map(rules.cut, p.axes)),
+            experts=sum(math.prod(p.dims) for p in owned if "ep" in map(rules.cut, p.axes)),
+            vectors=sum(math.prod(p.dims) for p in owned if len(p.dims) < 2 and not rules.cuts_any(p.axes)),
+            whole=sum(math.prod(p.dims) for p in owned if len(p.dims) > 1 and not rules.cuts_any(p.axes)),
+        )
+        for owned in run.outline.owned
+    )
+
+
+def rank_flops(run: Resolved) -> tuple[int, ...]:
+    """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
+    d = local_dims(run)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * d.S * d.N * d.H
+    shape = run.shape
+    inner = 6 * d.Tf * d.D * d.F
+    if shape.moe:
+        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
+        inner = 2 * d.m * (whole_matrices(shape) + experts)
+    block = attention + inner
+    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
+
+
+def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order."""
+    D, H = shape.width, shape.head_dim
+    table = shape.vocab * D
+    block = UnitParameters(
+        cut_matrices(shape),
+        2 * D + (2 * H if shape.qk_norm else 0),
+        whole_matrices(shape),
+        shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+    )
+    head = UnitParameters(0 if shape.tied else table, D)
+    return UnitParameters(table), *[block] * shape.layers, head
+
+
+def parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied matrix counts once."""
+    return sum(unit.on_rank(1) for unit in unit_parameters(shape))
+
+
+def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
+    """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
+    return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
+
+
+def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
+    """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
+    units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
+    return sum(unit.forward_flops + unit.backward_flops for unit in units)

@@ -1,0 +1,82 @@
+"""Products whose bits do not depend on how the factors are cut.
+
+A product of matrices sums over its inner dim K, and how a library orders that sum depends on K. What was measured on
+CPUs with AVX-512 (MKL in fp32, oneDNN in bf16, one thread): at K up to 384 an element's bits depend on its own row and
+column alone, however many rows (from 16 on) and columns there are, and from 448 on no more. An Intel Xeon keeps this
+for any 2 columns or more; on an AMD EPYC (Zen 5), where MKL takes other kernels, the columns past the last multiple of
+16 are summed in another order. So what has fewer rows or odd columns is padded, and K is cut into pieces of at most
+``PIECE``, whose products are summed here in an order that is always the same:
+
+    cells     K is cut into as many equal cells as the layout could ever cut it into; a tensor-parallel rank holds
+              some of them. Cells are summed as a binary tree, so that ranks can sum what they have first.
+    pieces    a cell larger than PIECE is cut further, and its pieces are summed from left to right.
+
+Partial sums are fp32 whatever the dtype of the factors. ``numerics.self_check`` asks a machine whether this holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PIECE = 256
+"""The largest inner dim of one product."""
+
+ROWS = 16
+"""The fewest rows of one product; what has fewer is padded."""
+
+COLUMNS = 16
+"""The columns of one product are a multiple of this; others are padded."""
+
+SMALL = 16**3
+"""Multiply-adds up to which torch multiplies bf16 by a kernel of its own, in another order; padded too."""
+
+
+def product(left_MK: Tensor, right_KN: Tensor, *, cells: int = 1) -> Tensor:
+    """``left · right`` in fp32: a tree over ``cells`` equal parts of K."""
+    width = left_MK.shape[1] // cells
+    sums = [_cell(left_MK[:, at : at + width], right_KN[at : at + width]) for at in range(0, left_MK.shape[1], width)]
+    return tree_sum(sums)
+
+
+def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    rows, inner = left_MK.shape
+    columns = right_KN.shape[1]
+    if columns % COLUMNS:
+        right_KN = _padded(right_KN, columns=-columns % COLUMNS)
+    smallest = inner % PIECE or min(inner, PIECE)
+    least = max(ROWS, SMALL // (smallest * right_KN.shape[1]) + 1)
+    if rows < least:
+        left_MK = _padded(left_MK, rows=least - rows)
+    total: Tensor | None = None
+    for at in range(0, left_MK.shape[1], PIECE):
+        left, right = left_MK[:, at : at + PIECE], right_KN[at : at + PIECE]
+        if total is None:
+            total = torch.mm(left, right).float()
+        elif left.dtype == torch.float32:
+            total.addmm_(left, right)
+        else:
+            total.add_(torch.mm(left, right))
+    assert total is not None
+    return total[:rows, :columns]
+
+
+def _padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+    """With so many rows and columns of zeros more, laid out in memory as it was: the layout picks the kernel."""
+    if matrix.stride(0) == 1 and matrix.shape[1] > 1:
+        return _padded(matrix.t(), rows=columns, columns=rows).t()
+    return torch.nn.functional.pad(matrix, (0, columns, 0, rows))
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum as a binary tree over neighbours; the number of parts is a power of two.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    assert len(parts) & (len(parts) - 1) == 0, "a tree of ranks and cells needs powers of two"
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

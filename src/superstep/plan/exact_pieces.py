@@ -1,0 +1,94 @@
+"""The grain: the pieces that exact mode's sums are made of, the same for every layout of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.rules import DEFAULT
+
+MOST_CELLS = 8
+MOST_CHUNKS = 8
+LEAST_CHUNK_TOKENS = 16
+"""Smaller chunks make many small products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grain:
+    """What is never cut further, so that any layout sums the same pieces in the same order.
+
+    Attributes:
+        cells: parts of every dim that may be cut over tp; the largest tp.
+        chunks: parts of a sequence; twice the largest cp.
+        parts: parts of a sequence where tp shares out its tokens too, before experts: as many for each chunk as there
+            are cells, or as its tokens allow.
+    """
+
+    cells: int
+    chunks: int
+    parts: int
+
+
+def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
+    """The grain of a run in exact mode; None in fast mode.
+
+    Raises:
+        ConfigError: the layout cuts finer than the grain, or asks for what exact mode does not have.
+    """
+    if not config.numerics.exact:
+        return None
+    if config.numerics.compile:
+        raise ConfigError(
+            "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
+            "set numerics.compile to false."
+        )
+    if shape is None:
+        raise ConfigError(
+            f"numerics.exact = true with model.source = '{config.model.source}': the sums of layers that are not ours "
+            "have no fixed order; set numerics.exact = false."
+        )
+    if any(rule != dict(DEFAULT.cuts).get(axis, "none") for axis, rule in plan.rules):
+        raise ConfigError(
+            f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
+            "rules; leave plan.rules out, or set numerics.exact = false."
+        )
+    tokens = config.data.sequence_tokens
+    cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)
+    parts = max(chunks * n for n in _powers(cells) if tokens % (chunks * n) == 0 or n == 1)
+    grain = Grain(cells=cells, chunks=chunks, parts=parts)
+    if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
+        choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
+        raise ConfigError(
+            f"numerics.exact_chunks = {grain.chunks} must be a power of two that divides the "
+            f"{tokens} tokens of a sequence; set numerics.exact_chunks to one of {choices}."
+        )
+    if grain.cells % plan.tp:
+        raise ConfigError(
+            f"plan.tp = {plan.tp} with numerics.exact = true: sums over a tensor-parallel dim have {grain.cells} parts "
+            f"in this model; set plan.tp to one of {_powers(grain.cells)}."
+        )
+    if plan.cp > 1 and grain.chunks % (2 * plan.cp):
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with numerics.exact = true: a sequence has {grain.chunks} parts, as many for each "
+            f"context-parallel rank and at least two; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
+            "to a larger power of two with numerics.exact_chunks of twice that, for every layout that is compared."
+        )
+    # All four are powers of two, and check_context saw that cp · tp divides the tokens.
+    assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0
+    return grain
+
+
+def _cells(shape: ModelShape) -> int:
+    sizes = (shape.heads, shape.kv_heads, shape.vocab, *(() if shape.moe else (shape.ffn,)))
+    return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
+
+
+def _chunks(tokens: int) -> int:
+    return max(n for n in _powers(MOST_CHUNKS) if tokens % n == 0 and (n == 1 or tokens // n >= LEAST_CHUNK_TOKENS))
+
+
+def _powers(largest: int) -> list[int]:
+    """The powers of two up to ``largest``."""
+    return [1 << n for n in range(largest.bit_length()) if 1 << n <= largest]

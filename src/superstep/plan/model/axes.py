@@ -1,0 +1,159 @@
+"""The decoder's table of axes: a logical axis for each dim of each parameter, by its name in the unit's module.
+
+    vocab, embed      the vocabulary; the residual stream
+    heads, kv_heads   heads · head_dim rows: cut between heads only
+    ffn               the inner width of the feed-forward
+    norm, head_dim    weights of the norms: on the residual stream, on one head
+
+In a mixture of experts every token stays where it is until it is sent to its experts, so that what comes before, the
+router, and what stands beside, the shared experts, are whole on every rank that has tokens:
+
+    experts           the experts: cut between them only
+    expert_ffn        the inner width of one expert
+    shared_ffn        that of all shared experts together
+    token_norm        weights of a norm whose output stays with its tokens
+    router            the router's outputs, one or two for each expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from superstep.plan.model.hf_config import model_type
+from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
+from superstep.plan.model.shape import ModelShape, MoeShape
+
+Axes = tuple[str, ...]
+
+EMBED_WEIGHT = "model.embed_tokens.weight"
+EMBED_AXES: Mapping[str, Axes] = {
+    "embed_tokens.weight": ("vocab", "embed"),
+}
+ATTENTION_AXES: Mapping[str, Axes] = {
+    "input_layernorm.weight": ("norm",),
+    "self_attn.q_proj.weight": ("heads", "embed"),
+    "self_attn.k_proj.weight": ("kv_heads", "embed"),
+    "self_attn.v_proj.weight": ("kv_heads", "embed"),
+    "self_attn.o_proj.weight": ("embed", "heads"),
+}
+MLP_AXES: Mapping[str, Axes] = {
+    "post_attention_layernorm.weight": ("norm",),
+    "mlp.gate_proj.weight": ("ffn", "embed"),
+    "mlp.up_proj.weight": ("ffn", "embed"),
+    "mlp.down_proj.weight": ("embed", "ffn"),
+}
+MOE_AXES: Mapping[str, Axes] = {
+    "post_attention_layernorm.weight": ("token_norm",),
+    "mlp.gate.weight": ("router", "embed"),
+    "mlp.experts.gate_proj.weight": ("experts", "expert_ffn", "embed"),
+    "mlp.experts.up_proj.weight": ("experts", "expert_ffn", "embed"),
+    "mlp.experts.down_proj.weight": ("experts", "embed", "expert_ffn"),
+}
+SPREAD_AXES: Mapping[str, Axes] = {
+    "mlp.gate.spread": ("router", "embed"),
+}
+SHARED_AXES: Mapping[str, Axes] = {
+    "mlp.shared_experts.gate_proj.weight": ("shared_ffn", "embed"),
+    "mlp.shared_experts.up_proj.weight": ("shared_ffn", "embed"),
+    "mlp.shared_experts.down_proj.weight": ("embed", "shared_ffn"),
+}
+QK_NORM_AXES: Mapping[str, Axes] = {
+    "self_attn.q_norm.weight": ("head_dim",),
+    "self_attn.k_norm.weight": ("head_dim",),
+}
+HEAD_AXES: Mapping[str, Axes] = {
+    "norm.weight": ("norm",),
+    "lm_head.weight": ("vocab", "embed"),
+}
+
+
+def block_axes(shape: ModelShape) -> dict[str, Axes]:
+    """The table of one block."""
+    tables = [ATTENTION_AXES]
+    if shape.qk_norm:
+        tables.append(QK_NORM_AXES)
+    tables.append(MLP_AXES if shape.moe is None else MOE_AXES)
+    if shape.moe and shape.moe.router == "noisy-topk":
+        tables.append(SPREAD_AXES)
+    if shape.moe and shape.moe.shared_experts:
+        tables.append(SHARED_AXES)
+    return {local: axes for table in tables for local, axes in table.items()}
+
+
+def embed_names() -> dict[str, str]:
+    """Global names of the embedding's parameters."""
+    return {local: f"model.{local}" for local in EMBED_AXES}
+
+
+def block_names(shape: ModelShape, layer: int) -> dict[str, str]:
+    """Global names of a block's parameters."""
+    return {local: f"model.layers.{layer}.{_renamed(shape, local)}" for local in block_axes(shape)}
+
+
+MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+"""What Mixtral calls the parts of its mixture on disk."""
+
+
+def _renamed(shape: ModelShape, local: str) -> str:
+    if model_type(shape) != "mixtral" or not local.startswith("mlp."):
+        return local
+    for ours, theirs in MIXTRAL.items():
+        local = local.replace(ours, theirs)
+    return local
+
+
+def head_names(shape: ModelShape) -> dict[str, str]:
+    """Global names of the head's parameters; a tied head names the embedding's."""
+    return {"norm.weight": "model.norm.weight", "lm_head.weight": EMBED_WEIGHT if shape.tied else "lm_head.weight"}
+
+
+def sizes(shape: ModelShape) -> dict[str, int]:
+    """Elements along each logical axis."""
+    return {
+        "vocab": shape.vocab,
+        "embed": shape.width,
+        "heads": shape.heads * shape.head_dim,
+        "kv_heads": shape.kv_heads * shape.head_dim,
+        "ffn": shape.ffn,
+        "norm": shape.width,
+        "head_dim": shape.head_dim,
+        **(_mixture_sizes(shape, shape.moe) if shape.moe else {}),
+    }
+
+
+def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
+    return {
+        "experts": moe.experts,
+        "expert_ffn": shape.ffn,
+        "shared_ffn": moe.shared_experts * shape.ffn,
+        "token_norm": shape.width,
+        "router": moe.experts,
+    }
+
+
+def outline_of(shape: ModelShape) -> Outline:
+    """The decoder as a plan sees it: ``embed``, ``block.0``, ..., ``head``."""
+    size = sizes(shape)
+
+    def unit(name: str, axes: Mapping[str, Axes], names: Mapping[str, str]) -> Unit:
+        parameters = (
+            Parameter(name=names[local], axes=a, dims=tuple(size[axis] for axis in a), layer=_layer(local, a))
+            for local, a in axes.items()
+        )
+        return Unit(name, tuple(parameters))
+
+    table = block_axes(shape)
+    return Outline(
+        (
+            unit("embed", EMBED_AXES, embed_names()),
+            *(unit(f"block.{layer}", table, block_names(shape, layer)) for layer in range(shape.layers)),
+            unit("head", HEAD_AXES, head_names(shape)),
+        )
+    )
+
+
+def _layer(local: str, axes: Axes) -> Layer:
+    # What a mixture is made of works on a rank's own tokens, so that tp cannot cut it.
+    if len(axes) == 1 or {"experts", "router", "shared_ffn"} & set(axes):
+        return "other"
+    return "embedding" if local in EMBED_AXES else "linear"

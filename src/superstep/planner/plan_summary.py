@@ -1,0 +1,139 @@
+"""Figures: what a plan means for a run: rates, days, energy, price, and what keeps its step from being shorter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.operation import Axis
+from superstep.cost.program.traffic import traffic
+from superstep.cost.program.work import model_flops_per_token
+from superstep.plan.mesh import MeshShape
+from superstep.planner.search_problem import Problem
+from superstep.planner.verify import Verified
+from superstep.program.compile import compile_step
+
+NEAR = 0.05
+"""Share of the memory: with less headroom than this a plan is held back by memory where it computes again."""
+
+PARTS = {
+    "compute": "compute_s",
+    "recomputation": "recompute_s",
+    "tensor traffic": "tensor_s",
+    "context traffic": "context_s",
+    "expert traffic": "experts_s",
+    "transfers between stages": "transfers_s",
+    "data traffic": "data_s",
+    "bubble": "bubble_s",
+    "optimizer": "optimizer_s",
+}
+"""A name for each part of a step, in the order of a waterfall."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A plan as a run.
+
+    Attributes:
+        mfu: model FLOP/s over the chips' peak, in the convention of ``cost.program.work``.
+        headroom_bytes: what the plan leaves of the memory.
+        run_s: for all tokens; None where nobody has told how many.
+        energy_j: of the chips at their design power, for them.
+        price: for them.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: float
+    headroom_bytes: float
+    run_s: float | None
+    energy_j: float | None
+    price: float | None
+
+
+def figures(plan: Verified, tokens: float | None, price_per_chip_hour: float | None) -> Figures:
+    """What a plan means for a run of ``tokens``."""
+    problem = plan.found.side.problem
+    cluster = problem.cluster
+    tokens_per_s = problem.batch_tokens / plan.step_s
+    run_s = None if tokens is None else tokens / tokens_per_s
+    power_w = cluster.chip.power_w
+    price = price_per_chip_hour if price_per_chip_hour is not None else cluster.price_per_chip_hour
+    return Figures(
+        step_s=plan.step_s,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu(problem, tokens_per_s),
+        memory_bytes=plan.memory_bytes,
+        headroom_bytes=problem.memory_bytes - plan.memory_bytes,
+        run_s=run_s,
+        energy_j=None if run_s is None or power_w is None else run_s * power_w * cluster.chips,
+        price=None if run_s is None or price is None else run_s / 3600 * price * cluster.chips,
+    )
+
+
+def mfu(problem: Problem, tokens_per_s: float) -> float:
+    """Model FLOP/s over the peak of the problem's format."""
+    peak = problem.cluster.chip.peak(problem.compute)
+    assert peak is not None, "a problem's chip multiplies in its format"
+    flops = model_flops_per_token(problem.shape, problem.sequence_tokens)
+    return flops * tokens_per_s / (peak * problem.cluster.chips)
+
+
+def shares(plan: Verified) -> dict[str, float]:
+    """Each part's share of the step, in the order of ``PARTS``."""
+    return {name: float(getattr(plan.parts, field)) / plan.step_s for name, field in PARTS.items()}
+
+
+def limits(plan: Verified) -> list[tuple[str, float]]:
+    """What takes the most of a step beside its compute, and memory where there is hardly any left for less of it."""
+    held_back = [(name, share) for name, share in shares(plan).items() if name != "compute" and share >= 0.01]
+    held_back.sort(key=lambda pair: -pair[1])
+    if not held_back:
+        return [("compute", shares(plan)["compute"])]
+    problem = plan.found.side.problem
+    has_none = plan.memory_bytes > (1 - NEAR) * problem.memory_bytes
+    if has_none and plan.run.plan.recompute != "none":
+        held_back.append(("memory", plan.memory_bytes / problem.memory_bytes))
+    return held_back[:3]
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedBy:
+    """What a step's collectives and transfers carry over one axis, on one chip.
+
+    Attributes:
+        link: "fast links" where the axis stays in a domain, else "network".
+    """
+
+    axis: Axis
+    bytes: int
+    link: str
+
+
+def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
+    """Each axis' bytes on the pipeline rank that carries the most, and what they go over; none for a long program."""
+    if not plan.is_simulated:
+        return ()
+    run = plan.run
+    program = compile_step(run.plan, is_each_pass_checked=False)
+    most = max(traffic(run, program, decoder_operations(run)), key=lambda carried: sum(carried.values()))
+    domain, reach = plan.found.side.problem.cluster.domain, _reach(run.plan.mesh)
+    return tuple(
+        CarriedBy(axis, size, "fast links" if reach[axis] <= domain else "network") for axis, size in most.items()
+    )
+
+
+def _reach(mesh: MeshShape) -> dict[Axis, int]:
+    """Chips from the first to the last of a group: tensor parallel ranks are next to each other, stages far apart."""
+    return {
+        "tp": mesh.tp,
+        "cp": mesh.cp * mesh.tp,
+        "sequence": mesh.cp * mesh.tp,
+        "ep": mesh.ep,
+        "shards": mesh.shards("dense") * mesh.tp,
+        "replicas": mesh.dp * mesh.cp * mesh.tp,
+        "pp": mesh.dp * mesh.cp * mesh.tp + 1,
+        "tie": mesh.world,
+        "world": mesh.world,
+    }

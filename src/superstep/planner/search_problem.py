@@ -1,0 +1,95 @@
+"""Problem: what a plan is wanted for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from superstep.cost.closed.efficiency import FITTED, Efficiency
+from superstep.hardware.cluster import Cluster
+from superstep.plan.config import Dtype, RunConfig
+from superstep.plan.model.named import shape_of
+from superstep.plan.model.shape import ModelShape
+
+FIELDS = (
+    "dp",
+    "replicas",
+    "zero",
+    "tp",
+    "sequence_parallel",
+    "pp",
+    "chunks",
+    "schedule",
+    "cp",
+    "context",
+    "ep",
+    "microbatch",
+    "microbatch_group",
+    "recompute",
+)
+"""The fields of ``[plan]`` that a search chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A field of ``[plan]`` that must have a value, or must not.
+
+    Attributes:
+        field: one of ``FIELDS``.
+        value: as ``[plan]`` has it; None stands for no group of microbatches.
+    """
+
+    field: str
+    value: object
+    is_wanted: bool = True
+
+    def admits(self, field: str, value: object) -> bool:
+        """Whether a plan may have this value in this field."""
+        return field != self.field or (value == self.value) == self.is_wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A run whose layout is open, and the chips that it is for.
+
+    Attributes:
+        base: the run; its ``plan`` counts for nothing but ``prefetch``.
+        compute: the format of its products, in the place of the base's.
+        memory_bytes: of one chip, as far as a plan may fill it.
+        rules: what is settled beforehand.
+        efficiency: the shares of published rates that a step reaches.
+    """
+
+    base: RunConfig
+    cluster: Cluster
+    compute: Dtype
+    memory_bytes: float
+    rules: tuple[Rule, ...] = ()
+    efficiency: Efficiency = FITTED
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return shape_of(self.base.model)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.base.data.sequence_tokens
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a step."""
+        return self.base.train.batch_sequences
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_sequences * self.sequence_tokens
+
+    def admits(self, field: str, value: object) -> bool:
+        """Whether the rules leave a value open."""
+        return all(rule.admits(field, value) for rule in self.rules)
+
+    def on(self, chips: int) -> Problem:
+        """The same on so many chips of the same kind."""
+        return replace(self, cluster=replace(self.cluster, chips=chips))

@@ -1,0 +1,115 @@
+"""Mixtures of experts in exact mode: the same bits wherever a token's experts are, and whoever brings it.
+
+What is computed for a single token needs no care but that its product has no other bits among more rows. A weight's
+gradient sums over tokens: those of one expert are taken in the order of the microbatch, a part of the sequence at a
+time; each part is one product, put on a fixed grid. A part lies on one rank on every layout, and its rows come to the
+expert together.
+
+    T  tokens held here      R  rows, sorted by expert      E  experts held here
+    k  experts of a token    I, O  inputs and outputs of a product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superstep.model.experts import GroupedLinear, in_order
+from superstep.model.moe import Gate
+from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.invariant_matmul import product
+from superstep.runtime.accumulate import Sink
+from superstep.runtime.exact.linear import Cut, linear
+
+
+def exact_grouped_linear(layer: GroupedLinear, sink: Sink) -> Any:  # noqa: ANN401
+    """The layer's new forward; its weight's gradient goes to ``sink``."""
+
+    def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
+        assert part_R is not None, "the exchange of exact mode says which part of which sequence each row is of"
+        if not torch.is_grad_enabled():
+            return _products(x_RI, layer.weight.transpose(1, 2), rows_E)
+        out: Tensor = _GroupedLinear.apply(x_RI, layer.weight, rows_E, part_R, sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x_RI: Tensor,
+        weight_EOI: Tensor,
+        rows_E: Tensor,
+        part_R: Tensor,
+        sink: Sink,
+    ) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
+        ctx.sink = sink
+        return _products(x_RI, weight_EOI.transpose(1, 2), rows_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
+        x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
+        ctx.sink.sums.do(partial(_add_parts, ctx.sink.into, grad_RO, x_RI, rows_E, part_R))
+        return _products(grad_RO, weight_EOI, rows_E), None, None, None, None
+
+
+def _products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix, [R, O]; zeros for rows of nobody."""
+    rows = rows_E.tolist()
+    nobodys = len(x_RI) - sum(rows)
+    groups = zip(x_RI.split([*rows, nobodys]), matrix_EIO, strict=False)
+    parts = [product(group, matrix).to(x_RI.dtype) if len(group) else group @ matrix for group, matrix in groups]
+    return torch.cat((*parts, x_RI.new_zeros(nobodys, matrix_EIO.shape[2])))
+
+
+def _add_parts(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
+    rows = rows_E.tolist()
+    sizes = [*rows, len(x_RI) - sum(rows)]
+    groups = zip(into_EOI, grad_RO.split(sizes), x_RI.split(sizes), part_R.split(sizes), strict=False)
+    for into_OI, grad, x, part in groups:
+        for number in part.unique().tolist():
+            held = (part == number).nonzero().flatten()
+            PARAMETER.add(into_OI, product(grad.index_select(0, held).t(), x.index_select(0, held)))
+
+
+def exact_gate(layer: Gate, sinks: Mapping[str, Sink], parts: int) -> Any:  # noqa: ANN401
+    """The router's new forward: its logits are fp32; the gradient of its matrices sums over ``parts`` of a sequence."""
+    cut = Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=parts, group=None)
+
+    def logits(x_BsD: Tensor, weight: Tensor, sink: Sink) -> Tensor:
+        return linear(x_BsD.float(), weight.float(), sink, cut)
+
+    def forward(x_BsD: Tensor) -> Tensor:
+        out = logits(x_BsD, layer.weight, sinks["weight"])
+        if layer.spread is None:
+            return out
+        return torch.cat((out, logits(x_BsD, layer.spread, sinks["spread"])), -1)
+
+    return forward
+
+
+def exact_combine(weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:
+    """The experts' outputs, weighted and summed from the first choice to the last: [T, D]."""
+    out: Tensor = _Combine.apply(weight_Tk, y_TkD)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(weight_Tk, y_TkD)
+        return in_order(weight_Tk.float().unsqueeze(-1) * y_TkD.float()).to(y_TkD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        weight_Tk, y_TkD = ctx.saved_tensors
+        grad_T1D = grad_TD.float().unsqueeze(1)
+        dweight_Tk = (grad_T1D * y_TkD.float()).sum(-1)
+        return dweight_Tk.to(weight_Tk.dtype), (grad_T1D * weight_Tk.float().unsqueeze(-1)).to(y_TkD.dtype)

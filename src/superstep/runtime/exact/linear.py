@@ -1,0 +1,198 @@
+"""Linear layers, embeddings and norms whose results and gradients have the same bits on every layout.
+
+Their sums run over four things. Over the inner dim of a product: in cells, as ``numerics.invariant_matmul`` does it,
+and across tensor-parallel ranks as the upper levels of the same tree. Over tokens, in a weight's gradient: each chunk
+of the sequence is one product, put on a fixed grid and added as an integer, so that chunks may lie on any context-
+parallel or data-parallel rank. What a rank computes for a single token needs no sum and no care.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.invariant_matmul import product, tree_sum
+from superstep.runtime.accumulate import Sink
+from superstep.runtime.collectives import stack_ranks
+from superstep.runtime.mesh import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a linear layer's sums are cut on this rank.
+
+    Attributes:
+        cells_in: cells of the input dim held here.
+        cells_out: cells of the output dim held here.
+        is_cut_in: whether the input dim is cut over tp, so that other ranks hold further cells.
+        is_cut_out: whether the output dim is.
+        chunks: chunks of the sequence held here.
+        group: the tp ranks; None where tp = 1.
+    """
+
+    cells_in: int
+    cells_out: int
+    is_cut_in: bool
+    is_cut_out: bool
+    chunks: int
+    group: Group | None
+
+    def over_ranks(self, partial: Tensor, *, is_cut: bool) -> Tensor:
+        """The upper levels of the tree: the sum over tp ranks, whole on each of them."""
+        if self.group is None or not is_cut:
+            return partial
+        return tree_sum(stack_ranks(partial, self.group).unbind())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x_BSI, weight_OI)
+        ctx.sink, ctx.cut = sink, cut
+        return _forward(x_BSI, weight_OI, cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        x_BSI, weight_OI = ctx.saved_tensors
+        cut: Cut = ctx.cut
+        dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
+        dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, grad_BSO, x_BSI, cut.chunks))
+        return dx.to(x_BSI.dtype).view(x_BSI.shape), None, None, None
+
+
+def _forward(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
+    y = product(x_BSI.flatten(0, -2), weight_OI.t(), cells=cut.cells_in)
+    y = cut.over_ranks(y, is_cut=cut.is_cut_in)
+    return y.to(x_BSI.dtype).view(*x_BSI.shape[:-1], -1)
+
+
+def add_weight_gradient(into: Tensor, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
+    """``into += gradᵀ · x``, a product for each chunk of the sequence; ``into: [O, I]`` is int64."""
+    for grad, x in zip(grad_BSO.chunk(chunks, dim=1), x_BSI.chunk(chunks, dim=1), strict=True):
+        PARAMETER.add(into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
+
+
+def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut) -> Any:  # noqa: ANN401
+    """The layer's new forward; its weight's gradient goes to ``sink``."""
+
+    def forward(x_BSI: Tensor) -> Tensor:
+        return linear(x_BSI, layer.weight, sink, cut)
+
+    return forward
+
+
+def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:
+    """x · weightᵀ; the weight's gradient goes to ``sink``."""
+    if not torch.is_grad_enabled():
+        return _forward(x_BSI, weight_OI, cut)
+    # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
+    out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tokens)
+        ctx.sink = sink
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
+        (tokens,) = ctx.saved_tensors
+        ctx.sink.sums.do(partial(_add_rows, ctx.sink.into, tokens.flatten(), grad.flatten(0, -2)))
+        return None, None, None
+
+
+def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
+    into.index_add_(0, tokens, PARAMETER.put_(grad.to(torch.float32, copy=True)))
+
+
+def exact_embedding(layer: nn.Embedding, sink: Sink) -> Any:  # noqa: ANN401
+    """The layer's new forward; the table's gradient goes to ``sink``."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.embedding(tokens, layer.weight)
+        out: Tensor = _Embedding.apply(tokens, layer.weight, sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm as ``model.norm`` writes it, with sums over the row that do not depend on the number of rows, and one
+    over rows that does not depend on their order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink, eps: float) -> Tensor:  # noqa: ANN401
+        out, r = _normalise(x, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.sink = sink
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        x, weight, r = ctx.saved_tensors
+        wide, grad = x.float(), grad.float()
+        scratch = grad * wide
+        shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
+        ctx.sink.sums.do(partial(_add_tokens, ctx.sink.into, scratch.mul_(r)))
+        dx = grad * weight.float() * r + wide * shift
+        return dx.to(x.dtype), None, None, None
+
+
+def _add_tokens(into: Tensor, parts: Tensor) -> None:
+    into.add_(PARAMETER.put_(parts).flatten(0, -2).sum(0))
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    r = 1.0 / (norm * norm / x.shape[-1] + eps).sqrt()
+    return (wide * r * weight.float()).to(x.dtype), r
+
+
+def exact_norm(weight: Tensor, sink: Sink, eps: float) -> Any:  # noqa: ANN401
+    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _normalise(x, weight, eps)[0]
+        out: Tensor = _Norm.apply(x, weight, sink, eps)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _SiLU(torch.autograd.Function):
+    """x · sigmoid(x) by exponential and division: torch's own differs between a vector and its last few elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x)
+        wide = x.float()
+        return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
+        x: Tensor = ctx.saved_tensors[0]
+        wide = x.float()
+        gate = 1.0 / wide.neg().exp_().add_(1.0)
+        slope = (1.0 - gate).mul_(wide).add_(1.0).mul_(gate)
+        slope.mul_(grad)
+        return slope.to(x.dtype)
+
+
+def exact_silu(x: Tensor) -> Tensor:
+    """The gate of a SwiGLU."""
+    out: Tensor = _SiLU.apply(x)  # type: ignore[no-untyped-call]
+    return out

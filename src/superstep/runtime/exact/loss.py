@@ -1,0 +1,75 @@
+"""The loss of exact mode: cross-entropy whose bits do not depend on how the vocabulary and the tokens are cut.
+
+B  sequences      D  width
+S  positions      W  this rank's columns of the vocabulary
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.numerics.fixed_point import exact_loss_sum
+from superstep.numerics.invariant_matmul import product, tree_sum
+from superstep.numerics.loss import IGNORE
+from superstep.runtime.accumulate import Sink
+from superstep.runtime.exact.linear import Cut, add_weight_gradient
+
+
+def exact_loss(h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, sink: Sink, cut: Cut) -> Tensor:
+    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``."""
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        h_BSD: Tensor,
+        weight_WD: Tensor,
+        targets_BS: Tensor,
+        scale: float,
+        sink: Sink,
+        cut: Cut,
+    ) -> Tensor:
+        scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
+        top_BS1 = _over_ranks(scores_BSW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
+        first = 0 if cut.group is None else cut.group.rank() * weight_WD.shape[0]
+        column_BS1 = (targets_BS - first).unsqueeze(-1)
+        is_here_BS1 = (column_BS1 >= 0) & (column_BS1 < weight_WD.shape[0])
+        column_BS1 = column_BS1.masked_fill(~is_here_BS1, 0)
+        # All ranks but one add zero.
+        own_BS1 = scores_BSW.gather(-1, column_BS1).masked_fill_(~is_here_BS1, 0.0)
+        score_BS1 = _over_ranks(own_BS1, cut, dist.ReduceOp.SUM)
+        exp_BSW = scores_BSW.sub_(top_BS1).exp_()
+        cells = exp_BSW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
+        total_BS1 = cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out)
+        is_valid_BS1 = (targets_BS != IGNORE).unsqueeze(-1)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            # A row's gradient is softmax - onehot.
+            grad_BSW = exp_BSW.div_(total_BS1)
+            grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
+            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * is_valid_BS1).to(h_BSD.dtype))
+            ctx.sink, ctx.cut = sink, cut
+        return exact_loss_sum((total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        h_BSD, weight_WD, dscores_BSW = ctx.saved_tensors
+        cut: Cut = ctx.cut
+        dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
+        dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, dscores_BSW, h_BSD, cut.chunks))
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None
+
+
+def _over_ranks(values: Tensor, cut: Cut, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """A sum or a maximum that rounds nothing, so that its order does not matter."""
+    if cut.group is not None and cut.is_cut_out:
+        dist.all_reduce(values, op=op, group=cut.group)
+    return values

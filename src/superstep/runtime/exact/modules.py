@@ -1,0 +1,130 @@
+"""Exact mode put on a plain module from outside: its layers' sums become those of ``exact_linear``.
+
+A layer gives whole results on every tensor-parallel rank, so that entering and leaving a region where heads or ffn are
+split (see ``tensor_parallel``) adds nothing up: with sequence parallelism they gather and cut, else they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from superstep.errors import ConfigError
+from superstep.model.decoder import Head
+from superstep.model.experts import GroupedLinear
+from superstep.model.moe import Gate, MixtureOfExperts
+from superstep.model.norm import RMSNorm
+from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.self_check import first_difference
+from superstep.plan.exact_pieces import Grain
+from superstep.plan.rules import Rules
+from superstep.runtime.accumulate import Sink, hands_to, replace_forward
+from superstep.runtime.device import Device
+from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
+from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
+from superstep.runtime.exact.loss import exact_loss
+from superstep.runtime.mesh import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What a rank's layers need to know in exact mode.
+
+    Attributes:
+        grain: the pieces of every sum.
+        rules: what is cut over tp, on whatever degree.
+        chunks: chunks of the sequence that this rank holds.
+        parts: parts of the sequence that this rank brings to a mixture of experts, which tp shares out too.
+        group: the tp ranks; None where tp = 1.
+        sinks: for each parameter, where its gradient is added: int64, of its shape.
+    """
+
+    grain: Grain
+    rules: Rules
+    chunks: int
+    parts: int
+    group: Group | None
+    sinks: Mapping[nn.Parameter, Sink]
+
+    def cut(self, param: ParamSpec) -> Cut:
+        """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
+        if "shared_ffn" in param.axes:
+            return Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None)
+        is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
+        cells = self.grain.cells // (1 if self.group is None else self.group.size())
+        return Cut(
+            cells_in=cells if is_cut_in else 1,
+            cells_out=cells if is_cut_out else 1,
+            is_cut_in=is_cut_in,
+            is_cut_out=is_cut_out,
+            chunks=self.chunks,
+            group=self.group,
+        )
+
+
+def require_exact(compute: torch.dtype, device: Device) -> None:
+    """See that exact mode's promise can be kept here, on one thread: more would order sums as they come.
+
+    Raises:
+        ConfigError: this machine orders some sum by what is computed beside it.
+    """
+    if device.kind == "cpu":
+        torch.set_num_threads(1)
+    broken = first_difference(compute, device.torch)
+    if broken is not None:
+        raise ConfigError(
+            f"numerics.exact = true cannot be kept on this machine ({device.name}): {broken}. "
+            "Set numerics.exact = false; prove then compares within a tolerance."
+        )
+
+
+def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
+    """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
+    gives them: the same bits for any split of the batch, not of a tensor.
+    """
+    for local, param in spec.params.items():
+        layer = module.get_submodule(local.rpartition(".")[0])
+        weight = module.get_parameter(local)
+        sink = exact.sinks[weight]
+        if isinstance(layer, nn.Linear) and layer.bias is None:
+            replace_forward(layer, exact_linear(layer, sink, exact.cut(param)))
+        elif isinstance(layer, nn.Embedding):
+            replace_forward(layer, exact_embedding(layer, sink))
+        elif isinstance(layer, GroupedLinear):
+            replace_forward(layer, exact_grouped_linear(layer, sink))
+        elif isinstance(layer, Gate):
+            sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
+            replace_forward(layer, exact_gate(layer, sinks, exact.parts))
+        elif isinstance(layer, RMSNorm):
+            replace_forward(layer, exact_norm(weight, sink, layer.eps))
+        else:
+            weight.register_post_accumulate_grad_hook(hands_to(partial(PARAMETER.add, sink.into)))
+    for layer in module.modules():
+        if isinstance(layer, nn.SiLU):
+            replace_forward(layer, exact_silu)
+        elif isinstance(layer, MixtureOfExperts):
+            layer.combine = exact_combine  # type: ignore[method-assign]
+    if isinstance(module, Head):
+        # The loss multiplies; what enters a cut head still enters here.
+        replace_forward(module.lm_head, _same)
+
+
+def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
+    assert isinstance(head, Head)
+    weight = head.get_parameter("lm_head.weight")
+    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
+
+    def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
+        return exact_loss(h, weight, targets, scale, sink, cut)
+
+    return loss
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,206 @@
+"""measure: how fast this rank multiplies, attends and moves memory, by shape and size.
+
+Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and
+gives takes turns in more memory than the caches close to a core hold: in small copies over one another memory seems
+twice as fast. Memory that the system has to find first is measured by itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.cost.program.operation import Attention, Operation, Pass, Product
+from superstep.hardware.chip import CopyRate, ProductRate
+from superstep.numerics.dtypes import DTYPES
+from superstep.plan.config import Dtype
+from superstep.runtime.device import Device
+
+KEPT_BYTES = 2**25
+"""What lies side by side: half of it inputs, half of it outputs."""
+
+SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+"""Bytes of the passes that are measured; between them lie those of a step."""
+
+COLUMNS = 1024
+"""Of what is normalised, softmaxed or looked up row by row."""
+
+LARGEST = {"cpu": 1024, "cuda": 16384}
+"""The largest dim of a product that is measured: beyond it the rate rises little, and one product takes long."""
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """How to time.
+
+    Attributes:
+        device: what is measured.
+        budget_s: how long each operation is repeated, after once to warm up.
+        clock: seconds of any clock that only moves forward: the wall's, or of processor time where others disturb.
+    """
+
+    device: Device
+    budget_s: float = 0.005
+    clock: Callable[[], float] = time.perf_counter
+
+    def seconds(self, work: Work, calls: int = 1) -> float:
+        """The median of one of the ``calls`` that ``work`` makes."""
+        work()
+        self.device.synchronize()
+        taken: list[float] = []
+        end_s = time.perf_counter() + self.budget_s
+        while len(taken) < 3 or time.perf_counter() < end_s:
+            start_s = self.clock()
+            work()
+            self.device.synchronize()
+            taken.append(self.clock() - start_s)
+        return statistics.median(taken) / calls
+
+
+def measure_operations(
+    operations: Iterable[Operation], dtype: Dtype, gauge: Gauge
+) -> tuple[tuple[ProductRate, ...], tuple[CopyRate, ...]]:
+    """The rates of these products and attentions, and of these kinds of passes at a few sizes each."""
+    products: dict[tuple[str, int, int, int], ProductRate] = {}
+    kernels = {"copy": None}
+    for operation in operations:
+        match operation:
+            case Product():
+                rate = _product(_within(operation, gauge.device), dtype, gauge)
+            case Attention():
+                rate = _attention(operation, dtype, gauge)
+            case Pass(kernel=kernel):
+                kernels[kernel] = None
+                continue
+            case _:
+                continue
+        products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
+    kernels |= dict.fromkeys(("read", "write", "update"))
+    copies = [_copy(kernel, size, gauge) for kernel in kernels if kernel in _PASSES for size in SIZES]
+    if gauge.device.kind == "cpu":
+        copies.append(_new_memory(gauge))
+    return tuple(products.values()), tuple(copies)
+
+
+def _within(product: Product, device: Device) -> Product:
+    """The product, with no dim larger than is worth to measure."""
+    most = LARGEST[device.kind] * 4
+    return Product(rows=min(product.rows, most), width=min(product.width, most), inner=min(product.inner, most))
+
+
+def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
+    weight = _filled((product.width, product.inner), dtype, gauge)
+    inputs = _inputs((product.rows, product.inner), dtype, gauge)
+    outs = _inputs((product.rows, product.width), dtype, gauge)
+    taken_s = gauge.seconds(lambda: torch.mm(next(inputs), weight.t(), out=next(outs)))
+    return ProductRate(
+        rate=dtype,
+        rows=product.rows,
+        width=product.width,
+        inner=product.inner,
+        flops_per_s=product.flops / taken_s,
+    )
+
+
+def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
+    shape = (1, attention.heads, attention.queries, attention.head_dim)
+    keys = (1, attention.heads, attention.keys, attention.head_dim)
+    q, k, v = (_filled(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
+    is_causal = attention.queries == attention.keys
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    if attention.is_backward:
+        out = forward()
+        gradient = torch.ones_like(out)
+        taken_s = gauge.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+    else:
+        taken_s = gauge.seconds(forward)
+    return ProductRate(
+        kernel="attention-backward" if attention.is_backward else "attention",
+        rate=dtype,
+        rows=attention.queries,
+        width=attention.keys,
+        inner=attention.head_dim,
+        flops_per_s=attention.flops / attention.count / taken_s / (1 if is_causal else 2),
+    )
+
+
+def _copy(kernel: str, size: int, gauge: Gauge) -> CopyRate:
+    parts, work = _PASSES[kernel]
+    columns = min(COLUMNS, size // (4 * parts))
+    shape = (max(1, size // (4 * parts * columns)), columns)
+    inputs, outs = _inputs(shape, "fp32", gauge), _inputs(shape, "fp32", gauge)
+    other = next(inputs)
+    taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
+    return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
+
+
+def _new_memory(gauge: Gauge) -> CopyRate:
+    """What the system takes to find a page that is touched for the first time, beyond what writing it takes."""
+    taken = []
+    for _ in range(3):
+        with mmap.mmap(-1, KEPT_BYTES) as pages:
+            x = torch.frombuffer(pages, dtype=torch.float32)
+            times = []
+            for _ in range(2):
+                start_s = gauge.clock()
+                x.zero_()
+                times.append(gauge.clock() - start_s)
+            del x  # before its memory
+        taken.append(times[0] - times[1])
+    return CopyRate(kernel="new", bytes=KEPT_BYTES, bytes_per_s=KEPT_BYTES / max(statistics.median(taken), 1e-9))
+
+
+def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
+    torch._fused_adamw_(
+        [x],
+        [other],
+        [out],
+        [other],
+        [],
+        [torch.ones(())],
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        eps=1.0,
+        amsgrad=False,
+        maximize=False,
+    )
+    return None
+
+
+# Kinds of passes: in how many parts their bytes are read and written, and what does it to an input, another input that
+# stays the same, and an output.
+_PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "copy": (3, lambda x, other, out: torch.mul(x, other, out=out)),
+    "read": (1, lambda x, other, out: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
+    "write": (1, lambda x, other, out: out.zero_()),
+    "exp": (2, lambda x, other, out: torch.ops.aten.silu.out(x, out=out)),
+    "softmax": (2, lambda x, other, out: torch.ops.aten._log_softmax.out(x, -1, False, out=out)),  # noqa: FBT003
+    "gather": (2, lambda x, other, out: torch.index_select(x, 0, torch.arange(len(x), device=x.device), out=out)),
+    "update": (7, _update),
+}
+
+
+def _filled(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
+    return torch.full(shape, 0.5, dtype=DTYPES[dtype], device=gauge.device.torch)
+
+
+def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tensor]:
+    """Tensors of one shape, in turn."""
+    first = _filled(shape, dtype, gauge)
+    count = max(1, min(64, KEPT_BYTES // 2 // first.nbytes))
+    return cycle([first, *(first.clone() for _ in range(count - 1))])

@@ -1,0 +1,234 @@
+"""superstep view: predicted steps, recorded steps, and what it says where there is nothing to see."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from plans import plan_of, plans
+from superstep.cli import view
+from superstep.cli.main import main
+from superstep.cost.program.predict import Machine, predict
+from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.errors import StateError
+from superstep.observe.trace import load_trace
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import resolve
+from superstep.plan.toml import write_config
+from superstep.program.compile import compile_step
+from superstep.program.instructions import Recv, Send
+from superstep.program.text import read_program, write_program
+from superstep.train.model import operations
+
+MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+CONFIG = RunConfig(
+    model=ModelConfig(name="tiny"), train=TrainConfig(batch_sequences=4), plan=PlanConfig(pp=2, microbatch=1)
+)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(write_config(CONFIG), encoding="utf-8")
+    return path
+
+
+def traced(timeline, *, start_s=1000.0, slower=1.0):
+    """A timeline as the file that a run writes."""
+    ranks = [
+        [[e.index, start_s + slower * e.start_s, start_s + slower * e.end_s] for e in timeline.of(rank)]
+        for rank in range(timeline.program.pp)
+    ]
+    return json.dumps({"step": 20, "ranks": ranks})
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run whose recorded step took twice the predicted seconds."""
+    run = resolve(CONFIG)
+    timeline = predict(run, MACHINE, operations(run)).timeline
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text(write_config(run.config), encoding="utf-8")
+    (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
+    (folder / "trace.json").write_text(traced(timeline, slower=2.0), encoding="utf-8")
+    return folder
+
+
+def test_without_a_file_the_demo_is_drawn(capsys):
+    assert main(["view"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted for this machine: 100 GFLOP/s in products, 20 GB/s of memory, 1 GB/s between ranks" in out
+    assert " rank 0 │" in out
+    assert " rank 1 │" not in out
+    assert "step " in out
+    assert "\x1b" not in out
+
+
+def test_a_file_is_resolved_compiled_and_simulated(toml, capsys):
+    assert main(["view", str(toml), "--text", "--width", "90"]) == 0
+    out = capsys.readouterr().out
+    run = resolve(CONFIG)
+    prediction = predict(run, MACHINE, operations(run))
+    assert f"step {prediction.step_s * 1e3:.4g} ms" in out
+    rows = [line for line in out.splitlines() if "│" in line]
+    assert [row[:9] for row in rows] == [" rank 0 │", " rank 1 │"]
+    assert max(len(row) for row in rows) == 90
+
+
+def test_fields_are_flags(toml, capsys):
+    assert main(["view", str(toml), "--plan.pp", "1", "--width", "60"]) == 0
+    assert " rank 1 │" not in capsys.readouterr().out
+    assert main(["view", "--plan.dp", "1", "--plan.pp=4"]) == 0
+    assert " rank 3 │" in capsys.readouterr().out
+
+
+def test_memory_is_drawn_on_demand(toml, run_folder, capsys):
+    assert main(["view", str(toml), "--memory", "--width", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1  parameters" in out
+    assert "rank 1  kept activations" in out
+    assert main(["view", str(run_folder), "--memory"]) == 2
+    assert "run.toml --memory" in capsys.readouterr().err
+
+
+def test_the_program_is_printed_on_demand(toml, run_folder, capsys):
+    expected = compile_step(resolve(CONFIG).plan)
+    for target in (toml, run_folder):
+        assert main(["view", str(target), "--program"]) == 0
+        assert read_program(capsys.readouterr().out) == expected
+
+
+def test_a_run_shows_its_step_and_the_predicted_one_on_one_scale(run_folder, capsys):
+    assert main(["view", str(run_folder), "--width", "120"]) == 0
+    out = capsys.readouterr().out
+    ran, predicted = out.split("predicted for this machine")
+    assert f"step 20 of {run_folder}, as it ran" in ran
+    run = resolve(CONFIG)
+    step_ms = predict(run, MACHINE, operations(run)).step_s * 1e3
+    assert f"step {2 * step_ms:.4g} ms" in ran
+    assert f"step {step_ms:.4g} ms" in predicted
+    widest = [max(len(line) for line in text.splitlines() if "│" in line) for text in (ran, predicted)]
+    assert widest == [120, 9 + 56]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
+)
+def test_a_terminal_gets_colour_unless_it_asks_for_none(monkeypatch, toml, environment, is_coloured):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["view", str(toml)]) == 0
+    assert ("\x1b[" in screen.getvalue()) == is_coloured
+
+
+def refused(argv, capsys):
+    assert main(["view", *map(str, argv)]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_not_there_is_named_with_the_mend(tmp_path, capsys):
+    error = refused([tmp_path / "no"], capsys)
+    assert "no' is not there; name a run.toml or the folder of a run" in error
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert "is no run directory: it lacks run.toml or program.txt" in refused([tmp_path], capsys)
+
+
+def test_a_run_without_a_trace_says_when_there_will_be_one(run_folder, capsys):
+    (run_folder / "trace.json").unlink()
+    error = refused([run_folder], capsys)
+    assert "has no trace yet: the run writes one with each checkpoint" in error
+    assert f"superstep view {run_folder / 'run.toml'} shows the predicted step" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no trace"),
+        ('{"step": 3}', "is no trace"),
+        ('{"step": 3, "ranks": [[[0, 1]], []]}', "is no trace"),
+        ('{"step": 3, "ranks": [[[0, 1.0, 2.0]], []]}', "is the trace of another program"),
+    ],
+)
+def test_a_broken_trace_is_refused(run_folder, text, words, capsys):
+    (run_folder / "trace.json").write_text(text, encoding="utf-8")
+    assert words in refused([run_folder], capsys)
+
+
+def test_a_damaged_program_is_refused(run_folder, capsys):
+    (run_folder / "program.txt").write_text("rank 0\n", encoding="utf-8")
+    assert "program.txt cannot be read" in refused([run_folder], capsys)
+
+
+def test_a_runs_plan_cannot_be_changed_by_a_flag(run_folder, capsys):
+    assert "--plan.pp: a run's step is shown as it ran" in refused([run_folder, "--plan.pp", "4"], capsys)
+
+
+def test_a_wrong_flag_is_refused(toml, capsys):
+    assert "unknown flag --wide" in refused([toml, "--wide"], capsys)
+    assert "argument --width: invalid int value" in refused([toml, "--width", "broad"], capsys)
+
+
+# Traces.
+
+
+def timeline_of(plan, **seconds):
+    program = compile_step(plan)
+    unit = UnitSeconds(**{"forward_s": 1.0, "backward_s": 2.0} | seconds)
+    return simulate(program, PerUnit(units=(unit,) * len(program.units), step_s=0.5, reduce_partial_s=0.25))
+
+
+@settings(deadline=None, max_examples=25)
+@given(plans())
+def test_a_trace_without_waits_in_it_is_read_back_as_it_was(tmp_path_factory, plan):
+    timeline = timeline_of(plan, recompute_s=1.0, fetch_s=0.5, reduce_s=0.25, transfer_s=0.125, tie_s=0.5)
+    path = tmp_path_factory.getbasetemp() / "trace.json"
+    path.write_text(traced(timeline, start_s=0.0), encoding="utf-8")
+    assert load_trace(path, timeline.program).timeline == timeline
+
+
+@settings(deadline=None, max_examples=25)
+@given(plans(dp=1))
+def test_waits_that_a_rank_records_as_compute_are_found(tmp_path_factory, plan):
+    """A rank comes to its next instruction when the last is done, and notes that as the start."""
+    timeline = timeline_of(plan)
+    ranks = []
+    for rank in range(plan.mesh.pp):
+        clock_s, noted = 0.0, []
+        for e in timeline.of(rank):
+            if isinstance(e.instruction, Send | Recv):
+                noted.append([e.index, clock_s, clock_s])
+            else:
+                noted.append([e.index, clock_s, e.end_s])
+                clock_s = e.end_s
+        ranks.append(noted)
+    path = tmp_path_factory.getbasetemp() / "trace.json"
+    path.write_text(json.dumps({"step": 1, "ranks": ranks}), encoding="utf-8")
+    found = load_trace(path, timeline.program).timeline
+    assert [s.busy_s for s in found.spent()] == pytest.approx([s.busy_s for s in timeline.spent()])
+    assert found.bubble() == pytest.approx(timeline.bubble())
+
+
+def test_a_missing_trace_is_a_state_error(tmp_path):
+    with pytest.raises(StateError, match="cannot be read: No such file"):
+        load_trace(tmp_path / "trace.json", compile_step(plan_of()))

@@ -1,0 +1,132 @@
+"""Traffic: what a step's collectives carry by axis, against what ranks hand to them, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import small
+from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.traffic import traffic
+from superstep.model.axes import units
+from superstep.plan.resolve import resolve
+from superstep.program.compile import compile_step
+from superstep.runtime import collectives, executor
+from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.parallel import ring as ring_attention
+from superstep.runtime.rehearsal.units import operations_of
+from superstep.train.batches import microbatches
+
+pytestmark = pytest.mark.multiproc
+
+
+def run_of(*, moe=False, **layout):
+    config = small.config(**{"layers": 3, "microbatch": 2} | layout)
+    if moe:
+        config = replace(config, model=replace(config.model, experts=4, experts_per_token=2))
+    return resolve(config)
+
+
+class Counted:
+    """Bytes handed to collectives by the axis of their group."""
+
+    def __init__(self, mesh):
+        self.bytes = Counter()
+        self.axes = {}
+        named = [(mesh.cp, "cp"), (mesh.tp, "tp"), (mesh.ep, "ep"), (mesh.sequence, "sequence"), (mesh.pp, "pp")]
+        named += [(group, "tie") for group in mesh.ties.values()]
+        for sharers in mesh.sharers.values():
+            named += [(sharers.fetch, "shards"), (sharers.reduce, "shards"), (sharers.replicas, "replicas")]
+        self.axes = {group.group_name: axis for group, axis in named if group is not None}
+
+    def of(self, tensor, group):
+        if group is not None:  # else the sum of norms over all ranks
+            self.bytes[self.axes[group.group_name]] += tensor.numel() * tensor.element_size()
+
+    def patch(self, monkeypatch):
+        """Count where tensors are handed over; groups are the second argument or named."""
+
+        def counting(owner, name, *, tensor=0, group="group"):
+            inner = getattr(owner, name)
+
+            def call(*args, **kwargs):
+                where = kwargs.get("group") if isinstance(group, str) else args[group]
+                self.of(args[tensor], where)
+                return inner(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, call)
+
+        counting(dist, "all_reduce")
+        counting(dist, "all_to_all_single", tensor=1)
+        counting(executor, "all_gather", group=1)
+        counting(executor, "reduce_scatter", group=1)
+        counting(executor, "send", group=1)
+        counting(ring_attention._Hop, "start", group=1)
+        stack = collectives.stack_ranks
+
+        def gathered(x, group):
+            out = stack(x, group)
+            self.of(out, group)
+            return out
+
+        monkeypatch.setattr(collectives, "stack_ranks", gathered)
+
+
+def count(rank, world, layout):
+    """One rank's bytes by axis in one step."""
+    run = run_of(**layout)
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
+    engine = Engine(run, units(run.shape), mesh)
+    (batch,) = small.batches(steps=1)
+    mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
+    counted = Counted(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        counted.patch(patch)
+        engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+    mesh.destroy()
+    return counted.bytes
+
+
+LAYOUTS = [
+    {"dp": 2},
+    {"dp": 2, "zero": 1},
+    {"dp": 2, "zero": 2, "compute": "bf16"},
+    {"dp": 2, "zero": 3},
+    {"pp": 2},
+    {"pp": 2, "schedule": "zb-h1", "compute": "bf16"},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"tp": 2, "recompute": "full"},
+    {"cp": 2},
+    {"cp": 2, "context": "ulysses"},
+    {"dp": 2, "ep": 2, "moe": True, "tied": False},
+    {"tp": 2, "ep": 2, "moe": True, "sequence_parallel": False},
+    {"dp": 4, "zero": 2, "replicas": 2},
+    {"dp": 2, "tp": 2, "zero": 3},
+    {"pp": 2, "tp": 2, "sequence_parallel": False},
+    {"dp": 2, "cp": 2, "zero": 2, "context": "ulysses"},
+]
+
+
+def everywhere(run, units_of_run):
+    """The predicted bytes by axis, all ranks together."""
+    total = Counter()
+    places = run.plan.mesh.world // run.plan.mesh.pp
+    for rank in traffic(run, compile_step(run.plan), units_of_run):
+        total.update({axis: places * size for axis, size in rank.items()})
+    return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_bytes_over_each_axis_are_those_that_ranks_hand_over(pool, layout):
+    run = run_of(**layout)
+    counted = sum(pool.run(run.plan.mesh.world, count, layout), Counter())
+    assert counted
+    assert everywhere(run, decoder_operations(run)) == counted
+    assert everywhere(run, operations_of(run, units(run.shape))) == counted

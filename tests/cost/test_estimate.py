@@ -1,0 +1,224 @@
+"""The closed form of a step: its parts, its bounds, and what it must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
+from superstep.cost.closed.efficiency import CONSTANTS, FITTED, GENERATIONS
+from superstep.cost.closed.estimate import Estimate, estimate
+from superstep.cost.closed.kernels import attention_s, product_s
+from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.software import SUPERSTEP, Software, price_of, stacked
+from superstep.cost.closed.stack import Stack
+from superstep.cost.program.work import model_flops_per_token, parameters
+from superstep.errors import ConfigError
+from superstep.hardware.catalogue import chip
+from superstep.hardware.network import usual_cluster
+from superstep.plan.model.shape import SHAPES
+
+CLUSTER = usual_cluster(chip("A100"), 64)
+RATES, STACK = price_of(CLUSTER, Software())
+
+
+def layout(**over: float) -> Layout:
+    plain = {
+        "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "shards": 1, "zero": 0, "sequence_parallel": 0, "chunks": 1,
+        "schedule": 0, "microbatch": 1, "microbatches": 16, "recompute": 0, "recomputed_layers": 1, "offload": 0,
+    }  # fmt: skip
+    return Layout(**{name: array(value) for name, value in {**plain, **over}.items()})
+
+
+def step(shape: str = "llama3-8b", *, rates: Rates = RATES, stack: Stack = STACK, **over: float) -> Estimate:
+    return estimate(decoder_of(SHAPES[shape], 2048), layout(**over), rates, stack)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_decoder_has_the_parameters_of_its_shape(name):
+    shape = SHAPES[name]
+    heads = 2 * shape.head_dim * shape.layers if shape.qk_norm else 0
+    assert decoder_of(shape, 2048).parameters == parameters(shape) - heads
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
+def test_a_product_takes_at_least_its_operations_and_its_bytes(rows, columns, inner):
+    seconds = product_s(array(rows), array(columns), array(inner), RATES.product_flops_per_s, RATES)
+    assert seconds >= 2 * rows * columns * inner / RATES.product_flops_per_s
+    assert seconds >= 2 * (rows * inner + inner * columns) / RATES.memory_bytes_per_s
+
+
+def test_one_tile_more_than_a_wave_costs_another_wave():
+    cores = int(RATES.cores)
+    full = product_s(array(256 * cores), array(128), array(4096), RATES.product_flops_per_s, RATES)
+    more = product_s(array(256 * cores + 256), array(128), array(4096), RATES.product_flops_per_s, RATES)
+    assert more / full > 1.2
+
+
+def test_a_kernel_that_keeps_the_scores_is_slower_and_more_so_for_long_sequences():
+    def seconds(attention: str, tokens: int) -> float:
+        rates, stack = price_of(CLUSTER, replace(Software(), attention=attention))
+        dims = (array(1), array(32), array(tokens), array(tokens), array(128))
+        return float(sum(attention_s(*dims, rates, stack)))
+
+    short = seconds("fused-softmax", 1024) / seconds("flash-2", 1024)
+    long = seconds("fused-softmax", 8192) / seconds("flash-2", 8192)
+    assert short > 1
+    assert long >= short
+    assert seconds("eager", 2048) > seconds("fused-softmax", 2048)
+    assert seconds("flash-1", 2048) > seconds("flash-2", 2048)
+
+
+@pytest.mark.parametrize("shape", ["llama3-8b", "llama3-70b", "qwen3-30b-a3b"])
+def test_no_step_is_faster_than_its_operations_at_the_published_peak(shape):
+    found = step(shape)
+    flops = model_flops_per_token(SHAPES[shape], 2048) * 2048 * 16
+    # Attention counts the whole square there, fused kernels half of it.
+    assert found.step_s > 0.8 * flops / 312e12
+
+
+def test_parts_are_not_negative_and_make_up_the_step():
+    found = step(dp=2, tp=4, pp=4, chunks=2, schedule=SCHEDULES.index("interleaved"), zero=1, shards=2)
+    parts = [getattr(found, field.name) for field in fields(found)]
+    assert all(part >= 0 for part in parts)
+    assert found.step_s == pytest.approx(sum(parts))
+
+
+def test_what_a_plan_does_not_have_costs_nothing():
+    found = step()
+    assert found.tensor_s == found.context_s == found.experts_s == found.transfers_s == 0
+    assert found.data_s == found.bubble_s == found.recompute_s == 0
+    assert step(tp=2).tensor_s > 0
+    assert step(cp=2).context_s > 0
+    assert step("qwen3-30b-a3b", ep=8, dp=8).experts_s > 0
+    assert step(pp=2).transfers_s > 0
+    assert step(dp=2).data_s > 0
+    assert step(recompute=RECOMPUTE.index("full")).recompute_s > 0
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 64])
+def test_the_bubble_is_the_papers_where_all_ranks_do_the_same(pp, microbatches):
+    # Narayanan 2021, sec. 2.2: (p - 1) / m of the ideal time, divided by the chunks.
+    alike = replace(decoder_of(SHAPES["llama3-8b"], 2048), vocab=array(1))
+    parts = layout(pp=pp, microbatches=microbatches)
+    found = estimate(alike, parts, RATES, STACK)
+    ideal = found.compute_s
+    assert found.bubble_s / ideal == pytest.approx((pp - 1) / microbatches, rel=0.02)
+    two = estimate(alike, replace(parts, chunks=array(2), schedule=array(2)), RATES, STACK)
+    assert two.bubble_s == pytest.approx(found.bubble_s / 2, rel=1e-6)
+
+
+def test_zero_bubble_schedules_idle_less():
+    idle = [step(pp=4, schedule=SCHEDULES.index(name)).bubble_s for name in ("1f1b", "zb-h1", "zb-v", "zb-2p")]
+    assert idle == sorted(idle, reverse=True)
+    assert idle[-1] == 0
+
+
+def test_full_recomputation_is_one_more_forward_pass():
+    # A backward pass is two forward passes, so a third more, but for head, attention and launches.
+    found = step(recompute=RECOMPUTE.index("full"))
+    assert 0.25 < found.recompute_s / found.compute_s < 0.36
+    assert 0 < step(recompute=RECOMPUTE.index("selective")).recompute_s < found.recompute_s
+
+
+def test_frozen_weights_have_no_gradients_of_their_own():
+    model = decoder_of(SHAPES["llama3-8b"], 2048)
+    whole, adapters = (estimate(replace(model, frozen=array(frozen)), layout(dp=8), RATES, STACK) for frozen in (0, 1))
+    assert 0.6 < adapters.step_s / whole.step_s < 0.75
+
+
+def test_one_call_prices_many_plans_as_many_calls_do():
+    plans = [
+        layout(tp=tp, pp=pp, dp=dp, zero=zero, shards=dp)
+        for tp in (1, 8)
+        for pp in (1, 4)
+        for dp in (1, 8)
+        for zero in (0, 1, 3)
+    ]
+    model = decoder_of(SHAPES["llama3-8b"], 2048)
+    together = estimate(model, stacked(plans), RATES, STACK).step_s
+    assert together == pytest.approx([float(estimate(model, plan, RATES, STACK).step_s) for plan in plans])
+
+
+def test_every_constant_is_in_its_range_and_near_what_it_was_before():
+    shares = ("products", "flash", "memory", "link", "network", "send", "hidden")
+    for name, constant in CONSTANTS.items():
+        assert abs(np.log(constant.value / constant.before)) <= 3 * constant.spread, name
+        if name.startswith(shares):
+            assert 0 < constant.value <= 1, name
+        assert (constant.value == constant.before) or constant.fitted_on, name
+
+
+def test_every_constant_bears_on_some_step():
+    """One that does not is dead: a chip, a kernel and a software that need it are found by name."""
+    eras = {era: vendor for vendor, _, era in reversed(GENERATIONS)}
+    chips = {"volta": "V100", "ampere": "A100", "hopper": "H100", "blackwell": "B200", "blackwell-ultra": "B300",
+             "tpu": "v5e", "cdna": "MI300X", "pascal": "P100", "other": "Gaudi3"}  # fmt: skip
+    assert set(chips) == set(eras)
+    wanted = {"products8": "fp8", "products4": "fp4"}
+    for name in CONSTANTS:
+        kind, *rest = name.split(".")
+        era = rest[-1] if rest and rest[-1] in chips else "ampere"
+        if name == "products4.other":
+            continue  # No chip of another generation multiplies in 4 bits but AMD's.
+        kernel = kind if kind.startswith("flash") else "flash-2"
+        compute = wanted.get(kind, "bf16")
+        kinds = [
+            replace(Software(), attention=kernel, compute=compute, overlaps_data=data, overlaps_tensor=tensor,
+                    has_fused_norms=fused, has_fused_kernels=fused)
+            for data in (True, False) for tensor in (True, False) for fused in (True, False)
+        ]  # fmt: skip
+        where = "A100-PCIe" if name == "power" else chips[era]
+        assert any(_differs(where, software, name) for software in kinds), name
+
+
+def _differs(name: str, software: Software, constant: str) -> bool:
+    cluster = replace(usual_cluster(chip(name), 64), domain=8, topology="switched")
+    changed = FITTED.changed({constant: FITTED[constant] * 0.9})
+    model = decoder_of(SHAPES["llama3-8b"], 2048)
+    plan = layout(dp=64, tp=2, pp=2, zero=3 if constant == "hidden.shards" else 1, shards=64, offload=1)
+    first, second = (estimate(model, plan, *price_of(cluster, software, values)).step_s for values in (FITTED, changed))
+    return bool(first != second)
+
+
+def test_a_format_that_the_chip_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="A100-80GB-SXM does not multiply in fp8; it knows"):
+        price_of(CLUSTER, replace(SUPERSTEP, compute="fp8"))
+
+
+def test_latent_attention_has_the_parameters_of_deepseek_v3():
+    # DeepSeek-V3 report, sec. 4.2: 671B parameters in all, multi-token prediction left out; norms are not counted.
+    model = Decoder(
+        **{field.name: array(0) for field in fields(Decoder)}
+        | {
+            "layers": array(61), "width": array(7168), "heads": array(128), "kv_heads": array(128),
+            "head_dim": array(128), "ffn": array(18432), "vocab": array(129280), "gated": array(1),
+            "experts": array(256), "experts_per_token": array(8), "shared_ffn": array(2048), "expert_ffn": array(2048),
+            "dense_layers": array(3), "sequence_tokens": array(4096), "query_rank": array(1536), "key_rank": array(512),
+        }
+    )  # fmt: skip
+    assert model.parameters == pytest.approx(671e9, rel=0.002)
+
+
+def test_a_chip_with_less_power_for_its_peak_multiplies_more_slowly():
+    cool, warm = (price_of(usual_cluster(chip(name), 8), Software())[0] for name in ("A100-PCIe", "A100"))
+    # Best products of the catalogue: 252.9 against 271.2 TFLOP/s.
+    assert float(cool.product_flops_per_s / warm.product_flops_per_s) == pytest.approx(252.9 / 271.2, abs=0.04)
+    usual, unlike = (price_of(usual_cluster(chip(name), 8), Software())[0] for name in ("H100", "H200"))
+    assert usual.product_flops_per_s == unlike.product_flops_per_s
+
+
+def test_tokens_that_crowd_to_one_rank_slow_the_experts():
+    model = decoder_of(SHAPES["qwen3-30b-a3b"], 2048)
+    even, crowded = (
+        estimate(replace(model, imbalance=array(value)), layout(dp=8, ep=8), RATES, STACK) for value in (1.0, 2.0)
+    )
+    # All but the latency.
+    assert 1.8 * even.experts_s < crowded.experts_s < 2 * even.experts_s
+    assert even.compute_s < crowded.compute_s < 2 * even.compute_s

@@ -1,0 +1,84 @@
+"""Plans that do not fit: what overflows is named, and every mend that is offered would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import runs
+import small
+from superstep.cli.main import main
+from superstep.cli.train.memory_fit import require_fit
+from superstep.cost.program.memory_fit import by_category, memory_of, overflow
+from superstep.errors import ConfigError
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.train.model import operations
+
+
+def run_of(**layout):
+    return resolve(small.config(**{"layers": 6, "microbatch": 8, "dp": 2, "sequences": 16} | layout))
+
+
+def fullest(run):
+    return max(memory_of(run), key=lambda rank: rank.bytes)
+
+
+def test_a_plan_that_fits_is_let_through_to_the_byte():
+    run = run_of()
+    need = fullest(run).bytes
+    assert overflow(run.config, lambda config: memory_of(resolve(config)), need) is None
+    assert overflow(run.config, lambda config: memory_of(resolve(config)), need - 1) is not None
+
+
+def test_every_mend_fits_and_is_the_mildest_of_its_kind():
+    run = run_of()
+    limit = fullest(run).bytes * 3 // 4
+    found = overflow(run.config, lambda config: memory_of(resolve(config)), limit)
+    assert found is not None
+    assert {mend.field for mend in found.mends} >= {"plan.recompute", "plan.microbatch"}
+    for mend in found.mends:
+        name = mend.field.removeprefix("plan.")
+        changed = resolve(replace(run.config, plan=replace(run.config.plan, **{name: mend.value})))
+        assert fullest(changed).bytes == mend.bytes <= limit
+        if name == "microbatch":
+            larger = [m for m in (4, 2, 1) if m > mend.value]
+            for size in larger:
+                other = resolve(replace(run.config, plan=replace(run.config.plan, microbatch=size)))
+                assert fullest(other).bytes > limit
+
+
+@pytest.mark.parametrize(
+    ("share", "category"),
+    [(0.01, "parameters"), (0.3, "activations")],
+)
+def test_the_first_category_without_room_is_named(share, category):
+    run = run_of(zero=0)
+    parts = by_category(fullest(run))
+    assert sum(parts.values()) == fullest(run).bytes
+    stays = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    limit = int(share * parts["parameters"]) if category == "parameters" else stays + 1
+    found = overflow(run.config, lambda config: memory_of(resolve(config)), limit)
+    assert found is not None
+    assert found.category == category
+
+
+def test_the_refusal_is_one_line_with_the_mend():
+    run = run_of()
+    limit = fullest(run).bytes * 3 // 4
+    with pytest.raises(ConfigError, match=r"its activations do not fit; set plan\.\w+ to") as caught:
+        require_fit(run, Device("cpu"), operations(run), limit_bytes=limit)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="use more ranks or a smaller model"):
+        require_fit(run, Device("cpu"), operations(run), limit_bytes=1000)
+    require_fit(run, Device("cpu"), operations(run))
+
+
+def test_train_refuses_before_it_writes_anything(tmp_path, monkeypatch, capsys):
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Device, "total_bytes", lambda self, ranks: 1000)
+    assert main(["train", "run.toml"]) == 2
+    assert "a rank has 1000 B, and its parameters do not fit" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,122 @@
+"""Sums on a grid, and products in pieces: the same bits whatever the order and the cut."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from superstep.numerics import invariant_matmul as pieces
+from superstep.numerics.fixed_point import (
+    ACTIVATION,
+    PARAMETER,
+    OutOfRange,
+    exact_loss_sum,
+    from_square_sum,
+    square_sum,
+)
+from superstep.numerics.invariant_matmul import product, tree_sum
+from superstep.numerics.self_check import first_difference
+
+
+def _numbers(count, seed=0, spread=12):
+    """Of many sizes, so that the order of a floating-point sum shows."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=random) * torch.exp2(torch.randint(-spread, 2, (count,), generator=random))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 1000), st.integers(2, 40))
+def test_a_sum_on_the_grid_has_no_order_and_no_cut(seed, parts):
+    values = _numbers(1000, seed)
+    shuffled = values[torch.randperm(1000, generator=torch.Generator().manual_seed(seed))]
+    whole, ranks = torch.zeros(1, dtype=torch.int64), torch.zeros(parts, dtype=torch.int64)
+    for value in values.split(1):
+        PARAMETER.add(whole, value.clone())
+    for number, value in enumerate(shuffled.split(1)):
+        PARAMETER.add(ranks[number % parts :][:1], value.clone())
+    assert whole.item() == ranks.sum().item()
+    exact = math.fsum(values.tolist())
+    assert PARAMETER.take(whole).item() == pytest.approx(exact, abs=1000 * 2.0**-PARAMETER.bits, rel=2e-7)
+
+
+@pytest.mark.parametrize("grid", [PARAMETER, ACTIVATION])
+def test_what_is_large_enough_loses_nothing_on_the_grid(grid):
+    values = _numbers(10_000)
+    values = values[values.abs() >= 2.0 ** (24 - grid.bits)]
+    assert torch.equal(grid.take(grid.put_(values.clone())), values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), PARAMETER.limit, -2 * PARAMETER.limit])
+def test_what_the_grid_has_no_place_for_is_refused(value):
+    values = torch.full((3,), 0.5)
+    values[1] = value
+    with pytest.raises(OutOfRange, match=r"outside ±4096"):
+        PARAMETER.add(torch.zeros(3, dtype=torch.int64), values)
+
+
+def test_many_numbers_below_the_limit_are_not_refused_for_their_norm():
+    values = torch.full((5000,), PARAMETER.limit / 4)
+    assert torch.equal(PARAMETER.take(PARAMETER.put_(values.clone())), values)
+
+
+def test_a_large_addend_goes_block_by_block_to_the_same_sum():
+    values = _numbers(200_000)
+    into = torch.ones(200_000, dtype=torch.int64)
+    PARAMETER.add(into, values.clone())
+    assert torch.equal(into, PARAMETER.put_(values.clone()) + 1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 100), st.integers(1, 700))
+def test_squares_sum_to_the_same_bits_in_any_cut(seed, cut):
+    values = _numbers(1000, seed) * 1e-3
+    whole = square_sum(values)
+    assert torch.equal(whole, sum(square_sum(part) for part in values.flip(0).split(cut)))
+    assert from_square_sum(whole) == pytest.approx(math.fsum(v * v for v in values.tolist()), rel=1e-12)
+
+
+def test_losses_of_tokens_sum_in_any_order():
+    nats = _numbers(4096).abs() * 5
+    assert exact_loss_sum(nats) == sum(exact_loss_sum(part) for part in nats.flip(0).split(7))
+    assert float(exact_loss_sum(nats)) == pytest.approx(math.fsum(nats.tolist()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", [24, 256, 704, 1376])
+def test_a_product_has_the_bits_of_its_cells_on_any_number_of_ranks(dtype, inner):
+    random = torch.Generator().manual_seed(1)
+    left, right = torch.randn(48, inner, generator=random).to(dtype), torch.randn(inner, 40, generator=random).to(dtype)
+    whole = product(left, right, cells=8)
+    for ranks in (2, 4, 8):
+        parts = zip(left.chunk(ranks, dim=1), right.chunk(ranks), strict=True)
+        assert torch.equal(tree_sum([product(a, b, cells=8 // ranks) for a, b in parts]), whole)
+    assert torch.equal(product(left[:3], right, cells=8), whole[:3])
+    assert torch.equal(product(left, right[:, 8:13], cells=8), whole[:, 8:13])
+    expected = left.double() @ right.double()
+    error = float((whole.double() - expected).norm() / expected.norm())
+    assert error < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_tree_needs_a_power_of_two():
+    with pytest.raises(AssertionError):
+        tree_sum([torch.ones(1)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_this_machine_keeps_what_exact_mode_builds_on(dtype):
+    assert first_difference(dtype, torch.device("cpu")) is None
+
+
+def test_the_self_check_sees_a_machine_that_does_not(monkeypatch):
+    """Without pieces an Intel processor's library differs, without whole columns an AMD's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(pieces, "PIECE", 4096)
+    monkeypatch.setattr(pieces, "COLUMNS", 1)
+    monkeypatch.setattr("superstep.numerics.self_check.INNER", (1376,))
+    found = first_difference(torch.float32, torch.device("cpu"))
+    torch.set_num_threads(threads)
+    assert found is not None
+    assert "product over 1376" in found

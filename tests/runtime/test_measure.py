@@ -1,0 +1,144 @@
+"""superstep measure: what is measured can be written, read, and priced; and the arithmetic of prices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superstep.cli.main import main
+from superstep.cost.program.machine import Measured, nearby, seconds
+from superstep.cost.program.operation import Attention, Message, Pass, Product
+from superstep.cost.program.predict import predict
+from superstep.errors import ConfigError
+from superstep.hardware.chip import CopyRate, ProductRate
+from superstep.hardware.cluster import CollectiveRate
+from superstep.hardware.text import cluster
+from superstep.model.axes import units
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import resolve
+from superstep.runtime.measure.links import line
+from superstep.runtime.rehearsal.units import operations_of
+
+USUAL = cluster("8xH100")
+
+
+def machine(*, cores=2, launch_s=1e-6, products=None, collectives=()):
+    chip = replace(
+        USUAL.chip,
+        cores=cores,
+        launch_s=launch_s,
+        products=products or (ProductRate(rate="fp32", rows=64, width=64, inner=64, flops_per_s=1e9),),
+        copies=(
+            CopyRate(bytes=1000, bytes_per_s=1e9),
+            CopyRate(bytes=100_000, bytes_per_s=1e10),
+            CopyRate(kernel="new", bytes=2**25, bytes_per_s=4e9),
+        ),
+    )
+    return Measured(cluster=replace(USUAL, chip=chip, collectives=collectives), rate="fp32", is_host=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 4096)), min_size=1, max_size=6, unique=True),
+    st.integers(1, 4096),
+)
+def test_between_shapes_a_rate_lies_between_the_rates_known(shapes, rows):
+    known = [((a, b, 64), 1e9 * (place + 1)) for place, (a, b) in enumerate(shapes)]
+    assert min(r for _, r in known) * 0.999 <= nearby(known, (rows, 7, 64)) <= max(r for _, r in known) * 1.001
+    for shape, rate in known:
+        assert nearby(known, shape) == rate
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+def test_the_line_through_exact_points_is_found(latency_s, rate):
+    points = [(size, latency_s + size / rate) for size in (2**12, 2**16, 2**21)]
+    found_s, found = line(points)
+    for size, taken_s in points:
+        assert found_s + size / found == pytest.approx(taken_s, rel=1e-3)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4))
+def test_no_line_has_a_negative_latency_or_rate(taken):
+    latency_s, rate = line(list(zip((2**12, 2**16, 2**19, 2**21), taken, strict=True)))
+    assert latency_s >= 0
+    assert 0 < rate < math.inf
+
+
+def test_a_pass_is_on_the_line_between_sizes_and_no_faster_than_the_smallest():
+    found = machine()
+    assert found.pass_s("copy", 10) == pytest.approx(1e-6)
+    assert found.pass_s("copy", 50_500) == pytest.approx((1e-6 + 1e-5) / 2)
+    assert found.pass_s("copy", 200_000) == pytest.approx(2e-5)
+    assert found.pass_s("view", 0) == 1e-6
+    # Python of its own comes on top of every kernel.
+    assert machine(launch_s=5e-6).pass_s("copy", 10) == pytest.approx(5e-6)
+
+
+def test_without_a_mask_attention_takes_twice_as_long():
+    found, causal = machine(), Attention(heads=2, queries=64, keys=64, head_dim=64)
+    assert found.attention_s(replace(causal, is_causal=False)) == pytest.approx(2 * found.attention_s(causal))
+
+
+def test_operations_add_up():
+    rate = CollectiveRate(name="send", ranks=2, latency_s=1e-3, bytes_per_s=1e6)
+    found = machine(collectives=(rate,))
+    product, move = Product(rows=64, width=64, inner=64, count=3), Pass(kernel="copy", bytes=1000, count=2)
+    message = Message(collective="send", axis="cp", bytes=1000)
+    expected = 3 * found.product_s(product) + 2 * found.pass_s("copy", 1000) + 1e-3 + 1e-3
+    assert seconds((product, move, message), found, lambda axis: 2) == pytest.approx(expected)
+    assert found.collective_s("send", 1e9, 1) == 0.0
+
+
+def test_more_ranks_than_cores_take_all_their_work_over_the_cores():
+    def step_s(cores):
+        return predict(run, machine(cores=cores), operations_of(run, units(run.shape))).step_s
+
+    config = RunConfig(
+        model=ModelConfig(name="tiny"), train=TrainConfig(batch_sequences=8), plan=PlanConfig(dp=4, microbatch=2)
+    )
+    run = resolve(config)
+    assert step_s(1) == pytest.approx(4 * step_s(4), rel=0.2)
+    assert step_s(2) == pytest.approx(step_s(1) / 2)
+    assert step_s(64) == pytest.approx(step_s(8))
+
+
+def test_a_format_that_was_not_measured_is_refused():
+    with pytest.raises(ConfigError, match="no product was measured in bf16; superstep measure writes"):
+        replace(machine(), rate="bf16")
+
+
+def test_ranks_need_be_no_power_of_two(capsys):
+    assert main(["measure", "--quick", "--ranks", "3", "--model", "tiny"]) == 0
+    assert "3 ranks" in capsys.readouterr().out
+
+
+def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, capsys):
+    out, plot = tmp_path / "here.toml", tmp_path / "roof.svg"
+    command = ["measure", "--quick", "--ranks", "1", "--model", "tiny", "--out", str(out), "--plot", str(plot)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "fastest product" in said
+    for unit in ("embedding", "block forward", "block backward", "attention", "head", "optimizer"):
+        assert unit in said
+        assert unit == "embedding" or unit in plot.read_text(encoding="utf-8")
+    found = Measured(cluster=cluster(str(out)), rate="fp32", is_host=True)
+    assert found.gemm_flops_per_s > 1e8
+    run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
+    assert 1e-4 < predict(run, found, operations_of(run, units(run.shape))).step_s < 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ranks", "-1"], "--ranks -1 must be at least 1"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--model", "demoo"], "did you mean"),
+        (["--wrong"], "superstep measure --help says more"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(flags, words, capsys):
+    assert main(["measure", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""Operations read off real modules: their FLOPs are torch's own count, formulas agree, and memory is what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+import small
+from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.memory import has_fused_loss, unit_bytes
+from superstep.cost.program.operation import Attention, Message, Pass, Product, collected, flops
+from superstep.cost.program.work import rank_flops
+from superstep.model.any import as_units
+from superstep.model.axes import units
+from superstep.model.inspect import outline_of
+from superstep.plan.resolve import resolve
+from superstep.runtime.rehearsal.units import operations_of
+
+LAYOUTS = [
+    {},
+    {"qk_norm": False, "tied": False, "compute": "bf16"},
+    {"kv_heads": 2},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False, "kv_heads": 2},
+    {"tp": 2, "rules": (("ffn", "none"), ("vocab", "none"))},
+    {"dp": 2, "zero": 2, "recompute": "selective"},
+    {"cp": 2, "context": "ulysses"},
+    {"experts": 4, "experts_per_token": 2},
+    {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
+    {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
+]
+OF_MODEL = ("kv_heads", "experts", "experts_per_token", "shared_experts", "router")
+
+
+def run_of(**layout):
+    model = {name: layout.pop(name) for name in OF_MODEL if name in layout}
+    config = small.config(**{"layers": 2, "microbatch": 2} | layout)
+    return resolve(replace(config, model=replace(config.model, **model)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(layout):
+    run = run_of(**layout)
+    seen = operations_of(run, units(run.shape))
+    # A fused head makes its two gradients in the forward pass.
+    expected = [*rank_flops(run)[:-1], rank_flops(run)[-1] * (3 if has_fused_loss(run) else 1)]
+    assert [flops(unit.forward) for unit in seen] == expected
+    assert [flops(unit.forward) for unit in decoder_operations(run)] == expected
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.get("recompute") != "selective"], ids=str)
+def test_every_unit_keeps_the_bytes_of_the_formulas(layout):
+    run = run_of(**layout)
+    for seen, sizes in zip(operations_of(run, units(run.shape)), unit_bytes(run), strict=True):
+        assert seen.kept_bytes == pytest.approx(sizes.kept_all, rel=0.01)
+        assert seen.between_bytes >= 0
+        assert seen.peak_bytes + seen.input_bytes >= seen.kept_bytes
+
+
+def test_selective_recomputation_keeps_less_and_does_no_product_again():
+    plain, selective = (run_of(recompute=recompute) for recompute in ("none", "selective"))
+    all_kept, few_kept = (operations_of(run, units(run.shape))[1] for run in (plain, selective))
+    assert few_kept.kept_bytes == pytest.approx(unit_bytes(selective)[1].kept_selective, rel=0.01)
+    assert few_kept.kept_bytes < all_kept.kept_bytes
+
+    def large(way):
+        return [o for o in way if isinstance(o, Product | Attention)]
+
+    assert sum(o.count for o in few_kept.backward) > sum(o.count for o in all_kept.backward)
+    assert flops(large(few_kept.backward)) == flops(large(all_kept.backward))
+
+
+class Mixer(torch.nn.Module):
+    """A module of nobody's: a convolution over positions and two linears."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.narrow(torch.nn.functional.gelu(self.wide(x)))
+
+
+def test_a_module_of_ones_own_has_the_flops_that_torch_counts():
+    modules = [torch.nn.Embedding(64, 24), Mixer(24), Mixer(24), torch.nn.Linear(24, 64)]
+    specs = as_units(modules)
+    config = small.config(layers=2, microbatch=2, qk_norm=False)
+    run = replace(resolve(config, None, outline_of(specs, "here")), decoder=None)
+    seen = operations_of(run, specs)
+    for number, (module, unit) in enumerate(zip(modules, seen, strict=True)):
+        x = torch.zeros(2, 16, dtype=torch.long) if number == 0 else torch.zeros(2, 16, 24, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            y = module(x)
+        assert flops(unit.forward) == counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        assert flops(unit.backward) == counter.get_total_flops()
+        assert number == 0 or flops(unit.backward) == 2 * flops(unit.forward)
+
+
+def test_attention_counts_as_torch_does():
+    q, k = (3, 4, 32, 8), (3, 4, 48, 8)
+    attention = Attention(heads=12, queries=32, keys=48, head_dim=8)
+    assert attention.flops == sdpa_flop_count(q, k, k)
+
+
+def test_equal_operations_are_counted_together():
+    product, view = Product(rows=2, width=3, inner=4), Pass(kernel="view", bytes=0)
+    send = Message(collective="send", axis="cp", bytes=8)
+    found = collected([product, view, replace(product, count=2), send, view])
+    assert found == (replace(product, count=3), replace(view, count=2), send)
+    assert flops(found) == 3 * 2 * 2 * 3 * 4

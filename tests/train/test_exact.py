@@ -1,0 +1,241 @@
+"""Exact mode: the same bits on every layout, from the start and from any other layout's checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import small
+from superstep.errors import ConfigError
+from superstep.plan.resolve import resolve
+from superstep.runtime import executor
+from superstep.runtime.device import Device
+from superstep.runtime.exact import linear as exact_linear
+from superstep.runtime.exact import modules as exact
+from superstep.runtime.exact.modules import require_exact
+from superstep.runtime.launch import World
+from superstep.train.proof import exact as module
+from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.sweep import layouts
+
+pytestmark = pytest.mark.multiproc
+
+TOKENS = 32
+
+
+def config(kind, **plan):
+    """A run in exact mode whose sequences 4 context-parallel ranks can share. ``kind``: dtype, and router or head."""
+    compute, model = kind.split()
+    found = small.config(
+        layers=4, compute=compute, tied=model != "untied", packed=False, **{"microbatch": 2, "sequences": 8, **plan}
+    )
+    if model not in ("tied", "untied"):
+        found = replace(
+            found,
+            model=replace(
+                found.model, experts=4, router=model, ffn=24, shared_experts=1, balance_weight=0.2, z_weight=0.05
+            ),
+        )
+    return replace(
+        found,
+        data=replace(found.data, sequence_tokens=TOKENS),
+        numerics=replace(found.numerics, exact=True, exact_chunks=8),
+    )
+
+
+def _batches():
+    return small.batches(packed=False, tokens=TOKENS)
+
+
+def _write(rank, world, run, folder):
+    return write_bits(World(rank, world, Device("cpu")), run, _batches(), Path(folder), stop=1)
+
+
+def _prove(rank, world, cases, root):
+    """Each case goes on from the checkpoint of the one before it that has the same model."""
+    left, verdicts = {}, []
+    for number, (run, folder) in enumerate(cases):
+        leave = Path(root) / f"{world}-{number}"
+        relay = Relay(take=left.get(folder, Path(folder) / "checkpoint"), leave=leave, step=1)
+        verdicts.append(prove_exact(World(rank, world, Device("cpu")), run, _batches(), Path(folder), relay))
+        left[folder] = leave
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory):
+    """The folder of one rank's bits, made once for each kind."""
+    folders = {}
+
+    def folder(kind):
+        if kind not in folders:
+            folders[kind] = str(tmp_path_factory.mktemp("bits"))
+            pool.run(1, _write, resolve(config(kind)), folders[kind])
+        return folders[kind]
+
+    return folder
+
+
+LAYOUTS = {
+    1: [
+        ("fp32 tied", {"recompute": "full"}),
+        ("fp32 tied", {"recompute": "selective", "chunks": 2, "schedule": "interleaved", "microbatch_group": 2}),
+        ("bf16 switch", {"recompute": "full"}),
+    ],
+    2: [
+        ("fp32 tied", {"dp": 2, "zero": 3, "recompute": "full"}),
+        ("fp32 tied", {"pp": 2, "chunks": 2, "schedule": "breadth-first", "recompute": "selective"}),
+        ("fp32 tied", {"pp": 2, "schedule": "zb-h1"}),
+        ("fp32 tied", {"pp": 2, "chunks": 2, "schedule": "zb-v"}),
+        ("fp32 tied", {"tp": 2, "sequence_parallel": False}),
+        ("fp32 tied", {"cp": 2, "context": "ulysses"}),
+        ("fp32 untied", {"dp": 2, "zero": 1}),
+        ("fp32 untied", {"tp": 2}),
+        ("fp32 untied", {"pp": 2, "stages": (2, 4)}),
+        ("bf16 tied", {"dp": 2}),
+        ("bf16 tied", {"tp": 2}),
+        ("bf16 tied", {"cp": 2}),
+        ("bf16 tied", {"pp": 2}),
+        ("fp32 dropless", {"dp": 2, "ep": 2, "zero": 2}),
+        ("fp32 dropless", {"tp": 2, "sequence_parallel": False}),
+        ("bf16 switch", {"cp": 2, "ep": 2}),
+        ("bf16 switch", {"tp": 2, "ep": 2}),
+    ],
+    4: [
+        ("fp32 tied", {"pp": 4}),
+        ("fp32 tied", {"tp": 4}),
+        ("fp32 tied", {"cp": 4}),
+        ("fp32 tied", {"dp": 4, "zero": 3, "replicas": 2}),
+        ("fp32 tied", {"cp": 2, "dp": 2, "zero": 1}),
+        ("bf16 tied", {"cp": 2, "tp": 2}),
+        ("bf16 tied", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-h1"}),
+        ("fp32 dropless", {"dp": 2, "tp": 2, "ep": 4}),
+        ("bf16 switch", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_layouts_give_the_same_bits(pool, reference, tmp_path, world):
+    cases = [(resolve(config(kind, **plan)), reference(kind)) for kind, plan in LAYOUTS[world]]
+    verdicts = pool.run(world, _prove, cases, str(tmp_path), timeout_s=400)[0]
+    for (kind, plan), verdict in zip(LAYOUTS[world], verdicts, strict=True):
+        told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
+        assert verdict.is_proven, (kind, plan, told)
+        assert verdict.compared > 3 * 2 * 30_000
+    # A run that many ranks began goes on on one.
+    for kind in dict(LAYOUTS[world]):
+        last = max(number for number, (other, _) in enumerate(LAYOUTS[world]) if other == kind)
+        take = str(tmp_path / f"{world}-{last}")
+        verdict = pool.run(1, _go_on, resolve(config(kind)), reference(kind), take, str(tmp_path / kind))[0]
+        assert verdict.is_proven, kind
+
+
+def _go_on(rank, world, run, folder, take, leave):
+    relay = Relay(take=Path(take), leave=Path(leave), step=1)
+    return prove_exact(World(rank, world, Device("cpu")), run, _batches(), Path(folder), relay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32 tied", "bf16 tied", "fp32 dropless", "bf16 switch"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_layout_gives_the_same_bits(pool, tmp_path, world, kind):
+    wanted = config(kind, microbatch=1)
+    runs = list(layouts(replace(wanted, numerics=replace(wanted.numerics, exact_chunks=16)), world))
+    folders = {}
+    for run in runs:
+        tied = run.shape.tied
+        if tied not in folders:
+            folders[tied] = str(tmp_path / f"{tied}")
+            Path(folders[tied]).mkdir()
+            alone = replace(run.config, plan=replace(wanted.plan, microbatch=1))
+            pool.run(1, _write, resolve(alone), folders[tied], timeout_s=300)
+    verdicts = pool.run(world, _prove, [(run, folders[run.shape.tied]) for run in runs], str(tmp_path), timeout_s=3000)
+    for run, verdict in zip(runs, verdicts[0], strict=True):
+        assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
+
+
+# Faults that no tolerance would show: each changes the last bits of some sum, and must be named.
+
+
+def _left_to_right():
+    def tree_sum(parts):
+        total, *rest = parts
+        for part in rest:
+            total = total + part
+        return total
+
+    return mock.patch("superstep.numerics.invariant_matmul.tree_sum", tree_sum)
+
+
+def _one_chunk():
+    inner = exact_linear.add_weight_gradient
+    return mock.patch.object(exact_linear, "add_weight_gradient", lambda into, grad, x, chunks: inner(into, grad, x, 1))
+
+
+def _divisor_of_one_more_token():
+    inner = module._train_step
+
+    def step(engine, mesh, run, batch, step, inspect):
+        return inner(engine, mesh, run, replace(batch, valid_tokens=batch.valid_tokens + 1), step, inspect)
+
+    return mock.patch.object(module, "_train_step", step)
+
+
+def _torchs_own_gate():
+    return mock.patch.object(exact, "exact_silu", torch.nn.functional.silu)
+
+
+def _lost_replica():
+    return mock.patch.object(executor.Executor, "_reduce_replicas")
+
+
+FAULTS = {
+    "cells summed from left to right": (_left_to_right, "fp32 tied", {"tp": 2}, "loss"),
+    "chunks of a weight's gradient as one product": (_one_chunk, "fp32 tied", {"dp": 2}, "gradient"),
+    "a divisor of one more token": (_divisor_of_one_more_token, "fp32 tied", {"dp": 2}, "loss"),
+    "a gate of torch's own": (_torchs_own_gate, "fp32 tied", {"tp": 2}, "gradient"),
+    "replicas keep their own gradients": (_lost_replica, "fp32 tied", {"dp": 4, "zero": 1, "replicas": 2}, "gradient"),
+}
+
+
+def _prove_with(rank, world, name, run, folder):
+    relay = Relay(take=Path(folder) / "checkpoint", leave=None, step=1)
+    with FAULTS[name][0]():
+        return prove_exact(World(rank, world, Device("cpu")), run, _batches(), Path(folder), relay)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_last_bits_is_caught_and_named(pool, reference, name):
+    _, kind, plan, what = FAULTS[name]
+    run = resolve(config(kind, **plan))
+    verdict = pool.run(run.plan.mesh.world, _prove_with, name, run, reference(kind), timeout_s=100)[0]
+    assert verdict.first is not None
+    assert verdict.first.kind == what, verdict.first.describe()
+    assert verdict.first.name or what in ("loss", "norm")
+    assert verdict.first_resumed is not None
+
+
+def test_exact_mode_computes_what_the_reference_does(pool, tmp_path):
+    run = resolve(config("fp32 tied", tp=2))
+    torch.set_num_threads(1)
+    write_reference(run.shape, run.config.train, _batches(), tmp_path)
+    verdict = pool.run(2, _prove_close, run, str(tmp_path), timeout_s=100)[0]
+    assert verdict.is_proven, verdict.first and verdict.first.describe()
+
+
+def _prove_close(rank, world, run, folder):
+    return prove(World(rank, world, Device("cpu")), run, _batches(), Path(folder), reruns=True)
+
+
+def test_a_machine_that_cannot_keep_the_promise_is_refused():
+    with (
+        mock.patch.object(exact, "first_difference", return_value="a softmax of 7 rows has other bits than of more"),
+        pytest.raises(
+            ConfigError, match=r"numerics.exact = true cannot be kept .*softmax.* Set numerics.exact = false"
+        ),
+    ):
+        require_exact(torch.float32, Device("cpu"))

@@ -1,0 +1,86 @@
+"""Every layout of a mixture of experts computes what one device computes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.proof.close import prove, write_reference
+
+pytestmark = pytest.mark.multiproc
+
+
+def run_of(router, compute="fp32", **plan):
+    config = small.config(layers=4, packed=False, compute=compute, **plan)
+    model = replace(config.model, experts=4, router=router, ffn=24, shared_experts=1, balance_weight=0.2, z_weight=0.05)
+    return resolve(replace(config, model=model))
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def folder(run):
+        found = root / run.shape.moe.router
+        if not found.exists():
+            found.mkdir()
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            write_reference(run.shape, run.config.train, small.batches(packed=False), found)
+            torch.set_num_threads(threads)
+        return str(found)
+
+    return folder
+
+
+def _prove_all(rank, world, cases):
+    batches = small.batches(packed=False)
+    return [prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=True) for run, folder in cases]
+
+
+LAYOUTS = {
+    1: [{}, {"microbatch": 2, "recompute": "full"}, {"recompute": "selective"}],
+    2: [
+        {"dp": 2},
+        {"dp": 2, "ep": 2, "zero": 1, "recompute": "full"},
+        {"tp": 2, "ep": 2, "recompute": "selective"},
+        {"tp": 2, "ep": 2, "sequence_parallel": False, "zero": 3},
+        {"tp": 2, "sequence_parallel": False, "recompute": "selective"},
+        {"tp": 2, "zero": 3},
+        {"cp": 2, "ep": 2, "zero": 2},
+        {"cp": 2, "context": "ulysses", "recompute": "full"},
+        {"pp": 2, "chunks": 2, "recompute": "selective"},
+        {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
+    ],
+    4: [
+        {"dp": 4, "ep": 4, "zero": 3},
+        {"dp": 4, "ep": 2, "zero": 3, "recompute": "selective"},
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "tp": 2, "ep": 2, "zero": 3},
+        {"dp": 2, "cp": 2, "ep": 4, "zero": 1},
+        {"cp": 2, "tp": 2, "ep": 4, "sequence_parallel": False},
+        {"cp": 2, "tp": 2, "ep": 2, "zero": 2},
+        {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "recompute": "full"},
+        {"pp": 2, "tp": 2, "ep": 2, "zero": 3},
+        {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v", "chunks": 2, "zero": 2},
+        {"dp": 4, "ep": 2, "zero": 3, "replicas": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("router", ["dropless", "switch", "top2", "noisy-topk"])
+def test_every_layout_computes_what_one_device_computes(pool, references, world, router):
+    runs = [run_of(router, **plan) for plan in LAYOUTS[world]]
+    verdicts = pool.run(world, _prove_all, [(run, references(run)) for run in runs], timeout_s=300)[0]
+    wrong = [
+        (p, v.first and v.first.describe(), v.is_deterministic)
+        for p, v in zip(LAYOUTS[world], verdicts, strict=True)
+        if not v.is_proven
+    ]
+    assert wrong == []

@@ -1,0 +1,113 @@
+"""Every layout computes what one device computes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.sweep import layouts
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    """The folder with one-process results for a run, made once for each model and kind of batch."""
+    root = tmp_path_factory.mktemp("references")
+
+    def folder(run):
+        shape, packed = run.shape, run.config.data.packed
+        sequences = run.config.train.batch_sequences
+        found = root / f"{shape.layers}-{shape.tied}-{shape.qk_norm}-{packed}-{sequences}"
+        if not found.exists():
+            found.mkdir()
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            write_reference(shape, run.config.train, small.batches(packed=packed, sequences=sequences), found)
+            torch.set_num_threads(threads)
+        return str(found)
+
+    return folder
+
+
+def _prove_all(rank, world, cases):
+    found = []
+    for number, (run, folder) in enumerate(cases):
+        batches = small.batches(packed=run.config.data.packed, sequences=run.config.train.batch_sequences)
+        verdict = prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=number % 5 == 0)
+        found.append(verdict)
+    return found
+
+
+def assert_proven(pool, world, runs, references, timeout_s):
+    cases = [(run, references(run)) for run in runs]
+    verdicts = pool.run(world, _prove_all, cases, timeout_s=timeout_s)[0]
+    for run, verdict in zip(runs, verdicts, strict=True):
+        assert verdict.compared > 0
+        assert verdict.is_proven, (run.config.plan, run.shape.tied, verdict.first and verdict.first.describe())
+
+
+def _swept(world):
+    layers, sequences = {1: (5, 8), 2: (5, 8), 4: (9, 8), 8: (9, 16)}[world]
+    return list(layouts(small.config(layers=layers, sequences=sequences), world))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_the_sweep_has_every_value_of_every_choice(world):
+    runs = _swept(world)
+    assert {r.plan.schedule for r in runs} >= {"1f1b", "interleaved", "breadth-first", "zb-v"}
+    assert {r.plan.recompute for r in runs} == {"none", "selective", "full"}
+    if world == 1:
+        return
+    for axis in ("pp", "dp", "cp", "tp"):
+        assert world in {r.plan.mesh.degree(axis) for r in runs if r.plan.mesh.degree(axis) == r.plan.mesh.world}
+    assert {r.plan.zero for r in runs} == {0, 1, 2, 3}
+    assert {r.plan.context for r in runs if r.plan.mesh.cp > 1} == {"ring", "ulysses"}
+    assert {r.plan.schedule for r in runs} >= {"gpipe", "zb-h1"}
+    assert {r.shape.tied for r in runs} == {True, False} == {r.config.data.packed for r in runs}
+    assert any(r.config.plan.stages for r in runs)
+    left = {axis for r in runs for axis, _ in r.config.plan.rules}
+    assert left == {"ffn", "vocab"} if world > 2 else left
+    if world > 2:
+        assert {r.plan.mesh.replicas for r in runs} == {1, 2}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_layout_that_fits(pool, references, world):
+    assert_proven(pool, world, _swept(world), references, timeout_s=600)
+
+
+def test_every_fourth_layout_on_eight_ranks(pool, references):
+    assert_proven(pool, 8, _swept(8)[::4], references, timeout_s=600)
+
+
+@pytest.mark.slow
+def test_every_layout_on_eight_ranks(pool, references):
+    assert_proven(pool, 8, _swept(8), references, timeout_s=3000)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "zero": 0},
+        {"dp": 2, "zero": 3, "recompute": "full"},
+        {"tp": 2, "microbatch": 2},
+        {"pp": 2, "microbatch": 2, "recompute": "selective"},
+        {"pp": 2, "microbatch": 1, "schedule": "zb-h1"},
+        {"pp": 2, "microbatch": 1, "schedule": "zb-v", "chunks": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_bf16_stays_within_its_tolerance(pool, references, plan):
+    run = resolve(small.config(compute="bf16", packed=False, **plan))
+    assert_proven(pool, 2, [run], references, timeout_s=60)
+
+
+def test_any_split_of_the_batch_gives_the_same_gradient(pool, references):
+    runs = [resolve(small.config(dp=2, zero=2, microbatch=size, packed=False)) for size in (1, 2, 4)]
+    assert_proven(pool, 2, runs, references, timeout_s=60)
