@@ -24,9 +24,9 @@ from bench.published_memory import Labels, Peaks, labels_of, peaks_of, print_lab
 from bench.published_plot import scatter
 from bench.published_rows import Row, is_timed, number, read_rows
 from bench.published_steps import Steps
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.efficiency import CONSTANTS, FITTED
 from superstep.errors import UserError
+from superstep.hardware.units import Array
 
 CALCULON = "Calculon, as others measured it on 958 such rows: median 19.8% on plain GPT, 22.4% overall; Spearman 0.81"
 STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")

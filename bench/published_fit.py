@@ -14,8 +14,8 @@ from scipy.optimize import least_squares
 
 from bench.published_rows import Row, number
 from bench.published_steps import Steps
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.efficiency import CONSTANTS, FITTED
+from superstep.hardware.units import Array
 
 NOISE = 0.05
 """Of one row: the same configuration published again differs by 1.5 to 7.5%."""

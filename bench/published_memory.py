@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.published_rows import Reading, Row, number, readings, year_of
-from superstep.cost.closed.decoder_size import Array, Decoder, array
+from superstep.cost.closed.decoder_size import Decoder, array
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.closed.layout import RECOMPUTE, Layout
 from superstep.cost.closed.software import price_of, stacked
 from superstep.cost.closed.software_memory import Keeping, megatron
 from superstep.cost.closed.stack import Stack
 from superstep.errors import ConfigError
+from superstep.hardware.units import Array
 
 GIB, GB = float(2**30), 1e9
 XLA = "maxtext|jax|xla|pax"

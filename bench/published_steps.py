@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.published_rows import Reading, Row, is_layer, readings
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
 from superstep.cost.closed.software import price_of, stacked
 from superstep.errors import ConfigError
+from superstep.hardware.units import Array
 
 
 class Steps:

@@ -11,15 +11,17 @@ from planning import problem_of
 from superstep.cli.main import main
 from superstep.cli.plan.text import calibration_text
 from superstep.cost.closed.efficiency import FITTED
+from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.cost.program.simulate import simulate
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import write_config
 from superstep.planner.calibrate import calibrated
+from superstep.planner.catalogue import catalogued
 from superstep.planner.plans import plans_of, run_config
 from superstep.planner.price import pricing_of
 from superstep.planner.search_problem import Problem
-from superstep.planner.verify import instruction_seconds, simulated
+from superstep.planner.verify import simulated
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 
@@ -39,7 +41,11 @@ def priced(problem: Problem, efficiency):
 @pytest.fixture(scope="module")
 def recorded():
     run, program, pricing = priced(PROBLEM, FITTED.changed(TRUE))
-    return run, simulate(program, instruction_seconds(run, program, plans_of(run).layout, pricing)), pricing
+    return (
+        run,
+        simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing))),
+        pricing,
+    )
 
 
 def test_the_layout_of_a_run_is_that_of_the_space():
@@ -72,7 +78,7 @@ def test_what_a_step_does_not_tell_stays(recorded):
 
 def test_a_step_as_predicted_changes_nothing():
     run, program, pricing = priced(PROBLEM, FITTED)
-    timeline = simulate(program, instruction_seconds(run, program, plans_of(run).layout, pricing))
+    timeline = simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing)))
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
     assert found.changes == ()
     assert np.isclose(found.error_after, 0, atol=1e-6)
@@ -113,7 +119,7 @@ def test_a_run_without_its_record_is_refused(folder, missing, words, capsys):
 def test_a_step_of_other_chips_is_told():
     slow = FITTED.changed({"memory": FITTED["memory"] / 1000, "link": FITTED["link"] / 1000})
     run, program, pricing = priced(PROBLEM, slow)
-    timeline = simulate(program, instruction_seconds(run, program, plans_of(run).layout, pricing))
+    timeline = simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing)))
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
     assert "memory" in {each.name for each in found.foreign}
     assert not found.is_believed

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from superstep.hardware.units import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

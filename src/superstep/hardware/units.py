@@ -1,8 +1,16 @@
-"""The units in which makers publish, in base units."""
+"""The units in which makers publish, in base units; and numbers of many plans, chips or runs at once."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
 from superstep.hardware.chip import Rate
+
+Array: TypeAlias = npt.NDArray[np.float64]
+"""One number for each of many plans, chips, groups or runs."""
 
 GIB = 2.0**30
 """Bytes. Sizes of a chip's memory are of these, whatever the data sheet writes: an "80 GB" A100 holds 80 GiB."""

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.efficiency import Efficiency, generation
+from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.hardware.cluster import Cluster
+from superstep.hardware.units import Array
 from superstep.plan.resolve import Resolved
+from superstep.planner.catalogue import catalogued
 from superstep.planner.plans import plans_of
 from superstep.planner.price import pricing_of
 from superstep.planner.search_problem import Problem
-from superstep.planner.verify import instruction_seconds
 from superstep.program.instructions import Instruction
 from superstep.program.timeline import Timeline
 
@@ -98,7 +99,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     def logs(x: Array) -> Array:
         changed = efficiency.changed({n: efficiency[n] * float(np.exp(v)) for n, v in zip(known, x, strict=True)})
         pricing = pricing_of(replace(problem, efficiency=changed))
-        seconds = instruction_seconds(run, recorded.program, plans_of(run).layout, pricing)
+        seconds = instruction_seconds(run, recorded.program, catalogued(run, plans_of(run).layout, pricing))
         return np.log([max(seconds(instruction, rank), 1e-9) for instruction, rank in seen])
 
     wanted = np.log(np.maximum(list(seen.values()), 1e-9))

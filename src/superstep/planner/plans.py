@@ -9,8 +9,8 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.hardware.units import Array
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.resolve import Resolved
 from superstep.planner.search_problem import Problem

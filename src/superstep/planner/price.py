@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from superstep.cost.closed import software_memory as keeping
-from superstep.cost.closed.decoder_size import Array, Decoder, array, decoder_of
+from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
 from superstep.cost.closed.estimate import Estimate, estimate
 from superstep.cost.closed.footprint import Footprint, footprint
 from superstep.cost.closed.layout import SCHEDULES
@@ -20,6 +20,7 @@ from superstep.cost.closed.software import SUPERSTEP, price_of
 from superstep.cost.closed.software_memory import Keeping
 from superstep.cost.closed.stack import Stack
 from superstep.cost.program.memory import ELEMENT_BYTES
+from superstep.hardware.units import Array
 from superstep.planner.plans import Plans
 from superstep.planner.search_problem import Problem
 

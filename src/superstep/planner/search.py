@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.estimate import Estimate
+from superstep.hardware.units import Array
 from superstep.planner.plans import Plans
 from superstep.planner.price import Pricing
 from superstep.planner.search_problem import Problem

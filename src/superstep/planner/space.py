@@ -28,8 +28,8 @@ from itertools import product
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES
+from superstep.hardware.units import Array
 from superstep.plan.config import Schedule
 from superstep.plan.resolve import divisors
 from superstep.plan.split.sequence import cp_of_heads, multiple

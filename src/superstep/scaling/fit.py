@@ -20,8 +20,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from scipy.optimize import minimize
 
+from superstep.hardware.units import Array
 from superstep.scaling.laws import Hoffmann, Kaplan, Law
-from superstep.scaling.runs import Array, Run, check_spread, table
+from superstep.scaling.runs import Run, check_spread, table
 
 HUBER_DELTA = 1e-3
 """Of log L (Hoffmann 2022, section D.2): a residual above a thousandth counts by its size, not by its square."""

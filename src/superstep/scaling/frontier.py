@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from superstep.errors import ConfigError
+from superstep.hardware.units import Array
 from superstep.scaling.laws import PowerFrontier, PowerLaw
-from superstep.scaling.runs import Array, Run, Table, ended, table
+from superstep.scaling.runs import Run, Table, ended, table
 
 BUDGETS_OF_ENVELOPE = 400
 """Points of the grid of FLOPs; Hoffmann takes 1,500 over 9 powers of ten."""

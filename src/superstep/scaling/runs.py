@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.hardware.units import Array
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN
-
-Array = NDArray[np.float64]
 
 NEEDED = ("params", "tokens", "loss")
 MOST_PARAMS, MOST_TOKENS = 1e18, 1e21

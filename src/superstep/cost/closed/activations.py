@@ -23,10 +23,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array, Decoder
+from superstep.cost.closed.decoder_size import Decoder
 from superstep.cost.closed.layout import Layout
 from superstep.cost.closed.software_memory import Keeping
 from superstep.cost.closed.stack import ATTENTION, Stack
+from superstep.hardware.units import Array
 
 FP32 = 4.0
 INDEX = 8.0

@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from superstep.hardware.units import Array
 from superstep.plan.model.shape import ModelShape
-
-Array = npt.NDArray[np.float64]
-
 
 ROTATED = 64
 """Numbers of a head that turn with the position in latent attention, beside those that do not."""

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.cost.closed.block import E, Seconds, block_seconds
-from superstep.cost.closed.decoder_size import Array, Decoder
+from superstep.cost.closed.decoder_size import Decoder
 from superstep.cost.closed.kernels import linear_s
 from superstep.cost.closed.layout import SCHEDULES, Layout
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.stack import Stack
 from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
+from superstep.hardware.units import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

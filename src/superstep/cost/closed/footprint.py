@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from superstep.cost.closed.activations import FP32, INDEX, LayerBytes, dense_layer, local, mixture_layer
-from superstep.cost.closed.decoder_size import Array, Decoder
+from superstep.cost.closed.decoder_size import Decoder
 from superstep.cost.closed.layout import SCHEDULES, Layout
 from superstep.cost.closed.software_memory import Keeping, superstep
 from superstep.cost.closed.stack import Stack
+from superstep.hardware.units import Array
 
 FRAGMENTATION = 0.05
 """Of what comes and goes, the share that the caching allocator holds besides, in pieces that nothing fits into. Fitted

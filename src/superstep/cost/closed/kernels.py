@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.stack import ATTENTION, Stack
+from superstep.hardware.units import Array
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
 """Rows and columns of a tile, and its rate against the largest: a small tile reads more for each operation."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Array
+from superstep.hardware.units import Array
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "zb-2p")
 RECOMPUTE = ("none", "selective", "full")

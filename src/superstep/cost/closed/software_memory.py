@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.cost.closed.decoder_size import Array, array
+from superstep.cost.closed.decoder_size import array
+from superstep.hardware.units import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.cost.closed.decoder_size import Array
+from superstep.hardware.units import Array
 
 ATTENTION = ("eager", "fused-softmax", "flash-1", "flash-2", "flash-3")
 

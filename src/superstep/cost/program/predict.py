@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.instruction_seconds import Ranks, instruction_seconds
 from superstep.cost.program.machine import Machine, Prices, seconds
 from superstep.cost.program.memory import (
     ELEMENT_BYTES,
     FP32,
     RankBytes,
     buffer_numel,
-    family_numel,
     rank_bytes,
     share_numel,
     zero_stage,
@@ -36,7 +36,6 @@ from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.program.work import UnitParameters, rank_parameters
 from superstep.hardware.cluster import Collective
-from superstep.plan.mesh import Family
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program, Recv
@@ -131,40 +130,65 @@ def durations(
     run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
 ) -> PerUnit:
     """Seconds of each instruction of the run's step; raises as ``predict`` does."""
-    owned = rank_parameters(run)
-    held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
     seen = decoder_operations(run) if operations is None else operations
-    return PerUnit(
-        units=tuple(_seconds(run, program, machine, unit, seen[unit]) for unit in range(len(owned))),
-        reduce_partial_s=max(
-            machine.collective_s("all-reduce", FP32 * partial_elements(run, units), run.plan.mesh.tp) for units in held
-        ),
-        # Every rank waits for the fullest one.
-        step_s=max(_step_s(run, machine, units) for units in held),
-    )
+    return instruction_seconds(run, program, Operated(run, machine, tuple(seen)))
 
 
-def _step_s(run: Resolved, machine: Prices, units: Sequence[UnitParameters]) -> float:
-    shares = [FP32 * share_numel(run, unit) for unit in units]
-    update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
-    if zero_stage(run) == 0 and run.config.numerics.compute != "fp32":
-        update_s += machine.pass_s("copy", 1.5 * sum(shares))
-    cleared = shares if zero_stage(run) >= 2 else [FP32 * buffer_numel(run, unit) for unit in units]
-    return update_s + sum(machine.pass_s("write", size) for size in cleared)
+@dataclass(frozen=True, slots=True)
+class Operated:
+    """Seconds from the operations of the units, each at a machine's price. A ``Source``."""
 
+    run: Resolved
+    machine: Prices
+    operations: tuple[UnitOperations, ...]
 
-def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements on a rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that
-    is whole.
-    """
-    if run.plan.sequence_parallel:
-        return sum(unit.vectors + unit.whole for unit in units)
-    if run.plan.rules.cut("heads") is None or run.decoder is None:
-        return 0
-    # Beside its norms of heads a block has two of the width, the head one. Routers and shared experts see their rank's
-    # tokens.
-    seen_in_part = sum(unit.whole for unit in units) if run.shape.moe else 0
-    return seen_in_part + sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
+    @property
+    def parameter_bytes(self) -> float:
+        """In the format that the run computes in."""
+        return ELEMENT_BYTES[self.run.config.numerics.compute]
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients are fp32."""
+        return FP32
+
+    def passes(self, unit: int) -> UnitSeconds:
+        """A unit's operations one after the other, with the memory that they are the first to touch."""
+        run, machine, seen = self.run, self.machine, self.operations[unit]
+        ranks = _ranks(run)
+        # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
+        is_new = zero_stage(run) >= 2
+        cleared_s = machine.pass_s("write", FP32 * buffer_numel(run, rank_parameters(run)[unit])) if is_new else 0.0
+        forward_s = seconds(seen.forward, machine, ranks)
+        new_s, again_s = _new_memory_s(run, machine, unit, seen)
+        return UnitSeconds(
+            forward_s=forward_s + new_s,
+            backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
+            weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
+            recompute_s=forward_s + again_s,
+        )
+
+    def boundary_bytes(self, unit: int) -> float:
+        """Of the unit's input."""
+        return self.operations[unit].input_bytes
+
+    def collective_s(self, collective: Collective, size: float, over: Ranks) -> float:
+        """As the machine has it, which knows the number of ranks alone."""
+        return self.machine.collective_s(collective, size, over.count) if size else 0.0
+
+    def settle_s(self, size: float) -> float:
+        """Two reads and a write."""
+        return self.machine.pass_s("copy", 3 * size)
+
+    def update_s(self, units: Sequence[UnitParameters]) -> float:
+        """The gradient's norm, AdamW, the copy for computing, and zeros for the next step."""
+        run, machine = self.run, self.machine
+        shares = [FP32 * share_numel(run, unit) for unit in units]
+        update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
+        if zero_stage(run) == 0 and run.config.numerics.compute != "fp32":
+            update_s += machine.pass_s("copy", 1.5 * sum(shares))
+        cleared = shares if zero_stage(run) >= 2 else [FP32 * buffer_numel(run, unit) for unit in units]
+        return update_s + sum(machine.pass_s("write", size) for size in cleared)
 
 
 def _ranks(run: Resolved) -> Callable[[Axis], int]:
@@ -192,39 +216,3 @@ def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperation
     if run.plan.recompute == "full" and run.plan.recomputed[unit]:
         return machine.pass_s("new", seen.input_bytes), kept_s
     return kept_s, 0.0
-
-
-def _seconds(run: Resolved, program: Program, machine: Prices, unit: int, seen: UnitOperations) -> UnitSeconds:
-    mesh, e = run.plan.mesh, ELEMENT_BYTES[run.config.numerics.compute]
-    owned, ranks = rank_parameters(run)[unit], _ranks(run)
-
-    def over_families(take: Callable[[Family, int], float]) -> float:
-        return sum(take(family, family_numel(run, owned, family)) for family in run.plan.families)
-
-    def reduce_s(family: Family, numel: int) -> float:
-        kind: Collective = "reduce-scatter" if zero_stage(run, family) else "all-reduce"
-        return machine.collective_s(kind, FP32 * numel, mesh.shards(family)) if numel else 0.0
-
-    def fetch_s(family: Family, numel: int) -> float:
-        return machine.collective_s("all-gather", e * numel, mesh.shards(family)) if numel else 0.0
-
-    def replicas_s(family: Family, numel: int) -> float:
-        return machine.collective_s("all-reduce", FP32 * numel / mesh.shards(family), mesh.replicas) if numel else 0.0
-
-    share = FP32 * share_numel(run, owned)
-    # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
-    cleared_s = machine.pass_s("write", FP32 * buffer_numel(run, owned)) if zero_stage(run) >= 2 else 0.0
-    forward_s = seconds(seen.forward, machine, ranks)
-    new_s, again_s = _new_memory_s(run, machine, unit, seen)
-    return UnitSeconds(
-        forward_s=forward_s + new_s,
-        backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
-        weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
-        recompute_s=forward_s + again_s,
-        fetch_s=over_families(fetch_s),
-        reduce_s=over_families(reduce_s),
-        settle_s=machine.pass_s("copy", 3 * share) if zero_stage(run) else 0.0,
-        replicas_s=over_families(replicas_s),
-        tie_s=machine.collective_s("all-reduce", share, len(program.holders(unit))),
-        transfer_s=machine.collective_s("send", seen.input_bytes, 2),
-    )
