@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.machine import machine_facts
-from bench.peers_common import _peak_bytes, _reset_peak, random_batches
+from bench.peers_common import peak_bytes, random_batches, reset_peak
 from superstep.cost.program.memory import rank_bytes
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
@@ -113,7 +113,7 @@ def _rank(rank: int, cp: int, work: Work, budget_bytes: int | None, folder: str)
     batches = random_batches(run.shape, work.steps, 1, work.tokens)
     (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # what a first product loads
     dist.barrier()
-    baseline = _reset_peak()
+    baseline = reset_peak()
     if budget_bytes is not None:
         most = _data_bytes() + budget_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -127,7 +127,7 @@ def _rank(rank: int, cp: int, work: Work, budget_bytes: int | None, folder: str)
             else:
                 loss = engine.train_step(mine, valid_tokens=targets_BS.numel(), lr=1e-3).loss
             losses.append(loss)
-        seen = {"saved_bytes": saved, "peak_bytes": _peak_bytes() - baseline, "losses": losses}
+        seen = {"saved_bytes": saved, "peak_bytes": peak_bytes() - baseline, "losses": losses}
     except (RuntimeError, MemoryError) as error:
         seen = {"refused": f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0]}"}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

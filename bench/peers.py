@@ -11,17 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.peers_common import (
     IGNORE,
@@ -35,6 +30,7 @@ from bench.peers_common import (
 )
 from bench.peers_data import ddp, fsdp2, one_process
 from bench.peers_model import pipelining, tensor_parallel
+from bench.spawn import Workload, measure
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
 
@@ -52,19 +48,6 @@ PEERS: dict[Peer, Callable[[int, int, PeerJob], Side]] = {
 def run(rank: int, world: int, job: PeerJob) -> PeerResult:
     """Trains the job with the peer it names. Sets torch's threads to ``job.threads``."""
     return train(job, lambda: PEERS[job.peer](rank, world, job))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is measured: a named shape, and a step of it."""
-
-    shape: str = "bench"
-    vocab: int | None = None
-    sequences: int = 8
-    sequence_tokens: int = 512
-    microbatch: int = 2
-    steps: int = 6
-    warmup: int = 2
 
 
 LINE_UP: tuple[tuple[str, int, dict], ...] = (
@@ -92,34 +75,8 @@ LINE_UP: tuple[tuple[str, int, dict], ...] = (
 )
 
 
-def measure(world: int, settings: dict, load: Workload) -> dict:
-    """Spawns the ranks of one peer and returns what they measured, ready for JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world, settings, load, folder), nprocs=world)
-        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    median_s = max(statistics.median(r.step_seconds[load.warmup :]) for r in ranks)
-    return {
-        "settings": settings,
-        "world": world,
-        "tokens_per_s": load.sequences * load.sequence_tokens / median_s,
-        "median_step_s": median_s,
-        "median_cpu_s": sum(statistics.median(r.cpu_seconds[load.warmup :]) for r in ranks),
-        "step_seconds": [r.step_seconds for r in ranks],
-        "training_bytes": [r.peak_rss_bytes - r.baseline_bytes for r in ranks],
-        "peak_rss_bytes": [r.peak_rss_bytes for r in ranks],
-        "losses": ranks[0].losses,
-        "grad_norms": ranks[0].grad_norms,
-    }
-
-
-def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(minutes=5),
-    )
+def train_peer(rank: int, world: int, settings: dict, load: Workload) -> PeerResult:
+    """One rank of the peer that the settings name; ``spawn.measure`` takes it."""
     shape = shape_of(ModelConfig(name=load.shape, vocab=load.vocab))
     job = PeerJob(
         shape=shape,
@@ -128,8 +85,7 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
         microbatch=load.microbatch,
         **settings,
     )
-    torch.save(run(rank, world, job), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return run(rank, world, job)
 
 
 def main(argv: list[str]) -> None:
@@ -170,7 +126,7 @@ def main(argv: list[str]) -> None:
         chosen = ((f"{asked.peer} {asked.dtype}", asked.ranks, settings),)
     found = {}
     for name, world, settings in chosen:
-        found[name] = measured = measure(world, settings, load)
+        found[name] = measured = measure(train_peer, world, settings, load)
         fullest_mib = max(measured["training_bytes"]) / 2**20
         print(
             f"{name:28s} {measured['tokens_per_s']:8.0f} tokens/s   "

@@ -122,7 +122,7 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
     Only the peer's own communication happens inside a step: losses are summed over ranks after the last one.
     """
     torch.set_num_threads(job.threads)
-    baseline_bytes = _reset_peak()
+    baseline_bytes = reset_peak()
     side = make()
     optimizer = adamw(job, side.params)
     shares, norms, seconds, cpu_seconds = [], [], [], []
@@ -138,7 +138,7 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
         optimizer.zero_grad(set_to_none=not side.keeps_grads)
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu_start)
-    peak_rss_bytes = _peak_bytes()
+    peak_rss_bytes = peak_bytes()
     losses = torch.stack(shares).double()
     dist.all_reduce(losses)
     return PeerResult(
@@ -240,17 +240,17 @@ def _sizes(shape: ModelShape) -> dict[str, torch.Size]:
         return {f"{unit.name}.{k}": v.shape for unit in units(shape) for k, v in unit.build().state_dict().items()}
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Gives free memory back, sets the high-water mark to what is resident now, and returns that, in bytes."""
     gc.collect()
     if sys.platform != "linux":
-        return _peak_bytes()  # elsewhere the mark cannot be set back
+        return peak_bytes()  # elsewhere the mark cannot be set back
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
+    return peak_bytes()
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The most memory that was resident since the mark was set."""
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,19 +13,16 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bench.machine import machine_facts
-from bench.peers import Workload, measure
-from bench.peers_common import _peak_bytes, _reset_peak, random_batches
+from bench.peers import train_peer
+from bench.peers_common import PeerResult, peak_bytes, random_batches, reset_peak
+from bench.spawn import PATIENCE, Workload, measure
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
@@ -74,41 +71,10 @@ PAIRS: dict[str, tuple[dict, dict, int]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What one rank of the engine saw, in the words of ``peers_common.PeerResult``."""
-
-    losses: list[float]
-    step_seconds: list[float]
-    cpu_seconds: list[float]
-    baseline_bytes: int
-    peak_rss_bytes: int
-
-
-def measure_ours(world: int, settings: dict, load: Workload) -> dict:
-    """Spawn the engine's ranks; the same keys as ``peers.measure``."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world, settings, load, folder), nprocs=world)
-        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    median_s = max(statistics.median(r.step_seconds[load.warmup :]) for r in ranks)
-    return {
-        "settings": settings,
-        "world": world,
-        "tokens_per_s": load.sequences * load.sequence_tokens / median_s,
-        "median_step_s": median_s,
-        "median_cpu_s": sum(statistics.median(r.cpu_seconds[load.warmup :]) for r in ranks),
-        "step_seconds": [r.step_seconds for r in ranks],
-        "training_bytes": [r.peak_rss_bytes - r.baseline_bytes for r in ranks],
-        "losses": ranks[0].losses,
-    }
-
-
-def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) -> None:
+def train_ours(rank: int, world: int, settings: dict, load: Workload) -> PeerResult:
+    """One rank of the engine; ``spawn.measure`` takes it."""
     settings = dict(settings)
     torch.set_num_threads(settings.pop("threads", 1))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
-    )
     numerics = NumericsConfig(compute=settings.pop("compute", "fp32"), compile=settings.pop("compile", False))
     run = resolve(
         RunConfig(
@@ -121,10 +87,10 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
         world,
     )
     batches = random_batches(run.shape, load.steps, load.sequences, load.sequence_tokens)
-    baseline = _reset_peak()
-    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(minutes=5))
+    baseline_bytes = reset_peak()
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=PATIENCE)
     engine = Engine(run, units(run.shape), mesh)
-    losses, seconds, cpu_seconds = [], [], []
+    losses, norms, seconds, cpu_seconds = [], [], [], []
     dist.barrier()
     for tokens_BS, targets_BS in batches:
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -137,17 +103,17 @@ def _rank(rank: int, world: int, settings: dict, load: Workload, folder: str) ->
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu_start)
         losses.append(result.loss)
-    peak = _peak_bytes()
-    seen = Seen(
+        norms.append(result.grad_norm)
+    peak_rss_bytes = peak_bytes()
+    mesh.destroy()
+    return PeerResult(
         losses=losses,
+        grad_norms=norms,
         step_seconds=seconds,
         cpu_seconds=cpu_seconds,
-        baseline_bytes=baseline,
-        peak_rss_bytes=peak,
+        baseline_bytes=baseline_bytes,
+        peak_rss_bytes=peak_rss_bytes,
     )
-    torch.save(seen, Path(folder) / f"{rank}.pt")
-    mesh.destroy()
-    dist.destroy_process_group()
 
 
 def compare(name: str, rounds: int, load: Workload) -> dict:
@@ -155,9 +121,9 @@ def compare(name: str, rounds: int, load: Workload) -> dict:
     ours, theirs, world = PAIRS[name]
     found: dict[str, list[dict]] = {"superstep": [], "peer": []}
     for number in range(rounds):
-        sides = [("superstep", measure_ours, ours), ("peer", measure, theirs)]
-        for side, run, settings in sides if number % 2 == 0 else sides[::-1]:
-            found[side].append(run(world, settings, load))
+        sides = [("superstep", train_ours, ours), ("peer", train_peer, theirs)]
+        for side, train, settings in sides if number % 2 == 0 else sides[::-1]:
+            found[side].append(measure(train, world, settings, load))
     ratios = [p["median_step_s"] / s["median_step_s"] for s, p in zip(found["superstep"], found["peer"], strict=True)]
     cpu = [p["median_cpu_s"] / s["median_cpu_s"] for s, p in zip(found["superstep"], found["peer"], strict=True)]
 

@@ -193,11 +193,12 @@ def _lost_replica():
     return mock.patch.object(executor.Executor, "_reduce_replicas")
 
 
+# The kind of value that differs first; torch's own gate keeps its forward bits on some processors only.
 FAULTS = {
     "cells summed from left to right": (_left_to_right, "fp32 tied", {"tp": 2}, "loss"),
     "chunks of a weight's gradient as one product": (_one_chunk, "fp32 tied", {"dp": 2}, "gradient"),
     "a divisor of one more token": (_divisor_of_one_more_token, "fp32 tied", {"dp": 2}, "loss"),
-    "a gate of torch's own": (_torchs_own_gate, "fp32 tied", {"tp": 2}, "gradient"),
+    "a gate of torch's own": (_torchs_own_gate, "fp32 tied", {"tp": 2}, "loss gradient"),
     "replicas keep their own gradients": (_lost_replica, "fp32 tied", {"dp": 4, "zero": 1, "replicas": 2}, "gradient"),
 }
 
@@ -214,8 +215,8 @@ def test_a_fault_in_the_last_bits_is_caught_and_named(pool, reference, name):
     run = resolve(config(kind, **plan))
     verdict = pool.run(run.plan.mesh.world, _prove_with, name, run, reference(kind), timeout_s=100)[0]
     assert verdict.first is not None
-    assert verdict.first.kind == what, verdict.first.describe()
-    assert verdict.first.name or what in ("loss", "norm")
+    assert verdict.first.kind in what.split(), verdict.first.describe()
+    assert verdict.first.name or verdict.first.kind in ("loss", "norm")
     assert verdict.first_resumed is not None
 
 
