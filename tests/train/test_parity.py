@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import small
+from covering import covering, drawn, meetings
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -77,18 +78,24 @@ def test_the_sweep_has_every_value_of_every_choice(world):
         assert {r.plan.mesh.replicas for r in runs} == {1, 2}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_layout_that_fits(pool, references, world):
-    assert_proven(pool, world, _swept(world), references, timeout_s=600)
+COVERING = covering((1, 2, 4, 8))
 
 
-def test_every_fourth_layout_on_eight_ranks(pool, references):
-    assert_proven(pool, 8, _swept(8)[::4], references, timeout_s=600)
+def test_the_covering_array_has_every_pair_that_other_draws_have():
+    """Twice as many layouts, drawn otherwise, meet in no way that the chosen few do not."""
+    chosen = set().union(*(meetings(run) for runs in COVERING.values() for run in runs))
+    assert set().union(*map(meetings, drawn((1, 2, 4, 8), 600, seed=1))) <= chosen
+
+
+@pytest.mark.parametrize("world", COVERING)
+def test_every_pair_of_settings(pool, references, world):
+    assert_proven(pool, world, COVERING[world], references, timeout_s=600)
 
 
 @pytest.mark.slow
-def test_every_layout_on_eight_ranks(pool, references):
-    assert_proven(pool, 8, _swept(8), references, timeout_s=3000)
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_layout_that_fits(pool, references, world):
+    assert_proven(pool, world, _swept(world), references, timeout_s=3000)
 
 
 @pytest.mark.parametrize(
