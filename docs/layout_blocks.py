@@ -111,7 +111,22 @@ def _spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+def _peers() -> str:
+    found = json.loads((RESULTS / "train_vs_peers-4096.json").read_text(encoding="utf-8"))["pairs"]
+    rows = [
+        (
+            pair["pair"],
+            f"{pair['speed_ratio']:.2f}",
+            f"{pair['cpu_ratio']:.2f}",
+            " / ".join(f"{pair[f'{side}_training_bytes'] / 2**20:,.0f}" for side in ("superstep", "peer")),
+        )
+        for pair in found
+    ]
+    return table(("beside", "speed, ratio", "processor time, ratio", "memory, MiB a rank"), rows)
+
+
 LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
+    "peers": _peers,
     "replicas": _replicas,
     "zig-zag": _zig_zag,
     "long context": _long_context,

@@ -343,7 +343,7 @@ def main() -> None:
     """Write what is out of date."""
     CONFIGURATION.parent.mkdir(parents=True, exist_ok=True)
     CONFIGURATION.write_text(configuration(), encoding="utf-8")
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))):
         page = path.read_text(encoding="utf-8")
         if (made := filled(page)) != page:
             path.write_text(made, encoding="utf-8")

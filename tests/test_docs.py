@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import json
+import math
 import re
 import shlex
 import sys
@@ -21,8 +23,11 @@ from superstep.cli.options import DEMO
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
 from superstep.cost.program.predict import Machine, predict
+from superstep.cost.program.work import parameters
 from superstep.data.tokens import FILES as TOKEN_FILES
 from superstep.hardware.text import read_cluster
+from superstep.plan.config import ModelConfig
+from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config
 from superstep.program.instructions import Instruction
@@ -35,6 +40,7 @@ from superstep.train.session import RunFolder
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+LLAMA = parameters(shape_of(ModelConfig(name="llama3-8b")))
 MADE_BY_RUNS = {"bench/results"}
 """Paths that pages name and that are not in the repository."""
 
@@ -290,6 +296,30 @@ def test_the_reference_of_the_configuration_is_current(made):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_drawings_and_tables_are_current(page, made):
     assert text_of(page) == made.filled(text_of(page)), "run python docs/make_reference.py"
+
+
+def published():
+    with (ROOT / "tests" / "data" / "published" / "runs.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+FIGURES = {
+    "README.md": (
+        (r"against ([\d,]+) rows", lambda: f"{len(published()):,}"),
+        (r"of (\d+) sources", lambda: str(len({row["source"] for row in published()}))),
+    ),
+    "docs/explanation/zero.md": (
+        (r"\(([\d,]+) parameters\)", lambda: f"{LLAMA:,}"),
+        (r"= 4 bytes a parameter, ([\d.]+) GiB", lambda: f"{4 * LLAMA / 2**30:.1f}"),
+        (r"16/8 = 2 bytes, ([\d.]+) GiB", lambda: f"{2 * LLAMA / 2**30:.1f}"),
+    ),
+    "docs/tutorial/first-run.md": ((r"ln 2048 = ([\d.]+)", lambda: f"{math.log(2048):.2f}"),),
+}
+
+
+@pytest.mark.parametrize(("page", "pattern", "wanted"), [(p, *f) for p, found in FIGURES.items() for f in found])
+def test_a_figure_in_a_sentence_is_what_the_code_says(page, pattern, wanted):
+    assert re.findall(pattern, text_of(ROOT / page)) == [wanted()]
 
 
 def test_every_made_block_is_on_a_page(made):
