@@ -68,7 +68,7 @@ def instruction_seconds(run: Resolved, program: Program, source: Source) -> PerU
     held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
     tp = Ranks(run.plan.mesh.tp, 1)
     return PerUnit(
-        units=tuple(_unit(run, program, source, unit) for unit in range(len(owned))),
+        units=tuple(_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)),
         reduce_partial_s=max(
             source.collective_s("all-reduce", FP32 * partial_elements(run, units), tp) for units in held
         ),
@@ -77,8 +77,8 @@ def instruction_seconds(run: Resolved, program: Program, source: Source) -> PerU
     )
 
 
-def _unit(run: Resolved, program: Program, source: Source, unit: int) -> UnitSeconds:
-    mesh, owned = run.plan.mesh, rank_parameters(run)[unit]
+def _unit(run: Resolved, program: Program, source: Source, unit: int, owned: UnitParameters) -> UnitSeconds:
+    mesh = run.plan.mesh
     held = [(family, n) for family in run.plan.families if (n := family_numel(run, owned, family))]
     share = share_numel(run, owned)
     stage = mesh.tp * mesh.cp * mesh.dp

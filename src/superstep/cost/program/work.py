@@ -27,10 +27,12 @@ everything, or where the sequence is split, its tokens. In a mixture it is the t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
+from superstep.plan.rules import Rules
 from superstep.plan.split.unit_work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
@@ -130,15 +132,20 @@ def local_dims(run: Resolved) -> LocalDims:
 
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order, as the run's rules cut it."""
-    rules = run.plan.rules
-    return tuple(
-        UnitParameters(
-            matrices=sum(math.prod(p.dims) for p in owned if "tp" in map(rules.cut, p.axes)),
-            experts=sum(math.prod(p.dims) for p in owned if "ep" in map(rules.cut, p.axes)),
-            vectors=sum(math.prod(p.dims) for p in owned if len(p.dims) < 2 and not rules.cuts_any(p.axes)),
-            whole=sum(math.prod(p.dims) for p in owned if len(p.dims) > 1 and not rules.cuts_any(p.axes)),
-        )
-        for owned in run.outline.owned
+    found: dict[tuple[tuple[tuple[str | None, ...], tuple[int, ...]], ...], UnitParameters] = {}
+    kinds = [tuple((p.axes, p.dims) for p in owned) for owned in run.outline.owned]
+    for kind in kinds:  # blocks are alike
+        if kind not in found:
+            found[kind] = _parameters(run.plan.rules, kind)
+    return tuple(found[kind] for kind in kinds)
+
+
+def _parameters(rules: Rules, owned: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]]) -> UnitParameters:
+    return UnitParameters(
+        matrices=sum(math.prod(dims) for axes, dims in owned if "tp" in map(rules.cut, axes)),
+        experts=sum(math.prod(dims) for axes, dims in owned if "ep" in map(rules.cut, axes)),
+        vectors=sum(math.prod(dims) for axes, dims in owned if len(dims) < 2 and not rules.cuts_any(axes)),
+        whole=sum(math.prod(dims) for axes, dims in owned if len(dims) > 1 and not rules.cuts_any(axes)),
     )
 
 
