@@ -30,7 +30,7 @@ from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfi
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
-from superstep.state.checkpoint import Position
+from superstep.state.manifest import Position
 from superstep.train.loop import evaluate, routers, steps
 from superstep.train.session import RunFolder, Session
 

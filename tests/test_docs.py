@@ -32,7 +32,9 @@ from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
-from superstep.state.checkpoint import FILES, MANIFEST
+from superstep.state.folders import MARK
+from superstep.state.manifest import MANIFEST
+from superstep.state.tensor_file import FILES
 from superstep.train import rundir
 from superstep.train.model import resolved
 from superstep.train.session import RunFolder
@@ -346,7 +348,7 @@ def test_every_file_of_a_run_is_described():
     page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
     folder = RunFolder(root=Path("runs/demo"))
     parts = [getattr(folder, name) for name, of in vars(RunFolder).items() if isinstance(of, property)]
-    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, *TOKEN_FILES]
+    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, MARK, *TOKEN_FILES]
     assert len(names) > 10
     assert [name for name in names if name not in page] == []
 

@@ -13,7 +13,8 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.state.checkpoint import checkpoints, read_position
+from superstep.state.checkpoint import read_position
+from superstep.state.folders import checkpoints
 
 pytestmark = pytest.mark.multiproc
 

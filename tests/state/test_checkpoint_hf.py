@@ -19,7 +19,9 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import gather
 from superstep.runtime.mesh import build_mesh
-from superstep.state.checkpoint import Position, checkpoint_at, save
+from superstep.state.checkpoint import save
+from superstep.state.folders import checkpoint_at
+from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.train.batches import microbatches, rows
 

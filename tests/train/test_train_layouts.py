@@ -11,7 +11,9 @@ from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
-from superstep.state.checkpoint import Position, checkpoint_at, read_position
+from superstep.state.checkpoint import read_position
+from superstep.state.folders import checkpoint_at
+from superstep.state.manifest import Position
 from superstep.train.loop import train
 from superstep.train.session import Rate, RunFolder, Session
 

@@ -20,7 +20,8 @@ from superstep.plan.toml import read_config, write_config
 from superstep.program.compile import compile_step
 from superstep.program.text import read_program
 from superstep.runtime.executor import Executor
-from superstep.state.checkpoint import checkpoints, read_position
+from superstep.state.checkpoint import read_position
+from superstep.state.folders import checkpoints
 from superstep.train.session import write_whole
 
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
@@ -242,8 +243,13 @@ REFUSALS = {
     ),
     "a torn manifest": (
         ["resume", "--train.steps", "70"],
-        lambda run: (run / "checkpoints/step-000060/manifest.json").write_text('{"format": 1}'),
+        lambda run: (run / "checkpoints/step-000060/manifest.json").write_text('{"format": 2}'),
         "step-000060 is damaged: manifest.json",
+    ),
+    "an older checkpoint": (
+        ["resume", "--train.steps", "70"],
+        lambda run: (run / "checkpoints/step-000060/manifest.json").write_text('{"format": 1}'),
+        "step-000060 is a checkpoint of the older format 1",
     ),
     "a damaged run.toml": (
         ["resume", "--train.steps", "70"],

@@ -23,7 +23,7 @@ from superstep.model.unit import Row, global_tensors
 from superstep.plan.config import RunConfig
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.toml import read_config
-from superstep.state.checkpoint import checkpoints
+from superstep.state.folders import checkpoints
 from superstep.train.sample import Model, generate
 from superstep.train.session import RunFolder
 

@@ -5,148 +5,234 @@
         optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
         config.json              of the model, for other loaders
         tokenizer.json
-        manifest.json            the position, and a hash of every tensor
+        manifest.json            the position, and hashes of all the rest and of itself
 
-Ranks write their own slices into the same files. Everything is written into a folder beside, which is renamed into
-place once the manifest is in it: a checkpoint that can be seen is whole.
+Ranks write their own slices into the same files; where they do so through several page caches, no two of them write
+one page (``state.shares``). Everything is written into a folder beside, which is renamed into place once the disk has
+all of it: a checkpoint that can be seen is whole. Rank 0 alone makes, renames and deletes; after each step of a save
+all ranks learn whether it went well on all of them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
 import os
-import re
-import shutil
-import struct
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from superstep.errors import Fault, StateError
-from superstep.state.piece import Kind, Piece, spans
+from superstep.errors import Fault, StateError, SuperstepError
+from superstep.state import folders
+from superstep.state.durable import sync, write_text
+from superstep.state.manifest import (
+    MANIFEST,
+    Manifest,
+    Position,
+    StoredFile,
+    StoredTensor,
+    read_manifest,
+    write_manifest,
+)
+from superstep.state.piece import Kind, Piece, runs
+from superstep.state.shares import Claim, Range, Shares, granules, page_cache, share_out
+from superstep.state.tensor_file import (
+    ELEMENT_BYTES,
+    FILES,
+    TensorFile,
+    digest,
+    digest_of,
+    entry,
+    size_of,
+    tensor_files,
+)
+from superstep.state.together import Peers, together
+from superstep.state.writer import remove_parcels, writing
 
 T = TypeVar("T")
-FORMAT = 1
-MANIFEST = "manifest.json"
-FILES: Mapping[Kind, str] = {
-    "weight": "model.safetensors",
-    "exp_avg": "optimizer.safetensors",
-    "exp_avg_sq": "optimizer.safetensors",
-}
-
-
-class Peers(Protocol):
-    """The ranks that save or load together."""
-
-    @property
-    def rank(self) -> int:
-        """This one's number."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where training stands.
-
-    Attributes:
-        step: finished steps, which is also the optimizer's count of updates.
-        samples: sequences consumed: the cursor of the data.
-        tokens: valid tokens consumed.
-    """
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-
-
-def entry(kind: Kind, name: str) -> str:
-    """A tensor's name in its file."""
-    return name if kind == "weight" else f"{kind}.{name}"
+Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
 
 
 def save(
     folder: Path,
-    pieces: Sequence[Piece],
+    pieces: Iterable[Piece],
     position: Position,
     peers: Peers,
     *,
-    tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]],
-    beside: Mapping[str, str],
+    tensors: Tensors,
+    beside: Mapping[str, str | Path],
 ) -> int:
     """Write a checkpoint. Every rank calls this together.
 
     Args:
-        folder: where it will stand; its parent exists, it does not.
+        folder: where it will stand; nothing does yet.
         pieces: this rank's.
         position: where training stands.
         peers: the ranks.
         tensors: the shape of every global tensor of each kind.
-        beside: text files to put beside the tensors.
+        beside: files to put beside the tensors: a text, or the file to copy. Rank 0's count.
 
     Returns:
         Bytes of tensors on disk.
 
     Raises:
-        Fault: the disk is full or cannot be written. Nothing that was there before is touched.
+        Fault: it cannot be written: on every rank the same, of the first rank that could not. Nothing that was there
+            before is touched.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    layouts = _layouts(tensors)
+    saving = _Saving(folder, peers)
     try:
-        _together(peers, partial, lambda: _create(partial, layouts) if peers.rank == 0 else None)
-        _together(peers, partial, lambda: _write(partial, layouts, pieces))
-        hashes = _together(peers, partial, lambda: _hashes(partial, layouts, peers))
-        merged = {name: digest for part in hashes for name, digest in part.items()}
-        _together(
-            peers,
-            partial,
-            lambda: _publish(partial, folder, layouts, merged, position, beside) if peers.rank == 0 else None,
-        )
-    except Fault:
-        if peers.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        saving.together(lambda: saving.begin(pieces, tensors))
+        shares = share_out(saving.together(saving.claim))
+        parcels = saving.together(lambda: saving.write(shares))
+        if any(parcels):
+            saving.together(lambda: saving.unpack(shares, parcels))
+        hashes = {name: found for part in saving.together(saving.hashes) for name, found in part.items()}
+        saving.together(lambda: saving.publish(position, hashes, beside))
+    except SuperstepError:
+        saving.discard()
         raise
-    return sum(layout.total for layout in layouts.values())
+    return sum(file.total for file in saving.files.values())
+
+
+class _Saving:
+    """One rank's part in a save, step by step."""
+
+    def __init__(self, folder: Path, peers: Peers) -> None:
+        self.folder = folder
+        self.partial = folders.partial_of(folder)
+        self.peers = peers
+        self.files: Mapping[str, TensorFile] = {}
+        self._mine: list[tuple[Piece, str, int]] = []
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do a step on every rank."""
+        return together(self.peers, work, self._unwritable)
+
+    def begin(self, pieces: Iterable[Piece], tensors: Tensors) -> None:
+        """See what is to be written; rank 0 makes the folder and the files."""
+        self.files = tensor_files(tensors)
+        for piece in pieces:
+            if piece.is_owner and piece.values.numel():
+                file = FILES[piece.kind]
+                self._mine.append((piece, file, self.files[file].offsets[entry(piece.kind, piece.name)]))
+        if self.peers.rank == 0:
+            folders.begin(self.folder)
+            for name, layout in self.files.items():
+                with (self.partial / name).open("wb") as opened:
+                    opened.truncate(layout.total)
+
+    def claim(self) -> Claim:
+        """What this rank will write, and through which page cache."""
+        ranges: dict[str, list[Range]] = {}
+        if self.peers.rank == 0:
+            ranges = {name: [(0, len(layout.header))] for name, layout in self.files.items()}
+        for piece, file, offset in self._mine:
+            # A block of columns has gaps, which others fill: what matters is where they can come near each other.
+            first, last = (
+                next(runs(piece.shape, piece.index, at, 1)).offset
+                for at in (piece.low, piece.low + piece.values.numel() - 1)
+            )
+            ranges.setdefault(file, []).append((offset + ELEMENT_BYTES * first, offset + ELEMENT_BYTES * (last + 1)))
+        return Claim(page_cache(self.partial), {file: granules(found) for file, found in ranges.items()})
+
+    def write(self, shares: Shares) -> list[int]:
+        """Write what this rank has; the ranks that it leaves a parcel for."""
+        with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
+            if self.peers.rank == 0:
+                for name, layout in self.files.items():
+                    writer.put(name, 0, memoryview(layout.header))
+            for piece, file, offset in self._mine:
+                data = piece.values.detach().cpu().numpy().astype("<f4", copy=False).data.cast("B")
+                for run in runs(piece.shape, piece.index, piece.low, piece.values.numel()):
+                    part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
+                    writer.put(file, offset + ELEMENT_BYTES * run.offset, part)
+            return writer.sync()
+
+    def unpack(self, shares: Shares, parcels: Sequence[Sequence[int]]) -> None:
+        """Write what other ranks left for this one."""
+        with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
+            for sender, owners in enumerate(parcels):
+                if self.peers.rank in owners:
+                    writer.unpack(sender)
+            writer.sync()
+
+    def hashes(self) -> dict[str, str]:
+        """The hashes of this rank's share of the tensors, as they are on disk."""
+        every = [(file, name) for file, layout in self.files.items() for name in layout.shapes]
+        return {
+            name: digest_of(self.partial / file, self.files[file].offsets[name], size_of(self.files[file].shapes[name]))
+            for file, name in every[self.peers.rank :: self.peers.size]
+        }
+
+    def publish(self, position: Position, hashes: Mapping[str, str], beside: Mapping[str, str | Path]) -> None:
+        """On rank 0, write what stands beside the tensors, the manifest last, and give the folder its name."""
+        if self.peers.rank:
+            return
+        remove_parcels(self.partial)
+        texts = {n: t.read_text(encoding="utf-8") if isinstance(t, Path) else t for n, t in beside.items()}
+        for name, text in texts.items():
+            write_text(self.partial / name, text)
+        for name in self.files:
+            sync(self.partial / name)
+        manifest = Manifest(
+            position=position,
+            files={
+                name: StoredFile(layout.total, len(layout.header), digest(layout.header))
+                for name, layout in self.files.items()
+            },
+            tensors={
+                name: StoredTensor(file, layout.offsets[name], shape, hashes[name])
+                for file, layout in self.files.items()
+                for name, shape in layout.shapes.items()
+            },
+            beside={name: digest(text.encode()) for name, text in texts.items()},
+        )
+        write_text(self.partial / MANIFEST, write_manifest(manifest))
+        folders.publish(self.partial, self.folder)
+
+    def discard(self) -> None:
+        """On rank 0, delete what was written. Every rank has closed its files by then."""
+        if self.peers.rank == 0:
+            with suppress(OSError):  # it is deleted before the next save
+                folders.discard(self.partial)
+
+    def _unwritable(self, error: Exception) -> Fault:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError):
+            why = f"{error.filename or self.partial}: {error.strerror or error}"
+        else:
+            why = f"{type(error).__name__}: {error}"
+        mend = "Free space, then resume." if is_full else "Mend that, then resume."
+        return Fault(f"the checkpoint cannot be written: {why}; older checkpoints are untouched. {mend}")
 
 
 def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:
     """Fill this rank's pieces from a checkpoint of any layout. Every rank calls this together.
 
     Raises:
-        StateError: the checkpoint is not whole, or not of this model.
+        StateError: the checkpoint is not whole, or not of this model: on every rank the same.
     """
-    manifest = read_manifest(folder)
+
+    def unreadable(error: Exception) -> StateError:
+        return StateError(f"{folder} cannot be read ({error}); resume from another.")
+
+    def every(work: Callable[[], T]) -> list[T]:
+        return together(peers, work, unreadable)
+
+    manifest = every(lambda: read_manifest(folder) if peers.rank == 0 else None)[0]
+    assert manifest is not None
     wanted = list(pieces)
-    # Every rank learns what any of them found: they go on together or not at all.
-    foreign = [problem for part in peers.gather(_foreign(manifest, wanted)) for problem in part]
+    foreign = [problem for part in every(lambda: _foreign(manifest, wanted)) for problem in part]
     if foreign:
         raise StateError(f"{folder} is of another model: {foreign[0]}; name the model that wrote it.")
-    wrong = [problem for part in peers.gather(_verify(folder, manifest, peers)) for problem in part]
+    wrong = [problem for part in every(lambda: _wrong(folder, manifest, peers)) for problem in part]
     if wrong:
         raise StateError(f"{folder} is damaged: {wrong[0]}; delete it and resume from an older checkpoint.")
-    stored: dict[str, dict[str, Any]] = manifest["tensors"]
-    maps: dict[str, NDArray[np.float32]] = {}
-    for piece in wanted:
-        name = entry(piece.kind, piece.name)
-        found = stored[name]
-        path = folder / found["file"]
-        maps.setdefault(name, _open(path, found["offset"], piece.shape, "r"))
-        values = np.empty(piece.values.numel(), dtype=np.float32)
-        for part, at in spans(maps[name][piece.index], piece.low, piece.low + len(values)):
-            values[at : at + part.size] = part.reshape(-1)
-        piece.values.copy_(piece.values.new_tensor(values))
-    return _position(manifest)
+    every(lambda: _fill(folder, manifest, wanted))
+    return manifest.position
 
 
 def read_position(folder: Path) -> Position:
@@ -155,216 +241,78 @@ def read_position(folder: Path) -> Position:
     Raises:
         StateError: it is no checkpoint.
     """
-    return _position(read_manifest(folder))
+    return read_manifest(folder).position
 
 
-def _position(manifest: Mapping[str, Any]) -> Position:
-    return Position(**manifest["position"])
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        StateError: there is none, or it is of another format.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StateError(
-            f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error}); delete it and resume from another."
-        ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
-    try:
-        _position(manifest)
-        _ = [(t["file"], t["offset"], *t["shape"], t["blake2b"]) for t in manifest["tensors"].values()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise StateError(
-            f"{folder} is damaged: {MANIFEST} is not what was written; delete it and resume from an older checkpoint."
-        ) from error
-    return manifest
-
-
-def checkpoint_at(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
-    return root / f"step-{step:06d}"
-
-
-def checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under a folder, oldest first."""
-    found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted((path for path in found if (path / MANIFEST).is_file()), key=lambda p: int(p.name[5:]))
-
-
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written."""
-    for old in checkpoints(root)[:-keep]:
-        # Without its manifest a folder is no checkpoint: a crash in mid-deletion leaves nothing that would load.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
-    for left in root.glob("step-*"):
-        if not (left / MANIFEST).is_file() or left.suffix == ".partial":
-            shutil.rmtree(left)
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A safetensors file: its header, and where each tensor starts."""
-
-    header: bytes
-    offsets: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    total: int
-
-
-def _layouts(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[str, _File]:
-    contents: dict[str, dict[str, tuple[int, ...]]] = {}
-    for kind, shapes in tensors.items():
-        for name, shape in shapes.items():
-            contents.setdefault(FILES[kind], {})[entry(kind, name)] = shape
-    return {file: _layout(shapes) for file, shapes in contents.items()}
-
-
-def _layout(shapes: Mapping[str, tuple[int, ...]]) -> _File:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
-    at = 0
-    for name, shape in shapes.items():
-        size = 4 * int(np.prod(shape))
-        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
-        starts[name] = at
-        at += size
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
-    header = struct.pack("<Q", len(text)) + text
-    return _File(header, {name: len(header) + start for name, start in starts.items()}, shapes, len(header) + at)
-
-
-def _open(path: Path, offset: int, shape: tuple[int, ...], mode: str) -> NDArray[np.float32]:
-    return np.memmap(path, dtype="<f4", mode=mode, offset=offset, shape=shape)  # type: ignore[call-overload, no-any-return]
-
-
-def _create(partial: Path, layouts: Mapping[str, _File]) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    for name, layout in layouts.items():
-        with (partial / name).open("wb") as file:
-            # Taking the room now turns a full disk into an error here, not into a bus error in a mapped page.
-            if sys.platform == "linux":
-                os.posix_fallocate(file.fileno(), 0, layout.total)
-            else:
-                file.truncate(layout.total)
-            file.write(layout.header)
-
-
-def _write(partial: Path, layouts: Mapping[str, _File], pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        if not piece.is_owner:
-            continue
-        name, file = entry(piece.kind, piece.name), FILES[piece.kind]
-        tensor = _open(partial / file, layouts[file].offsets[name], piece.shape, "r+")
-        values = piece.values.detach().cpu().numpy()
-        for part, at in spans(tensor[piece.index], piece.low, piece.low + len(values)):
-            part[...] = values[at : at + part.size].reshape(part.shape)
-        tensor.flush()  # type: ignore[attr-defined]
-
-
-def _hashes(partial: Path, layouts: Mapping[str, _File], peers: Peers) -> dict[str, str]:
-    """The hash of every tensor, shared out over the ranks."""
-    every = [(file, name) for file, layout in layouts.items() for name in layout.shapes]
-    return {
-        name: _hash(partial / file, layouts[file].offsets[name], layouts[file].shapes[name])
-        for file, name in every[peers.rank :: peers.size]
-    }
-
-
-def _hash(path: Path, offset: int, shape: tuple[int, ...]) -> str:
-    return hashlib.blake2b(_open(path, offset, shape, "r").data.cast("B"), digest_size=16).hexdigest()
-
-
-def _publish(
-    partial: Path,
-    folder: Path,
-    layouts: Mapping[str, _File],
-    hashes: Mapping[str, str],
-    position: Position,
-    beside: Mapping[str, str],
-) -> None:
-    for name, text in beside.items():
-        (partial / name).write_text(text, encoding="utf-8")
-    manifest = {
-        "format": FORMAT,
-        "position": asdict(position),
-        "tensors": {
-            name: {
-                "file": file,
-                "offset": layout.offsets[name],
-                "dtype": "F32",
-                "shape": list(layout.shapes[name]),
-                "blake2b": hashes[name],
-            }
-            for file, layout in layouts.items()
-            for name in layout.shapes
-        },
-    }
-    path = partial / MANIFEST
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for name in layouts:
-        with (partial / name).open("rb") as data:
-            os.fsync(data.fileno())
-    if not (folder / MANIFEST).is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # a crash in mid-deletion may have left a part of one
-    partial.rename(folder)
-    handle = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _foreign(manifest: Mapping[str, Any], pieces: Sequence[Piece]) -> list[str]:
+def _foreign(manifest: Manifest, pieces: Sequence[Piece]) -> list[str]:
     """What this rank needs and the checkpoint does not have."""
-    stored = manifest["tensors"]
+    stored = manifest.tensors
     return [
         f"the run needs {name} {list(piece.shape)}, and the checkpoint "
-        + (f"has it as {stored[name]['shape']}" if name in stored else "does not have it")
+        + (f"has it as {list(stored[name].shape)}" if name in stored else "does not have it")
         for piece in pieces
-        if (name := entry(piece.kind, piece.name)) not in stored or tuple(stored[name]["shape"]) != piece.shape
+        if (name := entry(piece.kind, piece.name)) not in stored or stored[name].shape != piece.shape
     ]
 
 
-def _verify(folder: Path, manifest: Mapping[str, Any], peers: Peers) -> list[str]:
-    """What is wrong with this rank's share of the tensors."""
-    wrong = []
-    for name, found in list(manifest["tensors"].items())[peers.rank :: peers.size]:
+def _wrong(folder: Path, manifest: Manifest, peers: Peers) -> list[str]:
+    """What is not as it was written: for rank 0 files and their headers, for each rank its share of the tensors."""
+    parts = [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
+    parts = parts[peers.rank :: peers.size]
+    if peers.rank == 0:
+        parts = [(n, 0, f.header_bytes, f.blake2b, "the header") for n, f in manifest.files.items()] + parts
+    wrong = _wrong_files(folder, manifest) if peers.rank == 0 else []
+    for file, offset, size, expected, what in parts:
         try:
-            digest = _hash(folder / found["file"], found["offset"], tuple(found["shape"]))
-        except (OSError, TypeError, ValueError) as error:
-            wrong.append(f"{found['file']} cannot be read ({error})")
+            is_same = digest_of(folder / file, offset, size) == expected
+        except OSError as error:
+            wrong.append(f"{file} cannot be read ({error})")
         else:
-            if digest != found["blake2b"]:
-                wrong.append(f"{name} in {found['file']} has other bits than were written")
+            if not is_same:
+                wrong.append(f"{what} in {file} has other bits than were written")
     return wrong
 
 
-def _together(peers: Peers, partial: Path, work: Any) -> list[Any]:  # noqa: ANN401
-    """Do the work on every rank; if any rank fails, all raise its error, and none goes on."""
-    value, problem = None, ""
-    try:
-        value = work()
-    except OSError as error:
-        problem = f"{error.filename or partial}: {error.strerror}"
-    answers = peers.gather((value, problem))
-    for rank, (_, problem_there) in enumerate(answers):
-        if problem_there:
-            raise Fault(
-                f"the checkpoint cannot be written: {problem_there}; older checkpoints are untouched. "
-                "Free space, then resume.",
-                rank=rank,
-            )
-    return [value_there for value_there, _ in answers]
+def _wrong_files(folder: Path, manifest: Manifest) -> list[str]:
+    wrong = []
+    for name, file in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error})")
+        else:
+            if size != file.bytes:
+                wrong.append(f"{name} has {size} bytes, not the {file.bytes} that were written")
+    for name, expected in manifest.beside.items():
+        try:
+            is_same = digest((folder / name).read_bytes()) == expected
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error})")
+        else:
+            if not is_same:
+                wrong.append(f"{name} has other bits than were written")
+    return wrong
+
+
+def _fill(folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+    handles: dict[str, int] = {}
+    with ExitStack() as stack:
+        for piece in filter(lambda piece: piece.values.numel(), pieces):
+            stored = manifest.tensors[entry(piece.kind, piece.name)]
+            if stored.file not in handles:
+                handles[stored.file] = os.open(folder / stored.file, os.O_RDONLY)
+                stack.callback(os.close, handles[stored.file])
+            values = np.empty(piece.values.numel(), dtype="<f4")
+            data = values.data.cast("B")
+            for run in runs(piece.shape, piece.index, piece.low, len(values)):
+                part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
+                _read(handles[stored.file], part, stored.offset + ELEMENT_BYTES * run.offset)
+            piece.values.copy_(torch.from_numpy(values))
+
+
+def _read(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        got = os.preadv(handle, [data], offset)
+        if not got:
+            raise OSError(f"a file ends at byte {offset}")
+        data, offset = data[got:], offset + got

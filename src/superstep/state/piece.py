@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq", "gradient"]
 STATE: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
-Array = TypeVar("Array", Tensor, NDArray[np.float32])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +42,46 @@ class Piece:
     is_owner: bool
 
 
-def spans(block: Array, low: int, high: int) -> Iterator[tuple[Array, int]]:
-    """Views of ``block`` that together are its elements ``low`` to ``high`` in flattened order, each with where it
-    starts among them. A block cut out of a larger tensor has no flat view of its own.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that lie one after the other in the flattened global tensor.
+
+    Attributes:
+        offset: the first one's place in the tensor.
+        at: its place among the values of the piece.
+        count: how many there are.
     """
-    if low >= high:
+
+    offset: int
+    at: int
+    count: int
+
+
+def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int) -> Iterator[Run]:
+    """Where elements ``low`` to ``low + count`` of the flattened block ``index`` lie in a tensor, in ascending order.
+
+    A block that is whole but for its first dim is one run; one of columns is a run in each row.
+    """
+    if not count:
         return
-    if block.ndim <= 1:
-        yield block[low:high], 0
-        return
-    row = int(np.prod(block.shape[1:]))
-    first, last = low // row, high // row
-    if low % row:
-        end = min(high, (first + 1) * row)
-        yield from spans(block[first], low - first * row, end - first * row)
-        first += 1
-    if first < last:
-        yield block[first:last], first * row - low
-    if high % row and last >= first:
-        for part, at in spans(block[last], 0, high - last * row):
-            yield part, last * row - low + at
+    starts, block = [], []
+    for cut, size in zip(index, shape, strict=True):
+        start, stop, _ = cut.indices(size)
+        starts.append(start)
+        block.append(stop - start)
+    # The dim from which on the block is contiguous: those after it are whole.
+    inner = max(len(shape) - 1, 0)
+    while inner > 0 and block[inner] == shape[inner]:
+        inner -= 1
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(block[inner:])
+    numbers = np.arange(low // length, (low + count - 1) // length + 1)
+    base = np.full(len(numbers), sum(start * stride for start, stride in zip(starts, strides, strict=True)))
+    if inner:
+        for place, stride in zip(np.unravel_index(numbers, block[:inner]), strides, strict=False):
+            base += place * stride
+    begins = np.maximum(numbers * length, low)
+    ends = np.minimum((numbers + 1) * length, low + count)
+    offsets = base + begins - numbers * length
+    for offset, begin, end in zip(offsets.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        yield Run(offset, begin - low, end - begin)

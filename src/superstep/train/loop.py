@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from superstep.observe.events import Evaluated, RouterSeen, RunFinished, Saved, Sink, StepDone
-from superstep.state.checkpoint import Position
+from superstep.state.manifest import Position
 from superstep.train.session import Session
 
 

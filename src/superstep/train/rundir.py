@@ -15,7 +15,7 @@ from superstep.errors import ConfigError, Fault, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config, write_config
-from superstep.state.checkpoint import checkpoints
+from superstep.state.folders import checkpoints
 from superstep.train.session import RunFolder, write_whole
 
 # What may not change within one run: the weights or the cursor would mean something else.

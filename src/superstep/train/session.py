@@ -24,11 +24,14 @@ from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.executor import Ran
-from superstep.runtime.launch import World, barrier, gather
+from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.router_counts import Routed
-from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
+from superstep.state.checkpoint import load, save
+from superstep.state.folders import checkpoint_at, prune
+from superstep.state.manifest import Position
 from superstep.state.piece import STATE
+from superstep.state.together import together
 from superstep.train.batches import microbatches, rows
 from superstep.train.model import units_of
 from superstep.train.schedule import rate
@@ -147,6 +150,7 @@ class Session:
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
+        self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._train, self._validation = (
@@ -258,23 +262,28 @@ class Session:
         place = checkpoint_at(self.folder.checkpoints, position.step)
         size = save(
             place,
-            list(self._engine.pieces(STATE)),
+            self._engine.pieces(STATE),
             position,
             self._peers,
-            tensors=dict.fromkeys(STATE, tensor_shapes(self._engine)),
+            tensors=dict.fromkeys(STATE, self._shapes),
             beside={
                 **self._hf_config(),
-                "tokenizer.json": (self._corpus.folder / "tokenizer.json").read_text(encoding="utf-8"),
-                "corpus.json": (self._corpus.folder / "corpus.json").read_text(encoding="utf-8"),
+                "tokenizer.json": self._corpus.folder / "tokenizer.json",
+                "corpus.json": self._corpus.folder / "corpus.json",
             },
         )
-        self._write_trace(position.step)
-        if self._peers.rank == 0:
-            try:
-                prune(self.folder.checkpoints, self.run.config.state.keep)
-            except OSError as error:
-                raise unwritable(self.folder.checkpoints, error, step=position.step) from error
-        barrier()
+        trace = self._trace(position.step)
+
+        def settle() -> None:
+            write_whole(self.folder.trace, trace)
+            prune(self.folder.checkpoints, self.run.config.state.keep)
+
+        def unsettled(error: Exception) -> Fault:
+            known = error if isinstance(error, OSError) else OSError(0, repr(error))
+            return unwritable(self.folder.checkpoints, known, step=position.step)
+
+        # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
+        together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
         return place, size
 
     def _hf_config(self) -> dict[str, str]:
@@ -282,13 +291,12 @@ class Session:
         decoder = self.run.decoder
         return {} if decoder is None else {"config.json": json.dumps(to_hf_config(decoder), indent=2)}
 
-    def _write_trace(self, step: int) -> None:
+    def _trace(self, step: int) -> str:
+        """When each instruction of the last step ran. Every rank calls this together."""
         at = self._mesh.at
         mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
         parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
-        if self._peers.rank == 0:
-            trace = {"step": step, "ranks": [part for part in parts if part is not None]}
-            write_whole(self.folder.trace, json.dumps(trace))
+        return json.dumps({"step": step, "ranks": [part for part in parts if part is not None]})
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s as a share of the ranks' peak, where that is known."""

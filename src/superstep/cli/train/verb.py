@@ -31,7 +31,8 @@ from superstep.plan.toml import read_config
 from superstep.runtime.device import pick
 from superstep.runtime.launch import World, join, launch
 from superstep.runtime.measure.here import measure_here
-from superstep.state.checkpoint import Position, read_position
+from superstep.state.checkpoint import read_position
+from superstep.state.manifest import Position
 from superstep.train import rundir
 from superstep.train.loop import train
 from superstep.train.model import flops_per_token, operations, resolved, vocab_of

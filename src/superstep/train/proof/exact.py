@@ -22,7 +22,8 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import Mesh, build_mesh
-from superstep.state.checkpoint import Position, load, save
+from superstep.state.checkpoint import load, save
+from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
 from superstep.train.batches import microbatches, rows
 from superstep.train.schedule import rate
@@ -231,7 +232,7 @@ def _mesh(world: World, run: Resolved) -> Mesh:
 def _save(engine: Engine, world: World, place: Path, step: int) -> None:
     save(
         place,
-        list(engine.pieces(STATE)),
+        engine.pieces(STATE),
         Position(step=step, samples=0, tokens=0),
         RankPeers(world.rank, world.size),
         tensors=dict.fromkeys(STATE, tensor_shapes(engine)),

@@ -1,0 +1,192 @@
+"""The manifest of a checkpoint: the position, and what every byte of the folder was when it was written.
+
+    {"format": 2, "position": {...}, "files": {...}, "tensors": {...}, "beside": {...}, "blake2b": "..."}
+
+The last entry is the hash of all others, as text. The text is the only one of its content: a manifest that would be
+written otherwise is not what was written, so that no byte of it can change unseen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import StateError
+from superstep.state.tensor_file import digest, size_of
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+_OLDER = "delete it and resume from an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where training stands.
+
+    Attributes:
+        step: finished steps, which is also the optimizer's count of updates.
+        samples: sequences consumed: the cursor of the data.
+        tokens: valid tokens consumed.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of tensors: its size, the size of its header, and the header's hash."""
+
+    bytes: int
+    header_bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies, and its hash."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    Attributes:
+        files: the files of tensors, by name.
+        tensors: the tensors by name, "exp_avg.NAME" for a moment.
+        beside: the hashes of the other files, by name.
+    """
+
+    position: Position
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredTensor]
+    beside: Mapping[str, str]
+
+
+def write_manifest(manifest: Manifest) -> str:
+    """The text of a manifest."""
+    content = {
+        "format": FORMAT,
+        "position": asdict(manifest.position),
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "tensors": {
+            name: {
+                "file": tensor.file,
+                "offset": tensor.offset,
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "blake2b": tensor.blake2b,
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+        "beside": dict(manifest.beside),
+    }
+    return seal(content)
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """The one text of a manifest's content, with the hash of it."""
+    return json.dumps({**content, "blake2b": digest(json.dumps(content, indent=1).encode())}, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. What it says lies within the folder; its tensors are not read.
+
+    Raises:
+        StateError: there is none, it is of another format, it is not what was written, or it names what is not in
+            the folder.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes().decode()
+        content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(
+            f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error}); delete it and resume from another."
+        ) from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found == 1:
+        raise StateError(
+            f"{folder} is a checkpoint of the older format 1, which cannot show that its position and names are what "
+            f"was written; this version reads format {FORMAT}. Go on with the run by the version that wrote it."
+        )
+    if found != FORMAT:
+        raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
+    if seal({key: value for key, value in content.items() if key != "blake2b"}) != text:
+        raise StateError(f"{folder} is damaged: {MANIFEST} has other bits than were written; {_OLDER}.")
+    try:
+        manifest = _parse(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StateError(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r}); {_OLDER}.") from error
+    _refuse_outside(folder, manifest)
+    return manifest
+
+
+def is_manifest_of_ours(path: Path) -> bool:
+    """Whether a file is a manifest of this or another format, as far as can be told at a glance."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return (
+        isinstance(content, dict) and isinstance(content.get("format"), int) and {"position", "tensors"} <= set(content)
+    )
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    manifest = Manifest(
+        position=Position(**{key: _count(content["position"][key], key) for key in ("step", "samples", "tokens")}),
+        files={
+            name: StoredFile(_count(file["bytes"], name), _count(file["header_bytes"], name), file["blake2b"])
+            for name, file in content["files"].items()
+        },
+        tensors={
+            name: StoredTensor(
+                tensor["file"],
+                _count(tensor["offset"], name),
+                tuple(_count(size, name) for size in tensor["shape"]),
+                tensor["blake2b"],
+            )
+            for name, tensor in content["tensors"].items()
+        },
+        beside=dict(content["beside"]),
+    )
+    for name, tensor in manifest.tensors.items():
+        if tensor.offset + size_of(tensor.shape) > manifest.files[tensor.file].bytes:
+            raise ValueError(f"{name} ends beyond {tensor.file}")
+    return manifest
+
+
+def _count(value: object, name: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} = {value!r} is no count")
+    return value
+
+
+def _refuse_outside(folder: Path, manifest: Manifest) -> None:
+    for name in (*manifest.files, *manifest.beside):
+        if not _is_inside(folder, name):
+            raise StateError(
+                f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint; it was not written so. "
+                f"{_OLDER.capitalize()}."
+            )
+        path = folder / name
+        if path.exists() and not path.is_file():
+            raise StateError(f"{folder}: '{name}' is no regular file; it was not written so. {_OLDER.capitalize()}.")
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        return False
+    try:
+        return (folder / name).resolve().parent == folder.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return False

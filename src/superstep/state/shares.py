@@ -1,0 +1,124 @@
+"""Which rank writes which bytes of a file where the ranks see it through several page caches.
+
+Two hosts that write different bytes of one page of a network file system can each send the whole page to the server:
+theirs, and what they last knew of the rest. The later one undoes the earlier. So a page that hosts share is written by
+one of them, and the others hand their bytes to it:
+
+    file        |  granule  |  granule  |  granule  |
+    host A      ============            .            .
+    host B      .      ==================            .      the first granule is shared: one rank of A or B owns it
+    host C      .           .           =============
+
+What lies within one page cache is coherent: there all ranks write side by side, and nothing is handed over.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRANULE = 1 << 16
+"""Bytes; no Linux has larger pages than these for files."""
+
+STRETCH = 256 * GRANULE
+"""Bytes of shared granules in a row that one rank owns; the next are another's, so that work is shared out too."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank will write.
+
+    Attributes:
+        cache: which page cache it writes through.
+        ranges: for each file the ranges of bytes, in whole granules, ascending and apart.
+    """
+
+    cache: str
+    ranges: Mapping[str, Sequence[Range]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes that several page caches would write, and the rank that does."""
+
+    low: int
+    high: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Who writes what, the same on every rank."""
+
+    caches: tuple[str, ...]
+    stretches: Mapping[str, Sequence[Stretch]]
+
+    def parts(self, rank: int, file: str, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """The bytes ``low`` to ``high``, which ``rank`` has, as (low, high, the rank that writes them)."""
+        found = self.stretches.get(file, ())
+        at = max(bisect_right(found, low, key=lambda stretch: stretch.low) - 1, 0)
+        while low < high and at < len(found):
+            stretch = found[at]
+            at += 1
+            if stretch.high <= low:
+                continue
+            if low < stretch.low:
+                yield low, min(high, stretch.low), rank
+                low = min(high, stretch.low)
+            if low < high:
+                is_here = self.caches[stretch.owner] == self.caches[rank]
+                yield low, min(high, stretch.high), rank if is_here else stretch.owner
+                low = min(high, stretch.high)
+        if low < high:
+            yield low, high, rank
+
+
+def page_cache(folder: Path) -> str:
+    """A name for the page cache that this process sees a folder through: the same for all who share it."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        kernel = f"{uuid.getnode():x}"
+    return f"{platform.node()} {kernel} {os.stat(folder).st_dev}"
+
+
+def granules(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges of bytes in whole granules, ascending, those that touch as one."""
+    found: list[Range] = []
+    for low, high in sorted((low // GRANULE * GRANULE, -(-high // GRANULE) * GRANULE) for low, high in ranges):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
+
+
+def share_out(claims: Sequence[Claim]) -> Shares:
+    """Who writes what, of what every rank would write."""
+    caches = tuple(claim.cache for claim in claims)
+    files = {file for claim in claims for file in claim.ranges} if len(set(caches)) > 1 else set()
+    return Shares(caches, {file: tuple(_stretches(file, claims)) for file in sorted(files)})
+
+
+def _stretches(file: str, claims: Sequence[Claim]) -> Iterator[Stretch]:
+    edges: dict[int, list[int]] = {}
+    for rank, claim in enumerate(claims):
+        for edge in (edge for found in claim.ranges.get(file, ()) for edge in found):
+            edges.setdefault(edge, []).append(rank)
+    inside: set[int] = set()
+    low = number = 0
+    for edge in sorted(edges):
+        if len({claims[rank].cache for rank in inside}) > 1:
+            owners = sorted(inside)
+            for start in range(low, edge, STRETCH):
+                yield Stretch(start, min(start + STRETCH, edge), owners[number % len(owners)])
+                number += 1
+        inside ^= set(edges[edge])
+        low = edge

@@ -1,0 +1,91 @@
+"""The safetensors files of a checkpoint: where each global tensor lies, before a byte of it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from superstep.state.piece import Kind
+
+FILES: Mapping[Kind, str] = {
+    "weight": "model.safetensors",
+    "exp_avg": "optimizer.safetensors",
+    "exp_avg_sq": "optimizer.safetensors",
+}
+ELEMENT_BYTES = 4
+BLOCK_BYTES = 1 << 22
+"""What is read and hashed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A safetensors file: its header, and where each tensor starts."""
+
+    header: bytes
+    offsets: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    total: int
+
+
+def entry(kind: Kind, name: str) -> str:
+    """A tensor's name in its file."""
+    return name if kind == "weight" else f"{kind}.{name}"
+
+
+def size_of(shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; one without dims has one element."""
+    return ELEMENT_BYTES * math.prod(shape)
+
+
+def tensor_files(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[str, TensorFile]:
+    """The files that hold global tensors of these kinds, names and shapes."""
+    contents: dict[str, dict[str, tuple[int, ...]]] = {}
+    for kind, shapes in tensors.items():
+        for name, shape in shapes.items():
+            contents.setdefault(FILES[kind], {})[entry(kind, name)] = shape
+    return {file: _tensor_file(shapes) for file, shapes in contents.items()}
+
+
+def _tensor_file(shapes: Mapping[str, tuple[int, ...]]) -> TensorFile:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    at = 0
+    for name, shape in shapes.items():
+        size = size_of(shape)
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        starts[name] = at
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    header = struct.pack("<Q", len(text)) + text
+    return TensorFile(header, {name: len(header) + start for name, start in starts.items()}, shapes, len(header) + at)
+
+
+def digest(data: bytes) -> str:
+    """The hash that manifests hold."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def digest_of(path: Path, offset: int, size: int) -> str:
+    """The hash of a part of a file.
+
+    Raises:
+        OSError: it cannot be read, or ends before.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    buffer = memoryview(bytearray(min(size, BLOCK_BYTES)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while size:
+            got = file.readinto(buffer[:size])
+            if not got:
+                raise OSError(f"it ends at byte {file.tell()}")
+            found.update(buffer[:got])
+            size -= got
+    return found.hexdigest()

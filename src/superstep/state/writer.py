@@ -1,0 +1,98 @@
+"""A rank's bytes on their way into an unfinished checkpoint.
+
+What this rank writes itself goes to its place. What another rank writes goes into a parcel for that rank, a file that
+no third one touches; once all parcels are closed, each rank puts those for it in their places.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from superstep.state.shares import Shares
+
+_LABEL = struct.Struct("<HQQ")
+"""Before each run of bytes in a parcel: the number of the file, the offset, the size."""
+
+
+class Writer:
+    """Writes this rank's bytes; to be used within ``writing``, which closes every file."""
+
+    def __init__(self, folder: Path, files: list[str], rank: int, shares: Shares, stack: ExitStack) -> None:
+        self._folder = folder
+        self._files = files
+        self._rank = rank
+        self._shares = shares
+        self._stack = stack
+        self._handles: dict[str, int] = {}
+        self._parcels: dict[int, IO[bytes]] = {}
+
+    def put(self, file: str, offset: int, data: memoryview) -> None:
+        """Bytes of a file, from ``offset`` on."""
+        for low, high, owner in self._shares.parts(self._rank, file, offset, offset + len(data)):
+            part = data[low - offset : high - offset]
+            if owner == self._rank:
+                self._write(file, low, part)
+            else:
+                self._pack(owner, file, low, part)
+
+    def unpack(self, sender: int) -> None:
+        """Put what another rank has left for this one in its place.
+
+        Raises:
+            OSError: the parcel is not whole.
+        """
+        with parcel(self._folder, sender, self._rank).open("rb") as found:
+            while label := found.read(_LABEL.size):
+                number, offset, size = _LABEL.unpack(label)
+                data = found.read(size)
+                if len(data) < size:
+                    raise OSError(f"{found.name} ends too early")
+                self._write(self._files[number], offset, memoryview(data))
+
+    def sync(self) -> list[int]:
+        """Wait until the disk has everything; the ranks that have a parcel to unpack."""
+        for handle in self._handles.values():
+            os.fsync(handle)
+        for found in self._parcels.values():
+            found.flush()
+            os.fsync(found.fileno())
+        return sorted(self._parcels)
+
+    def _write(self, file: str, offset: int, data: memoryview) -> None:
+        # Written, not mapped: a disk that fails says so here, and no page is read that is written whole.
+        if file not in self._handles:
+            self._handles[file] = os.open(self._folder / file, os.O_WRONLY)
+            self._stack.callback(os.close, self._handles[file])
+        while data:
+            done = os.pwrite(self._handles[file], data, offset)
+            data, offset = data[done:], offset + done
+
+    def _pack(self, owner: int, file: str, offset: int, data: memoryview) -> None:
+        if owner not in self._parcels:
+            path = parcel(self._folder, self._rank, owner)
+            self._parcels[owner] = self._stack.enter_context(path.open("wb"))
+        self._parcels[owner].write(_LABEL.pack(self._files.index(file), offset, len(data)))
+        self._parcels[owner].write(data)
+
+
+@contextmanager
+def writing(folder: Path, files: list[str], rank: int, shares: Shares) -> Iterator[Writer]:
+    """A rank's writer into the files of a folder; they are closed at the end."""
+    with ExitStack() as stack:
+        yield Writer(folder, files, rank, shares, stack)
+
+
+def parcel(folder: Path, sender: int, owner: int) -> Path:
+    """Where one rank leaves bytes for another."""
+    return folder / f"{sender}-to-{owner}.parcel"
+
+
+def remove_parcels(folder: Path) -> None:
+    """Remove those that were unpacked."""
+    for path in folder.glob("*.parcel"):
+        path.unlink()

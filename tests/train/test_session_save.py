@@ -1,0 +1,115 @@
+"""What a session saves: parameters without dims too; and what breaks around a checkpoint on one rank stops all."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file
+
+import runs
+from superstep.data.tokens import prepare
+from superstep.errors import Fault
+from superstep.plan.config import ModelConfig
+from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
+from superstep.runtime.launch import World
+from superstep.state.folders import checkpoint_at, checkpoints
+from superstep.state.manifest import Position
+from superstep.state.piece import STATE
+from superstep.train import session as module
+from superstep.train.model import resolved
+from superstep.train.session import Rate, RunFolder, Session
+
+SOURCE = """
+import torch
+from torch import nn
+from superstep.model.unit import ParamSpec, UnitSpec
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, h_BSD):
+        return h_BSD * self.gain
+
+def matrix(name):
+    return {"weight": ParamSpec(name=name, axes=(None, None), std=0.1)}
+
+def units(config):
+    return [
+        UnitSpec(name="embed", build=lambda: nn.Embedding(300, 32), params=matrix("e")),
+        UnitSpec(name="gain", build=Gain, params={"gain": ParamSpec(name="gain", axes=(), std=None)}),
+        UnitSpec(name="head", build=lambda: nn.Linear(32, 300, bias=False), params=matrix("h")),
+    ]
+"""
+
+
+def _disk(*args, **rest):
+    raise OSError(5, "Input/output error")
+
+
+def _cuda(self, kinds):
+    yield from ()
+    raise RuntimeError("CUDA error: planted")
+
+
+# the rank that fails, what does, and what all ranks say
+FAILURES = {
+    "a rank's pieces": (
+        1,
+        (Engine, "pieces", _cuda),
+        "rank 1: the checkpoint cannot be written: RuntimeError: CUDA err",
+    ),
+    "the trace": (
+        0,
+        (module, "write_whole", _disk),
+        "rank 0, step 12: {root}/checkpoints cannot be written: Input/out",
+    ),
+    "old checkpoints": (
+        0,
+        (module, "prune", _disk),
+        "rank 0, step 13: {root}/checkpoints cannot be written: Input/out",
+    ),
+}
+
+
+def _save(rank, world, run, root, corpus):
+    unknown = Rate(flops_per_token=None, peak_flops=None)
+    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
+    session.save(Position(step=10, samples=40))
+    heard = []
+    for number, (failing, (where, name, wrong), _) in enumerate(FAILURES.values()):
+        with ExitStack() as stack:
+            if rank == failing:
+                stack.enter_context(mock.patch.object(where, name, wrong))
+            with pytest.raises(Fault) as fault:
+                session.save(Position(step=11 + number))
+        heard.append(str(fault.value))
+    before = [piece.values.clone() for piece in session._engine.pieces(STATE)]
+    for piece in session._engine.pieces(STATE):
+        piece.values.zero_()
+    assert session.load(checkpoint_at(Path(root) / "checkpoints", 10)) == Position(step=10, samples=40)
+    assert all((a == p.values).all() for a, p in zip(before, session._engine.pieces(STATE), strict=True))
+    session.close()
+    return heard
+
+
+@pytest.mark.multiproc
+def test_a_save_with_a_scalar_and_what_breaks_around_it(pool, tmp_path):
+    for name, text in (("good.txt", runs.TEXT), ("mine.py", SOURCE)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    model = ModelConfig(source=str(tmp_path / "mine.py"), layers=1, width=32, heads=2, vocab=300)
+    config = replace(runs.config(plan={"dp": 2, "zero": 3}), model=model)
+    config = replace(config, state=replace(config.state, keep=3))
+    prepare(replace(config.data, corpus=(str(tmp_path / "good.txt"),)), 300, tmp_path / "data")
+    heard = pool.run(2, _save, resolved(config), str(tmp_path), str(tmp_path / "data"), timeout_s=60)
+    assert heard[0] == heard[1]
+    for said, (_, _, expected) in zip(heard[0], FAILURES.values(), strict=True):
+        assert said.startswith(expected.format(root=tmp_path))
+    places = checkpoints(tmp_path / "checkpoints")
+    assert [place.name for place in places] == ["step-000010", "step-000012", "step-000013"]
+    assert load_file(places[0] / "model.safetensors")["gain"].shape == ()
+    assert load_file(places[0] / "optimizer.safetensors")["exp_avg.gain"].shape == ()
