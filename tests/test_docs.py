@@ -25,6 +25,7 @@ from superstep.cli.scaling import verb as scaling
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
 from superstep.data.tokens import FILES as TOKEN_FILES
+from superstep.data.turn import LOCK
 from superstep.hardware.text import read_cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
@@ -348,7 +349,7 @@ def test_every_file_of_a_run_is_described():
     page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
     folder = RunFolder(root=Path("runs/demo"))
     parts = [getattr(folder, name) for name, of in vars(RunFolder).items() if isinstance(of, property)]
-    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, MARK, *TOKEN_FILES]
+    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, MARK, *TOKEN_FILES, LOCK]
     assert len(names) > 10
     assert [name for name in names if name not in page] == []
 

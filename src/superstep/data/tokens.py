@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from superstep.data.corpus import documents, source_files
 from superstep.data.order import mix64
 from superstep.data.tokenizer import PASSAGE_CHARS, Tokenizer, load_tokenizer, passages, train_tokenizer
+from superstep.data.turn import turn, unheard
 from superstep.errors import ConfigError, DataError, Fault
 from superstep.plan.config import DataConfig
 
@@ -115,14 +116,15 @@ class Corpus:
         return load_tokenizer(self.folder / "tokenizer.json")
 
 
-def prepare(config: DataConfig, vocab: int, folder: Path) -> Corpus:
+def prepare(config: DataConfig, vocab: int, folder: Path, *, tell: Callable[[str], None] = unheard) -> Corpus:
     """Makes the token files of ``config`` in ``folder``, or opens those that an equal call has made.
 
-    One process at a time may prepare a folder; the others call ``open_corpus`` once it has returned. A corpus
-    that the folder holds already stays whole until the new one is; what a killed call left is made again.
+    One process at a time prepares a folder; another waits for it and opens what it made. A corpus that the
+    folder holds already stays whole until the new one is; what a killed call left is made again.
 
     Args:
         vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
+        tell: given a line for the user where another process is waited for.
 
     Raises:
         ConfigError, DataError: where the settings, the text or the tokenizer cannot be used.
@@ -136,7 +138,9 @@ def prepare(config: DataConfig, vocab: int, folder: Path) -> Corpus:
             f"{vocab}; set model.vocab to {tokenizer.vocab} or more."
         )
     if not is_prepared(config, vocab, folder):
-        _build(config, tokenizer, vocab, folder, _fingerprint(config, vocab))
+        with turn(folder, tell):
+            if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
+                _build(config, tokenizer, vocab, folder, _fingerprint(config, vocab))
     corpus = open_corpus(folder)
     _refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
     return corpus

@@ -132,7 +132,7 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
     if checkpoint is None or not is_whole(kept):
         if not (kept / "corpus.json").is_file():
             _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {kept} ...")
-        prepare(data, vocab_of(run), kept)
+        prepare(data, vocab_of(run), kept, tell=_say)
     if checkpoint is not None:
         rundir.check_tokens(checkpoint, kept)
     return kept
