@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -122,7 +123,11 @@ class _Saving:
             folders.begin(self.folder)
             for name, layout in self.files.items():
                 with (self.partial / name).open("wb") as opened:
-                    opened.truncate(layout.total)
+                    # What goes through a map must have its room: a full disk would be a bus error there.
+                    if sys.platform == "linux":
+                        os.posix_fallocate(opened.fileno(), 0, layout.total)
+                    else:
+                        opened.truncate(layout.total)
 
     def claim(self) -> Claim:
         """What this rank will write, and through which page cache."""
@@ -146,9 +151,8 @@ class _Saving:
                     writer.put(name, 0, memoryview(layout.header))
             for piece, file, offset in self._mine:
                 data = piece.values.detach().cpu().numpy().astype("<f4", copy=False).data.cast("B")
-                for run in runs(piece.shape, piece.index, piece.low, piece.values.numel()):
-                    part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
-                    writer.put(file, offset + ELEMENT_BYTES * run.offset, part)
+                found = list(runs(piece.shape, piece.index, piece.low, piece.values.numel()))
+                writer.put_runs(file, offset, data, found)
             return writer.sync()
 
     def unpack(self, shares: Shares, parcels: Sequence[Sequence[int]]) -> None:

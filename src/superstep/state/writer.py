@@ -2,21 +2,31 @@
 
 What this rank writes itself goes to its place. What another rank writes goes into a parcel for that rank, a file that
 no third one touches; once all parcels are closed, each rank puts those for it in their places.
+
+Bytes are written, not mapped: a disk that fails says so here, and no page is read that is written whole. But a block of
+columns is many short runs, between which the ranks of a host would wait for each other's lock of the file at every one:
+where they share one page cache, those go through a map. The room for them has been taken before.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from superstep.state.piece import Run
 from superstep.state.shares import Shares
+from superstep.state.tensor_file import ELEMENT_BYTES
 
 _LABEL = struct.Struct("<HQQ")
 """Before each run of bytes in a parcel: the number of the file, the offset, the size."""
+
+SHORT_BYTES = 1 << 18
+"""Runs shorter than this on average go through a map, where there are several."""
 
 
 class Writer:
@@ -29,7 +39,20 @@ class Writer:
         self._shares = shares
         self._stack = stack
         self._handles: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
         self._parcels: dict[int, IO[bytes]] = {}
+
+    def put_runs(self, file: str, offset: int, data: memoryview, found: Sequence[Run]) -> None:
+        """The runs of a piece, of the tensor that starts at ``offset`` of a file."""
+        is_mapped = len(found) > 1 and len(data) < SHORT_BYTES * len(found) and len(set(self._shares.caches)) == 1
+        view = self._map(file) if is_mapped else None
+        for run in found:
+            part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
+            at = offset + ELEMENT_BYTES * run.offset
+            if view is None:
+                self.put(file, at, part)
+            else:
+                view[at : at + len(part)] = part
 
     def put(self, file: str, offset: int, data: memoryview) -> None:
         """Bytes of a file, from ``offset`` on."""
@@ -56,6 +79,8 @@ class Writer:
 
     def sync(self) -> list[int]:
         """Wait until the disk has everything; the ranks that have a parcel to unpack."""
+        for view in self._maps.values():
+            view.flush()
         for handle in self._handles.values():
             os.fsync(handle)
         for found in self._parcels.values():
@@ -64,13 +89,21 @@ class Writer:
         return sorted(self._parcels)
 
     def _write(self, file: str, offset: int, data: memoryview) -> None:
-        # Written, not mapped: a disk that fails says so here, and no page is read that is written whole.
-        if file not in self._handles:
-            self._handles[file] = os.open(self._folder / file, os.O_WRONLY)
-            self._stack.callback(os.close, self._handles[file])
+        handle = self._handle(file)
         while data:
-            done = os.pwrite(self._handles[file], data, offset)
+            done = os.pwrite(handle, data, offset)
             data, offset = data[done:], offset + done
+
+    def _handle(self, file: str) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(self._folder / file, os.O_RDWR)
+            self._stack.callback(os.close, self._handles[file])
+        return self._handles[file]
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            self._maps[file] = self._stack.enter_context(mmap.mmap(self._handle(file), 0))
+        return self._maps[file]
 
     def _pack(self, owner: int, file: str, offset: int, data: memoryview) -> None:
         if owner not in self._parcels:
