@@ -33,8 +33,8 @@ from superstep.program.instructions import (
     is_compute,
     lane,
 )
+from superstep.program.rendezvous import routes
 from superstep.program.text import describe, read_instruction, read_program, write_program
-from superstep.runtime.mesh import routes
 
 any_plan = examples(25)
 

@@ -6,6 +6,7 @@ from superstep.plan.resolve import Plan
 from superstep.program.check import check
 from superstep.program.instructions import Program
 from superstep.program.passes import add_fetch, add_recompute, add_reductions, add_step, add_transfers, lower
+from superstep.program.rendezvous import check_first_uses, routes
 from superstep.program.schedule import forward_order, order
 
 
@@ -27,7 +28,7 @@ def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     program = held(add_transfers(program))
     program = held(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
     program = held(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
-    return check(add_step(program))
+    return check_first_uses(check(add_step(program)), routes(plan.placement))
 
 
 def _as_it_is(program: Program) -> Program:
@@ -39,7 +40,8 @@ def compile_evaluation(plan: Plan) -> Program:
     tasks = forward_order(placement=plan.placement, microbatches=plan.microbatches)
     program = check(lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
-    return check(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
+    program = check(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
+    return check_first_uses(program, routes(plan.placement))
 
 
 def _sharers(plan: Plan) -> int:

@@ -1,13 +1,14 @@
 """issue_order: the program's instructions in an order in which they can run, all ranks together.
 
 What one rank waits for comes from another: a compute for its received input, a sum or the step for all ranks that take
-part. A program in which some wait for ever has no such order.
+part, and the first use of a channel that is not made yet for its other end. A program in which some wait for ever has
+no such order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from superstep.errors import SuperstepError
 from superstep.program.instructions import (
@@ -33,29 +34,31 @@ class InvalidProgram(SuperstepError):
     """A program breaks a rule; the message names rank, position and instruction."""
 
 
-def issue_order(program: Program) -> Iterator[tuple[Place, ...]]:
+def issue_order(program: Program, *, made: Collection[Channel] | None = None) -> Iterator[tuple[Place, ...]]:
     """Every instruction's place (rank, index), each after everything that it waits for.
 
     A compute waits for its received input, and that for its send and for what lies ahead on the channel.
-    A tie and the step wait for every rank that takes part, and come as one tuple of all their places.
+    A tie and the step wait for every rank that takes part, and come as one tuple of all their places; so do the first
+    send and the first receive on a channel that is not among those ``made``, by default all.
 
     Raises:
         InvalidProgram: some ranks wait for ever; the message says who waits for what.
     """
     at = [0] * program.pp
-    channels = _Channels()
+    channels = _Channels(made)
     is_moving = True
     while is_moving:
         is_moving = False
         for number, instructions in enumerate(program.ranks):
             while at[number] < len(instructions):
                 i = instructions[at[number]]
-                members = _members(program, number, i)
-                if channels.missing(number, i) or not all(_stands_at(program, at, o, i) for o in members):
+                together = channels.first_use(number, i) or dict.fromkeys(_members(program, number, i), i)
+                if channels.missing(number, i) or not all(_stands_at(program, at, *each) for each in together.items()):
                     break
-                channels.issue(number, i)
-                yield tuple((o, at[o]) for o in members)
-                for other in members:
+                for other, theirs in together.items():
+                    channels.issue(other, theirs)
+                yield tuple((other, at[other]) for other in together)
+                for other in together:
                     at[other] += 1
                 is_moving = True
     waits = []
@@ -64,6 +67,9 @@ def issue_order(program: Program) -> Iterator[tuple[Place, ...]]:
             i = instructions[at[number]]
             value = channels.missing(number, i)
             what = f" for {value[0]} u{value[1]} m{value[2]}" if value else ""
+            if isinstance(i, Send | Recv):  # these wait at their first use alone
+                source, target, wire = _channel(number, i)
+                what = f" for rank {i.peer} at the first use of channel {wire} from rank {source} to rank {target},"
             waits.append(f"rank {number} waits{what} at instruction {at[number]} ({describe(i)})")
     if waits:
         raise InvalidProgram("deadlock: " + "; ".join(waits))
@@ -84,10 +90,20 @@ def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> 
     return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
 
 
-class _Channels:
-    """What was sent, posted and delivered so far. A channel delivers in the order of its sends."""
+def _channel(number: int, i: Send | Recv) -> Channel:
+    """The channel of a rank's send or receive."""
+    return (number, i.peer, i.wire) if isinstance(i, Send) else (i.peer, number, i.wire)
 
-    def __init__(self) -> None:
+
+class _Channels:
+    """What was sent, posted and delivered so far. A channel delivers in the order of its sends.
+
+    Args:
+        made: the channels that are there from the start; all where it is None.
+    """
+
+    def __init__(self, made: Collection[Channel] | None) -> None:
+        self.made = None if made is None else set(made)
         self.sent: dict[Channel, deque[Value]] = {}
         self.posted: dict[Channel, set[Value]] = {}
         self.awaited: dict[int, set[Value]] = {}
@@ -96,10 +112,11 @@ class _Channels:
         """Advance over a send or a receive."""
         if not isinstance(i, Send | Recv):
             return
-        value = (i.wire, i.unit, i.microbatch)
-        source, target = (number, i.peer) if isinstance(i, Send) else (i.peer, number)
-        sent = self.sent.setdefault((source, target, i.wire), deque())
-        posted = self.posted.setdefault((source, target, i.wire), set())
+        value, channel = (i.wire, i.unit, i.microbatch), _channel(number, i)
+        target = channel[1]
+        if self.made is not None:
+            self.made.add(channel)
+        sent, posted = self.sent.setdefault(channel, deque()), self.posted.setdefault(channel, set())
         if isinstance(i, Send):
             sent.append(value)
         else:
@@ -108,6 +125,13 @@ class _Channels:
         while sent and sent[0] in posted:
             posted.discard(sent[0])
             self.awaited[target].discard(sent.popleft())
+
+    def first_use(self, number: int, i: Instruction) -> dict[int, Instruction]:
+        """Where the instruction makes its channel, what each end must stand at; else nothing."""
+        if not isinstance(i, Send | Recv) or self.made is None or _channel(number, i) in self.made:
+            return {}
+        other = Recv if isinstance(i, Send) else Send
+        return {number: i, i.peer: other(i.wire, i.unit, i.microbatch, number)}
 
     def missing(self, number: int, i: Instruction) -> Value | None:
         """What the instruction computes with that was posted and has not arrived."""

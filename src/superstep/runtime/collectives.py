@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.runtime.mesh import Group
+from superstep.runtime.transport import has_gloos_calls
 
 
 class Pending(Protocol):
@@ -69,10 +70,6 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _is_gloo(group: Group) -> bool:
-    return dist.get_backend(group) == "gloo"
-
-
 def all_reduce(buffer: Tensor, group: Group) -> Pending:
     """Sum ``buffer`` over the group, in place."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -87,7 +84,7 @@ def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     """
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
-    if not _is_gloo(group):
+    if not has_gloos_calls(group):
         work = _scatter_single(parts[me], buffer, group=group, async_op=True)
         return _Works((work,))
     arrived = buffer.new_empty(size, parts[me].numel())
@@ -117,7 +114,7 @@ def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     """Fill ``buffer`` from the parts of the group's ranks; this rank's own part is already in place."""
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
-    if not _is_gloo(group):
+    if not has_gloos_calls(group):
         return _Works((_gather_single(buffer, parts[me], group=group, async_op=True),))
     works: list[dist.Work] = []
     for step in range(1, size):
@@ -131,12 +128,17 @@ def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
 
 def send(tensor: Tensor, group: Group, target: int, tag: int) -> Pending:
     """Start sending to the group's rank ``target``; the tensor must not change until waited for."""
-    return _Works((_started(dist.isend(tensor, group=group, group_dst=target, tag=tag)),))
+    return _Works((_started(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
 
 
 def receive(tensor: Tensor, group: Group, source: int, tag: int) -> Pending:
     """Start receiving from the group's rank ``source``."""
-    return _Works((_started(dist.irecv(tensor, group=group, group_src=source, tag=tag)),))
+    return _Works((_started(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
+
+
+def _tag(group: Group, tag: int) -> int:
+    # NCCL has none, and what came out of order would be taken for what was asked for: so too where Gloo stands for it.
+    return tag if has_gloos_calls(group) else 0
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -160,7 +162,7 @@ def scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks of [B, S, ...]; each keeps its part of the sequence: [B, S / size, ...]."""
     size, me = group.size(), group.rank()
     parts = torch.stack(x.chunk(size, dim=1))
-    if not _is_gloo(group):
+    if not has_gloos_calls(group):
         out = torch.empty_like(parts[0])
         _scatter_single(out.view(-1), parts.view(-1), group=group)
         return out

@@ -309,12 +309,12 @@ class Executor:
         self._values(wire)[unit, m] = tensor
 
     def _channel(self, source: int, target: int, wire: Wire, peer: int) -> tuple[torch.distributed.ProcessGroup, int]:
+        """The group that a transfer goes over, and the peer's rank in it."""
         mesh = self._machine.mesh
-        if mesh.channels:
-            # The group's ranks are (source, target), in that order.
-            return mesh.channels[source, target, wire], 0 if peer == source else 1
-        assert mesh.pp is not None
-        return mesh.pp, peer
+        group = mesh.channels[source, target, wire] if mesh.transport.has_channels else mesh.pp
+        assert group is not None
+        # Not its place in the pipeline: a group sorts its ranks, so that a channel upwards and one back look alike.
+        return group, torch.distributed.get_group_rank(group, mesh.peer(peer))
 
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
         return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")

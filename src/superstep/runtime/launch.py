@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.runtime.device import Device, pick
+from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,23 +117,26 @@ def join(prepare: Callable[[int], AbstractContextManager[T]], worker: Callable[[
 
     Raises:
         SystemExit: another rank has failed before this one, and reports it; one report is enough.
+
+    After an error no group is waited for, and the process ends with that error's exit status.
     """
     device = pick(dist.get_node_local_rank(fallback_rank=0))
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-    try:
-        with ExitStack() as stack:
-            value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
-            own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
-            dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
-            worker(World(rank, size, device), value)
-    except SystemExit:  # asked for, or told to: nothing to report
-        raise
-    except BaseException as error:
-        # Peers can notice only once this rank's connections close, which is after this.
-        if not _is_first(store, error):
-            raise SystemExit(error.exit_status if isinstance(error, SuperstepError) else 1) from None
-        raise
-    finally:
+    with PeerWatch(store):
+        try:
+            with ExitStack() as stack:
+                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
+                own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+                dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+                worker(World(rank, size, device), value)
+        except BaseException as error:
+            status = status_of(error)
+            if status:
+                is_first = _is_first(store, error)
+                abandon(status)
+                if not is_first:
+                    raise SystemExit(status) from None
+            raise
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -158,7 +162,7 @@ def _from_rank_0(store: dist.Store, rank: int, make: Callable[[], T]) -> T:  # t
 
 def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]
     try:
-        return int(store.add("superstep/failed", 1)) == 1
+        return int(store.add(FAILED, 1)) == 1
     except RuntimeError:  # the store's own process has ended, which says enough about a broken connection
         return not _is_echo(error)
 

@@ -3,20 +3,27 @@
 NCCL runs the operations of one group in the order of issue on a stream of the group's own, so a group *is* a lane:
 what must overlap has groups of its own. Transfers between pipeline ranks have one group for each channel (from, to,
 wire) on NCCL; on Gloo one group serves them all, because its messages carry tags.
+
+Every rank makes and connects the groups in one order, so that each wait at a first use is for ranks that are on their
+way to it:
+
+    world    shards, replicas of each family    cp tp    pp or channels    ep sequence    ties
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 
 import torch.distributed as dist
 
-from superstep.plan.mesh import FAMILIES, Axis, Coordinate, Family, MeshShape
+from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
 from superstep.plan.resolve import Plan
-from superstep.program.instructions import Wire
+from superstep.program.issue import Channel
+from superstep.program.rendezvous import routes
 from superstep.runtime.device import Device
+from superstep.runtime.transport import Transport, transport_of
 
 Group = dist.ProcessGroup
 
@@ -51,13 +58,14 @@ class Mesh:
         rank: this rank's number.
         at: this rank's place.
         device: where this rank computes.
+        transport: how it reaches the others.
         sharers: for each family of parameters, who holds the same.
         cp: the cp ranks' group; None where cp = 1.
         tp: the tp ranks' group; None where tp = 1.
         ep: the group of ranks that hold all experts together; None where ep = 1.
         sequence: the cp and tp ranks that hold parts of the same sequences; None without experts, or where alone.
-        pp: the pp ranks' group; None where pp = 1.
-        channels: NCCL only: the group of each channel this rank takes part in.
+        pp: the pp ranks' group; None where pp = 1, and where channels have groups of their own.
+        channels: with NCCL's calls: the group of each channel this rank takes part in.
         ties: for each set of pipeline ranks that share parameters, the group of those at this dp and tp place.
     """
 
@@ -65,13 +73,14 @@ class Mesh:
     rank: int
     at: Coordinate
     device: Device
+    transport: Transport
     sharers: dict[Family, Sharers]
     cp: Group | None
     tp: Group | None
     ep: Group | None
     sequence: Group | None
     pp: Group | None
-    channels: dict[tuple[int, int, Wire], Group]
+    channels: dict[Channel, Group]
     ties: dict[tuple[int, ...], Group]
 
     def peer(self, pp: int) -> int:
@@ -96,39 +105,21 @@ class Mesh:
                 dist.destroy_process_group(group)
 
 
-def routes(placement: tuple[int, ...]) -> list[tuple[int, int, Wire]]:
-    """The channels (from, to, wire) between pipeline ranks: activations to the next stage's, gradients back."""
-    found: dict[tuple[int, int, Wire], None] = {}
-    for here, there in pairwise(placement):
-        if here != there:
-            found |= {(here, there, "act"): None, (there, here, "grad"): None}
-    return list(found)
-
-
-def build_mesh(plan: Plan, rank: int, device: Device, *, timeout: timedelta) -> Mesh:
-    """Make the groups. Every rank calls this at the same time with the same plan.
+def build_mesh(
+    plan: Plan, rank: int, device: Device, *, timeout: timedelta, transport: Transport | None = None
+) -> Mesh:
+    """Make the groups and connect them. Every rank calls this at the same time with the same plan.
 
     Args:
         plan: the degrees, whose product is the number of launched ranks, and who shares what.
         rank: this rank's number.
         device: where this rank computes.
         timeout: how long a collective may wait.
+        transport: how it reaches the others; None takes the device's.
     """
-    shape, placement, ties, has_experts = plan.mesh, plan.placement, _ties(plan), "experts" in plan.families
-
-    def mine(members: list[list[int]]) -> Group | None:
-        """One group out of each list; the one that has this rank. Every rank must make every group."""
-        found: Group | None = None
-        for ranks in members:
-            if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=timeout, backend=device.backend)
-                found = group if rank in ranks else found
-        return found
-
-    def axis(name: Axis) -> Group | None:
-        return mine(shape.groups(name))
-
-    at = shape.at(rank)
+    shape, at, has_experts = plan.mesh, plan.mesh.at(rank), "experts" in plan.families
+    groups = _Groups(shape, rank, device, timeout, transport or transport_of(device))
+    groups.connect_world()
 
     def sharers(family: Family) -> Sharers:
         shards, place = shape.shards(family), shape.sharer(family, at)
@@ -136,41 +127,77 @@ def build_mesh(plan: Plan, rank: int, device: Device, *, timeout: timedelta) -> 
             shards=shards,
             shard=place % shards,
             replica=place // shards,
-            fetch=mine(shape.shard_groups(family)),
-            reduce=mine(shape.shard_groups(family)),
-            replicas=mine(shape.replica_groups(family)),
+            fetch=groups.mine(shape.shard_groups(family)),
+            reduce=groups.mine(shape.shard_groups(family)),
+            replicas=groups.mine(shape.replica_groups(family)),
         )
 
     # Without experts their groups would only cost connections.
     shared = {family: sharers(family) for family in (FAMILIES if has_experts else FAMILIES[:1])}
-    cp, tp, pp = axis("cp"), axis("tp"), axis("pp")
-    ep = mine(shape.expert_groups()) if has_experts else None
-    sequence = mine(shape.sequence_groups()) if has_experts else None
-    tie_groups: dict[tuple[int, ...], Group] = {}
-    for places in ties:
-        group = mine([[ranks[p] for p in places] for ranks in shape.groups("pp")])
-        if group is not None:
-            tie_groups[places] = group
-    channels: dict[tuple[int, int, Wire], Group] = {}
-    if device.backend == "nccl" and shape.pp > 1:
-        for source, target, wire in routes(placement):
-            group = mine([[ranks[source], ranks[target]] for ranks in shape.groups("pp")])
-            if group is not None:
-                channels[source, target, wire] = group
+    has_channels = groups.transport.has_channels
     return Mesh(
         shape=shape,
         rank=rank,
         at=at,
         device=device,
+        transport=groups.transport,
         sharers=shared,
-        cp=cp,
-        tp=tp,
-        ep=ep,
-        sequence=sequence,
-        pp=pp,
-        channels=channels,
-        ties=tie_groups,
+        cp=groups.mine(shape.groups("cp")),
+        tp=groups.mine(shape.groups("tp")),
+        pp=None if has_channels else groups.mine(shape.groups("pp")),
+        channels=groups.channels(routes(plan.placement)) if has_channels else {},
+        ep=groups.mine(shape.expert_groups()) if has_experts else None,
+        sequence=groups.mine(shape.sequence_groups()) if has_experts else None,
+        ties=groups.ties(_ties(plan)),
     )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Makes groups and connects them, each for all ranks of the world."""
+
+    shape: MeshShape
+    rank: int
+    device: Device
+    timeout: timedelta
+    transport: Transport
+
+    def connect_world(self) -> None:
+        """That of all ranks, which is there already."""
+        if dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
+            self.transport.connect(dist.group.WORLD, self.device)
+
+    def mine(self, members: Iterable[Sequence[int]]) -> Group | None:
+        """One group out of each list, none of which shares a rank with another; the one that has this rank."""
+        found = self._one_of(members)
+        if found is not None:
+            self.transport.connect(found, self.device)
+        return found
+
+    def _one_of(self, members: Iterable[Sequence[int]]) -> Group | None:
+        found: Group | None = None
+        for ranks in members:
+            if len(ranks) > 1:
+                found = self.transport.group(ranks, device=self.device, timeout=self.timeout) or found
+        return found
+
+    def channels(self, routes: Iterable[Channel]) -> dict[Channel, Group]:
+        """The group of each channel that has this rank at one end."""
+        found: dict[Channel, Group] = {}
+        for channel in routes:
+            source, target, _ = channel
+            ends = [(ranks[source], ranks[target]) for ranks in self.shape.groups("pp")]
+            group = self._one_of(ends)
+            if group is not None:
+                first = next(source for source, target in ends if self.rank in (source, target))
+                self.transport.connect_channel(group, self.device, source=first)
+                found[channel] = group
+        return found
+
+    def ties(self, places: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+        """For each set of pipeline ranks the group that has this rank."""
+        made = {p: self.mine([[ranks[each] for each in p] for ranks in self.shape.groups("pp")]) for p in places}
+        return {p: group for p, group in made.items() if group is not None}
 
 
 def _ties(plan: Plan) -> tuple[tuple[int, ...], ...]:

@@ -34,6 +34,7 @@ from superstep.runtime.flat_parameters import lay_out
 from superstep.runtime.mesh import Group, Mesh, Sharers
 from superstep.runtime.parallel.expert import ExpertParallel, build_exchange
 from superstep.runtime.rehearsal.operation_trace import Noted, Recorder
+from superstep.runtime.transport import GLOO
 
 FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 
@@ -69,6 +70,7 @@ def _alone(run: Resolved) -> Iterator[Mesh]:
             rank=0,
             at=FIRST,
             device=Device("cpu"),
+            transport=GLOO,
             sharers={f: _sharers(shape.shards(f)) for f in (FAMILIES if has_experts else FAMILIES[:1])},
             cp=group(shape.cp),
             tp=group(shape.tp),
