@@ -142,7 +142,7 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._device = world.device
-        self._before_bytes = world.device.memory_bytes()
+        self._before_bytes = world.device.count_from_here()
         self._steps_s: list[float] = []
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
