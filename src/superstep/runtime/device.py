@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +48,21 @@ class Device:
         """Wait until everything issued so far has run."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Within the block a GPU's kernels sum in one order, at a price; on a CPU they do always.
+
+        The backward pass of fused attention adds with atomics otherwise, in whatever order the blocks come. Products
+        need CUBLAS_WORKSPACE_CONFIG as well, which is read when the process first multiplies; torch says so in an
+        error of its own where it is missing.
+        """
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(before or self.kind == "cuda")
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
     def memory_bytes(self) -> int:
         """Memory in use: the process's resident set on a CPU, the allocator's peak on a GPU."""
