@@ -22,10 +22,11 @@ from superstep.observe.append_file import unwritable
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
+from superstep.runtime.clock import offset_to_rank_0
 from superstep.runtime.engine import Engine, StepResult
-from superstep.runtime.executor import Ran
 from superstep.runtime.launch import World, barrier, gather
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
 from superstep.runtime.router_counts import Routed
 from superstep.state.checkpoint import Position, checkpoint_at, load, prune, save
 from superstep.state.piece import STATE
@@ -163,7 +164,7 @@ class Session:
         self._flops_per_token = rate.flops_per_token
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
-        self._record: list[Ran] = []
+        self._record: Recorder = HostRecorder()
 
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
@@ -193,7 +194,7 @@ class Session:
         Raises:
             Fault: what torch raised, with the instruction that it was raised in.
         """
-        self._record = []
+        self._record = recorder_for(self._device, is_kept=self._is_saved(step))
         try:
             return self._engine.train_step(
                 microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
@@ -204,10 +205,14 @@ class Session:
         except RuntimeError as error:
             raise self._fault(error, step) from error
 
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint follows the step, and with it its trace."""
+        return step % self.run.config.state.save_every == 0 or step == self.run.config.train.steps
+
     def _fault(self, error: RuntimeError, step: int) -> Fault:
         instructions = self._engine.step_program.ranks[self._mesh.at.pp]
         # What is on record has been issued; the next one was not.
-        at = len(self._record)
+        at = self._record.issued
         return Fault(
             str(error).partition("\n")[0],
             rank=self._peers.rank,
@@ -284,7 +289,8 @@ class Session:
 
     def _write_trace(self, step: int) -> None:
         at = self._mesh.at
-        mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
+        offset_s = offset_to_rank_0(self._device).seconds
+        mine = [(ran.index, ran.start_s + offset_s, ran.end_s + offset_s) for ran in self._record.ran()]
         parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
         if self._peers.rank == 0:
             trace = {"step": step, "ranks": [part for part in parts if part is not None]}
