@@ -17,7 +17,7 @@ from superstep.plan.config import ModelConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime import engine as engine_module
 from superstep.runtime.engine import Engine
-from superstep.runtime.measure import kernels
+from superstep.runtime.measure import kernels, links
 from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.mesh import build_mesh
@@ -54,6 +54,7 @@ def test_what_is_measured_is_on_the_device_that_is_asked(dtype):
         launch_s(Gauge(device=GPU, budget_s=0.0))
     assert len(products) == 4
     assert {copy.kernel for copy in copies} == set(kernels._PASSES)
+    assert max(copy.bytes for copy in copies) == 2**28, "its rate at 16 MiB is that of launches"
     for name in ("mm", "_fused_adamw_", "silu", "_log_softmax", "index_select", "linalg_vector_norm"):
         assert any(name in operation for operation in seen.operations), name
     assert not seen.strangers
@@ -120,3 +121,27 @@ def test_a_step_gives_a_gpu_nothing_of_the_cpus(name, monkeypatch):
     # The one thing that is computed here and sent there: noise, which has the same bits on every device.
     drawn = {"aten.empty.memory_format", "aten.normal_.default", "aten.stack.default"} if name == "experts" else set()
     assert set(seen.strangers) == drawn
+
+
+def test_a_collective_is_timed_without_the_compute_before_it(monkeypatch):
+    """A GPU has only been told of that when the clock is read."""
+    now, queued = [0.0], [0.0]
+
+    class Waits(Elsewhere):
+        def synchronize(self):
+            now[0] += queued[0]
+            queued[0] = 0.0
+
+    class Two:
+        def size(self):
+            return 2
+
+    def queue(seconds):
+        queued[0] += seconds
+
+    monkeypatch.setattr(links.torch, "mm", lambda *args: queue(1.0))
+    monkeypatch.setattr(links.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(links, "gather", lambda value: [value])
+    monkeypatch.setattr(links, "_work", lambda name, buffer, group: lambda: queue(1e-3 + buffer.nbytes * 1e-9))
+    rate = links._rate("all-reduce", Two(), Gauge(device=Waits("cuda", 0), clock=lambda: now[0]))
+    assert (rate.latency_s, rate.bytes_per_s) == pytest.approx((1e-3, 1e9))
