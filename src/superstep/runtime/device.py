@@ -57,8 +57,11 @@ class Device:
         need CUBLAS_WORKSPACE_CONFIG as well, which is read when the process first multiplies; torch says so in an
         error of its own where it is missing.
         """
+        if self.kind == "cpu":
+            yield
+            return
         before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(before or self.kind == "cuda")
+        torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own signature
         try:
             yield
         finally:

@@ -109,7 +109,7 @@ class CudaRecorder:
         stream = self._waiting[queue]
         stream.wait_event(self._start)
         with self._cuda.stream(stream):
-            under_way.wait()
+            under_way.wait()  # on NCCL that tells this stream to; the compute stream is told later, and again
             self._marks.append((self._start, self._mark(), queue))
 
     def ran(self) -> list[Ran]:
