@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Pool
 
@@ -28,3 +29,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("slowest files")
     for name, spent in seconds.most_common(10):
         terminalreporter.write_line(f"{spent:7.1f} s  {name}")
+
+
+@pytest.fixture(autouse=True)
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the GPUs from every test but those marked ``gpu``: four ranks are to run on any machine."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

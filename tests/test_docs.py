@@ -164,7 +164,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(rundir, "choose", begin)
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(sample, "text", begin)
-    monkeypatch.setattr(measure, "launch", begin)
+    monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
 
     def called(argv):

@@ -78,7 +78,7 @@ def test_the_refusal_is_one_line_with_the_mend():
 def test_train_refuses_before_it_writes_anything(tmp_path, monkeypatch, capsys):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Device, "total_bytes", lambda self, ranks: 1000)
+    monkeypatch.setattr(Device, "free_bytes", lambda self, ranks: 1000)
     assert main(["train", "run.toml"]) == 2
     assert "a rank has 1000 B, and its parameters do not fit" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -36,22 +36,23 @@ class Born(TorchDispatchMode):
         return out
 
 
-class Watch(list):
-    """Takes the place of an executor's record: after each instruction it notes what is alive."""
+class Watch:
+    """Takes the place of an executor's recorder: after each instruction it notes what is alive."""
 
     def __init__(self, noted, engine, mine):
-        super().__init__()
         self.noted, self.engine, self.mine = noted, engine, mine
         self.alive = []
         self.transient = []
 
-    def append(self, ran):
+    def begin(self):
+        pass
+
+    def end(self, instruction, under_way):
         every = [b for each in self.engine.buffers.values() for b in each]
         own = [t for b in every for t in (b.full, b.gradient, b.master, b.gradient_shard, b.exp_avg, b.exp_avg_sq)]
         own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
         self.alive.append(self.noted.alive_bytes(but=own))
         self.transient.append(self.engine.bytes().transient)
-        super().append(ran)
 
 
 def watched(rank, world, layout):

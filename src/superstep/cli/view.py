@@ -120,7 +120,7 @@ def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:
             f"model.source = '{run.config.model.source}': what its units do depends on data, so that their steps are "
             "not predicted; view --program lists the instructions."
         )
-    machine = measure(run, pick(0), seen)
+    machine = measure(run, pick(0, run.config.plan.device), seen)
     prediction = predict(run, machine, seen)
     drawn = f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
     return f"{drawn}\n{_memory(run, prediction, picture, seen)}" if has_memory else drawn
@@ -155,7 +155,7 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
     seen = operations(run)
     if seen is None:  # the steps of such models are not predicted
         return f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}"
-    machine = measure(run, pick(0), seen)
+    machine = measure(run, pick(0, run.config.plan.device), seen)
     prediction = predict(run, machine, seen)
     longest_s = max(ran.timeline.step_s, prediction.step_s)
     took_s, predicted_s = ran.timeline.step_s, prediction.step_s

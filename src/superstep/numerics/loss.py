@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
+from superstep.numerics.product import add_product
+
 IGNORE = -100
 """The target of a position that does not count: padding, a prompt."""
 
@@ -93,7 +95,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             dlogits_CV = dlogits_CV.to(h_TD.dtype)
             dh_CD.addmm_(dlogits_CV, weight_VD, beta=0, alpha=scale).masked_fill_(ignored_C1, 0.0)
             if dweight_VD is not None:
-                _add_product(dweight_VD, dlogits_CV.t(), h_CD, scale)
+                add_product(dweight_VD, dlogits_CV.t(), h_CD, scale)
         # Torch saves a None as gladly as a tensor; its annotation does not say so.
         ctx.save_for_backward(dh_TD, dweight_VD if weight_grad_into is None else None)  # type: ignore[arg-type]
         return loss
@@ -103,11 +105,3 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         dh_TD, dweight_VD = cast("tuple[Tensor, Tensor | None]", ctx.saved_tensors)
         dweight_VD = None if dweight_VD is None else dweight_VD * grad
         return (dh_TD.float() * grad).to(dh_TD.dtype), dweight_VD, None, None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total += scale · left · right, with an fp32 total whatever the dtype of the factors."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, alpha=scale)
-    else:
-        total.add_(left @ right, alpha=scale)

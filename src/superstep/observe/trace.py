@@ -2,10 +2,11 @@
 
     {"step": 20, "ranks": [[[index, start_s, end_s], ...], ...]}     one list for each pipeline rank, one clock
 
-A rank notes when it came to an instruction and when it went on. So a compute that waits for another rank has the wait
-in its record, and a transfer has its posting alone. What the ranks' records say together puts that right: a transfer
-starts when both ends have been posted, a compute after what it receives, a sum or the step when all its ranks have
-come. What a collective took, and how long a transfer was on its way, no rank knows: it stays in the compute.
+A rank on a CPU notes when it came to an instruction and when it went on. So a compute that waits for another rank has
+the wait in its record, and a transfer has its posting alone. What the ranks' records say together puts that right: a
+transfer starts when both ends have been posted, a compute after what it receives, a sum or the step when all its ranks
+have come. What a collective took, and how long a transfer was on its way, no rank knows: it stays in the compute. On a
+GPU events have told, and there is little to put right.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ Router = Literal["noisy-topk", "top2", "switch", "dropless"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
 Rule = Literal["tp", "ep", "none"]
+DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,8 @@ class PlanConfig:
     """With tp > 1, split what lies between tensor-parallel regions over the sequence (Korthikanti 2022)."""
     prefetch: int = 1
     """ZeRO-3: units fetched ahead of their use."""
+    device: DeviceKind | None = None
+    """Where ranks compute: cpu or cuda, each rank on a GPU of its own; none takes GPUs where the host has any."""
     rules: tuple[tuple[str, Rule], ...] = ()
     """Logical axes of parameters that are cut otherwise than by default: a table of tp, ep or none for each axis."""
 

@@ -3,7 +3,8 @@
 Autograd would make a new tensor for a weight's gradient and then add it to the buffer: one more pass over memory as
 large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These do the
 sum in the product, or in the rows that were looked up; and they can leave it for later, when the backward pass comes
-in two.
+in two. What is summed is fp32; which products are rounded to bf16 before says ``numerics.product``, and for experts
+``model.experts``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
+from superstep.numerics.product import add_product
 
 Sum = Callable[[], object]
 """Adds to a gradient buffer."""
@@ -94,15 +96,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.sums.do(partial(_add_product, ctx.into, rows, x.flatten(0, -2)))
+        ctx.sums.do(partial(add_product, ctx.into, rows.t(), x.flatten(0, -2)))
         return (rows @ weight).view_as(x), None, None, None
-
-
-def _add_product(into: Tensor, rows: Tensor, x: Tensor) -> None:
-    if rows.dtype == into.dtype:
-        into.addmm_(rows.t(), x)
-    else:
-        into.add_(rows.t() @ x)
 
 
 class _Embedding(torch.autograd.Function):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
+
+from superstep.errors import ConfigError
+from superstep.plan.config import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class Device:
         index: the GPU's number on this host; 0 for a CPU.
     """
 
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceKind
     index: int = 0
 
     @property
@@ -44,6 +49,24 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch)
 
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Within the block a GPU's kernels sum in one order, at a price; on a CPU they do always.
+
+        The backward pass of fused attention adds with atomics otherwise, in whatever order the blocks come. Products
+        need CUBLAS_WORKSPACE_CONFIG as well, which is read when the process first multiplies; torch says so in an
+        error of its own where it is missing.
+        """
+        if self.kind == "cpu":
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own signature
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
     def memory_bytes(self) -> int:
         """Memory in use: the process's resident set on a CPU, the allocator's peak on a GPU."""
         if self.kind == "cuda":
@@ -57,10 +80,25 @@ class Device:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def total_bytes(self, ranks: int) -> int:
-        """Memory that each of so many ranks of this host may use: its GPU's, or its share of what the host has left."""
+    def count_from_here(self) -> int:
+        """Memory in use now. On a GPU ``peak_bytes`` counts from here on, and forgets what was measured before."""
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch)
+            return int(torch.cuda.memory_allocated(self.torch))
+        return self.memory_bytes()
+
+    def capacity_bytes(self) -> int:
+        """Memory that is built in, whoever uses it."""
         if self.kind == "cuda":
             return int(torch.cuda.get_device_properties(self.torch).total_memory)
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self, ranks: int) -> int:
+        """Memory that each of so many ranks of this host may use: what its GPU has left, or its share of the host's."""
+        if self.kind == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.torch)
+            # What the allocator keeps without a use for it is this process's as well.
+            return int(free + torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch))
         return min(int(psutil.virtual_memory().available), _cgroup_bytes()) // ranks
 
 
@@ -75,11 +113,38 @@ def _cgroup_bytes() -> int:
         return sys.maxsize
 
 
-def pick(local_rank: int) -> Device:
-    """The device of a rank: its own GPU where there are any, else the CPU."""
-    count = torch.cuda.device_count()
+def gpus() -> int:
+    """GPUs that this process may use. To count them gives it no context, which would take memory on each."""
+    return torch.cuda.device_count()
+
+
+def choose(asked: DeviceKind | None, ranks: int = 1) -> DeviceKind:
+    """What so many ranks of this host compute on: what ``plan.device`` asks for, else GPUs where there are any.
+
+    Raises:
+        ConfigError: there are not as many GPUs. NCCL refuses two ranks on one.
+    """
+    count = gpus()
+    if asked == "cpu" or (asked is None and count == 0):
+        return "cpu"
     if count == 0:
+        raise ConfigError("plan.device = 'cuda': torch finds no GPU on this host; leave it out, or set it to 'cpu'.")
+    if ranks > count:
+        few = "1 GPU" if count == 1 else f"{count} GPUs"
+        raise ConfigError(
+            f"plan.device: {ranks} ranks on a host with {few}, and NCCL needs one for each rank; launch at most "
+            f"{count} (the product of plan.pp, dp, cp and tp), or compute on the CPU: plan.device = 'cpu'."
+        )
+    return "cuda"
+
+
+def pick(local_rank: int, asked: DeviceKind | None = None) -> Device:
+    """The device of a rank by its number on its host: a GPU of its own, or the CPU.
+
+    Where the number on the host is not known the rank's number serves as well: hosts are filled one after the other.
+    """
+    if choose(asked) == "cpu":
         return Device("cpu")
-    device = Device("cuda", local_rank % count)
+    device = Device("cuda", local_rank % gpus())
     torch.cuda.set_device(device.torch)
     return device

@@ -18,11 +18,12 @@ from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
 from superstep.runtime.exact.modules import require_exact
-from superstep.runtime.executor import Executor, Microbatch, Ran
+from superstep.runtime.executor import Executor, Microbatch
 from superstep.runtime.flat_parameters import Slot, lay_out
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
+from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
 from superstep.state.piece import Kind, Piece
 
@@ -138,7 +139,7 @@ class Engine:
         valid_tokens: int,
         lr: float,
         inspect: Callable[[], None] | None = None,
-        record: list[Ran] | None = None,
+        record: Recorder | None = None,
     ) -> StepResult:
         """Run the step program.
 
@@ -147,7 +148,7 @@ class Engine:
             valid_tokens: of the whole global batch: the one divisor of the loss.
             lr: the learning rate.
             inspect: called when the gradients are final, before the update.
-            record: where to note when each instruction ran.
+            record: what notes when each instruction ran.
         """
         self._lr, self._tokens, self._inspect, self._is_training = lr, valid_tokens, inspect, True
         for _, b in self._each():

@@ -6,7 +6,6 @@ unit's backward is final for its parameters and its gradients can leave at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +48,7 @@ from superstep.runtime.collectives import (
 )
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss
+from superstep.runtime.recorder import Recorder
 
 Key = tuple[int, int]
 
@@ -92,15 +92,6 @@ class Microbatch:
     targets: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One instruction as it ran: seconds of the monotonic clock."""
-
-    index: int
-    start_s: float
-    end_s: float
-
-
 @dataclass
 class _Flight:
     """What is under way within one run of a program."""
@@ -138,7 +129,7 @@ class Executor:
         microbatches: Sequence[Microbatch],
         *,
         scale: float,
-        record: list[Ran] | None = None,
+        record: Recorder | None = None,
     ) -> None:
         """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's valid tokens, and zero
         where the rank has no head.
@@ -147,7 +138,7 @@ class Executor:
             program: what to run.
             microbatches: of this data-parallel rank.
             scale: what the loss's gradient is multiplied with: one over the valid tokens of the whole step.
-            record: where to note when each instruction ran, if anywhere.
+            record: what notes when each instruction ran, if anything.
         """
         self._microbatches, self._scale = microbatches, scale
         self.loss = torch.zeros_like(self.loss)
@@ -155,12 +146,13 @@ class Executor:
         self._last_unit = len(program.units) - 1
         self._holders = program.holders
         self._reads = program.params
-        for index, instruction in enumerate(program.ranks[self._machine.mesh.at.pp]):
+        for instruction in program.ranks[self._machine.mesh.at.pp]:
             self._ready(instruction)
-            start_s = time.perf_counter()
+            if record is not None:
+                record.begin()
             self._issue(instruction)
             if record is not None:
-                record.append(Ran(index, start_s, time.perf_counter()))
+                record.end(instruction, self._under_way(instruction))
         for pending, _ in self._flight.leaving:
             pending.wait()
 
@@ -224,6 +216,20 @@ class Executor:
                 self._reduce_partial()
             case Step():
                 self._step()
+
+    def _under_way(self, instruction: Instruction) -> Pending | None:
+        """What the instruction has just started beside the compute."""
+        match instruction:
+            case Fetch(unit):
+                return self._flight.fetching[unit]
+            case Reduce(unit) | ReduceReplicas(unit):
+                return self._flight.reducing[unit]
+            case Send():
+                return self._flight.leaving[-1][0]
+            case Recv(wire, unit, m):
+                return self._flight.arriving[wire, unit, m]
+            case _:
+                return None
 
     def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
         flight = self._flight

@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 
 from superstep.errors import Fault, SuperstepError, UserError
-from superstep.runtime.device import Device, pick
+from superstep.plan.config import DeviceKind
+from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
 
 P = ParamSpec("P")
@@ -85,7 +86,14 @@ class Trouble:
 
 
 def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``worker(World, ...)`` on every rank, each a process of its own; a single rank runs right here.
+    """``launch_on`` the GPUs of this host where it has any, else on its CPU."""
+    return launch_on(None, world, worker, *args, **kwargs)
+
+
+def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run ``worker(World, ...)`` on every rank, each a process of its own; a single rank on the CPU runs right here.
+
+    This process touches no GPU: what it took of one, no rank would have.
 
     Returns:
         What rank 0 returned.
@@ -93,39 +101,49 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
     Raises:
         UserError, Fault: the first cause, as the rank that met it said. No rank is left.
     """
-    if world == 1:
+    kind = choose(asked, world)
+    if world == 1 and kind == "cpu":
         store = dist.HashStore()  # type: ignore[attr-defined]
-        device = pick(0)
+        device = pick(0, kind)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         try:
             return worker(World(0, 1, device), *args, **kwargs)
         finally:
             dist.destroy_process_group()
     call = pickle.dumps((worker, args, kwargs))
-    with tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder, _ranks(world, Path(folder), call) as ranks:
+    with (
+        tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
+        _ranks(world, kind, Path(folder), call) as ranks,
+    ):
         value: T = _collect(ranks)
         return value
 
 
-def join(prepare: Callable[[int], AbstractContextManager[T]], worker: Callable[[World, T], None]) -> None:
+def join(
+    prepare: Callable[[int], AbstractContextManager[T]],
+    worker: Callable[[World, T], None],
+    asked: Callable[[T], DeviceKind | None],
+) -> None:
     """Run ``worker`` as the one rank that torchrun's environment says this process is.
 
     Args:
         prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
             long as it takes.
         worker: what a rank does.
+        asked: which device what was made asks for.
 
     Raises:
         SystemExit: another rank has failed before this one, and reports it; one report is enough.
 
     After an error no group is waited for, and the process ends with that error's exit status.
     """
-    device = pick(dist.get_node_local_rank(fallback_rank=0))
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
     with PeerWatch(store):
         try:
             with ExitStack() as stack:
                 value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
+                # srun, unlike torchrun, does not say how the ranks of a host are numbered.
+                device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
                 dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
                 worker(World(rank, size, device), value)
@@ -192,14 +210,14 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _ranks(world: int, folder: Path, call: bytes) -> Iterator[list[_Rank]]:
+def _ranks(world: int, kind: DeviceKind, folder: Path, call: bytes) -> Iterator[list[_Rank]]:
     """The processes of ``world`` ranks; none is left when the block ends."""
     context = multiprocessing.get_context("spawn")
     ranks: list[_Rank] = []
     try:
         with _signals_deferred():
             for number in range(world):
-                ranks.append(_start(context, number, world, folder))  # noqa: PERF401 - known even if a later one fails
+                ranks.append(_start(context, number, world, kind, folder))  # noqa: PERF401 - known even if a later one fails
         for rank in ranks:
             with contextlib.suppress(OSError):  # one that has died already is found out by its silence
                 rank.pipe.send_bytes(call)
@@ -209,10 +227,12 @@ def _ranks(world: int, folder: Path, call: bytes) -> Iterator[list[_Rank]]:
             _end(ranks)
 
 
-def _start(context: SpawnContext, number: int, world: int, folder: Path) -> _Rank:
+def _start(context: SpawnContext, number: int, world: int, kind: DeviceKind, folder: Path) -> _Rank:
     ours, theirs = context.Pipe()
     stderr = folder / f"stderr-{number}"
-    process = context.Process(target=_serve, args=(theirs, number, world, folder / "store"), name=f"rank {number}")
+    process = context.Process(
+        target=_serve, args=(theirs, number, world, kind, folder / "store"), name=f"rank {number}"
+    )
     try:
         with _stderr_in(stderr):
             process.start()
@@ -262,7 +282,7 @@ def _collect(ranks: Sequence[_Rank]) -> Any:  # noqa: ANN401
     return value
 
 
-def _serve(pipe: Connection, rank: int, world: int, store: Path) -> None:
+def _serve(pipe: Connection, rank: int, world: int, kind: DeviceKind, store: Path) -> None:
     """What a rank's process does: one call, one report."""
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -272,7 +292,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: Path) -> None:
     with contextlib.suppress(OSError):  # a launcher that has gone wants no report
         try:
             worker, args, kwargs = pickle.loads(pipe.recv_bytes())
-            device = pick(rank)
+            device = pick(rank, kind)
             dist.init_process_group(
                 device.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
             )

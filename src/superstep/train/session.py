@@ -22,10 +22,11 @@ from superstep.observe.append_file import unwritable
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
+from superstep.runtime.clock import offset_to_rank_0
 from superstep.runtime.engine import Engine, StepResult
-from superstep.runtime.executor import Ran
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
 from superstep.runtime.router_counts import Routed
 from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
@@ -145,7 +146,7 @@ class Session:
         self.folder = folder
         self._start_s = time.perf_counter()
         self._device = world.device
-        self._before_bytes = world.device.memory_bytes()
+        self._before_bytes = world.device.count_from_here()
         self._steps_s: list[float] = []
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
@@ -167,7 +168,7 @@ class Session:
         self._flops_per_token = rate.flops_per_token
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
-        self._record: list[Ran] = []
+        self._record: Recorder = HostRecorder()
 
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
@@ -197,7 +198,7 @@ class Session:
         Raises:
             Fault: what torch raised, with the instruction that it was raised in.
         """
-        self._record = []
+        self._record = recorder_for(self._device, is_kept=self._is_saved(step))
         try:
             return self._engine.train_step(
                 microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
@@ -208,10 +209,14 @@ class Session:
         except RuntimeError as error:
             raise self._fault(error, step) from error
 
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint follows the step, and with it its trace."""
+        return step % self.run.config.state.save_every == 0 or step == self.run.config.train.steps
+
     def _fault(self, error: RuntimeError, step: int) -> Fault:
         instructions = self._engine.step_program.ranks[self._mesh.at.pp]
         # What is on record has been issued; the next one was not.
-        at = len(self._record)
+        at = self._record.issued
         return Fault(
             str(error).partition("\n")[0],
             rank=self._peers.rank,
@@ -294,7 +299,8 @@ class Session:
     def _trace(self, step: int) -> str:
         """When each instruction of the last step ran. Every rank calls this together."""
         at = self._mesh.at
-        mine = [(ran.index, ran.start_s, ran.end_s) for ran in self._record]
+        offset_s = offset_to_rank_0(self._device).seconds
+        mine = [(ran.index, ran.start_s + offset_s, ran.end_s + offset_s) for ran in self._record.ran()]
         parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
         return json.dumps({"step": step, "ranks": [part for part in parts if part is not None]})
 

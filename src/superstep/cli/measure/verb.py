@@ -19,8 +19,8 @@ from superstep.errors import ConfigError
 from superstep.hardware.text import write_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.device import pick
-from superstep.runtime.launch import World, launch
+from superstep.runtime.device import choose, gpus
+from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.disk import disk_rates
 from superstep.runtime.measure.here import cores, distinct, measured
 from superstep.runtime.measure.kernels import Gauge, measure_operations
@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
         if path is not None and path.exists():
             raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
-    ranks = max(2, cores() if pick(0).kind == "cpu" else 1) if asked.ranks is None else asked.ranks
+    most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
+    ranks = most if asked.ranks is None else asked.ranks
     if ranks < 1:
         raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
     run = _run(asked.model, asked.dtype)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     assert seen is not None, "our own decoder always can be seen"
     grid = [] if asked.quick else list(_grid())
     start_s = time.perf_counter()
-    found = launch(ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
+    found = launch_on(asked.device, ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
     with tempfile.TemporaryDirectory(dir=asked.out.parent if asked.out else None) as folder:
         read, write = disk_rates(Path(folder))
     cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
@@ -75,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
     parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of its products (fp32)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="measured at once; as many as cores by default")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="measured at once; as many as GPUs, or cores, by default"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="measured; GPUs where there are any by default")
     parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
     return parser

@@ -13,7 +13,7 @@ from superstep.data.stream import Batch
 from superstep.errors import StateError
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.launch import World, launch
+from superstep.runtime.launch import World, launch_on
 from superstep.train.proof.exact import ExactVerdict, Relay, prove_exact, write_bits
 
 STOP = 1
@@ -36,15 +36,16 @@ def prove_bits(cases: Sequence[ExactCase]) -> int:
     the last one's: the number of ranks changes in mid-run.
     """
     references = {case.reference: case for case in cases}
+    asked = cases[0].run.config.plan.device
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         ones = {reference: replace_run(case, _alone(case.run)) for reference, case in references.items()}
         for reference, one in ones.items():
             _written(reference)
-            launch(1, write_bits, one.run, one.batches, reference, stop=STOP)
+            launch_on(asked, 1, write_bits, one.run, one.batches, reference, stop=STOP)
         _say(f"  {'layout':82}{'numbers':>12}{'other bits':>12}{'resumed':>10}")
-        verdicts = launch(cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
+        verdicts = launch_on(asked, cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
         verdicts += [
-            launch(1, _one, one, Path(folder) / last)
+            launch_on(asked, 1, _one, one, Path(folder) / last)
             for reference, one in ones.items()
             for last in [_left(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
-from superstep.runtime.launch import World, launch
+from superstep.runtime.device import choose
+from superstep.runtime.launch import World, launch_on
 from superstep.train.model import resolved, units_of, vocab_of
 from superstep.train.proof.close import Difference, Verdict, prove, write_reference
 from superstep.train.proof.sweep import layouts
@@ -65,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
     if options.exact:
         options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolved(options)
+    choose(
+        options.plan.device, options.world or run.plan.mesh.world
+    )  # refused before the reference has run for minutes
     with _corpus(options, vocab_of(run)) as corpus:
         if options.exact:
             return _exact(options, run, corpus)
@@ -112,11 +117,12 @@ def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
 
 def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     """Prove one layout and print what was found."""
+    _ask_for_one_order()
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         batches = _batches(run, open_corpus(corpus), steps)
         _reference(run, batches, Path(folder))
         case = Case(run, batches, Path(folder), reruns=True)
-        verdicts = launch(run.plan.mesh.world, _rank, (case,))
+        verdicts = launch_on(run.config.plan.device, run.plan.mesh.world, _rank, (case,))
     verdict = verdicts[0]
     _say(f"{'':2}{'':10}{'worst tensor':44}{'difference':>12}{'allowed':>10}")
     for worst in verdict.worst:
@@ -137,6 +143,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
     if not runs:
         raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
     opened = open_corpus(corpus)
+    _ask_for_one_order()
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         cases = []
         for number, run in enumerate(runs):
@@ -148,7 +155,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
                 _reference(run, batches, reference)
             cases.append(Case(run, batches, reference, reruns=number % 4 == 0))
         _say(f"  {'layout':74}{'loss':>9}{'gradient':>10}{'norm':>9}{'update':>9}  rerun")
-        verdicts = launch(world, _rank, tuple(cases))
+        verdicts = launch_on(config.plan.device, world, _rank, tuple(cases))
     failed = [(run, v) for run, v in zip(runs, verdicts, strict=True) if not v.is_proven]
     for run, verdict in failed:
         _say(f"  {layout_text(run)}: {verdict.first.describe() if verdict.first else 'a rerun gave other bits'}")
@@ -159,6 +166,11 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
         "is allowed."
     )
     return 1 if failed else 0
+
+
+def _ask_for_one_order() -> None:
+    """Of cuBLAS, in the ranks that are launched from here on: its choice of a workspace decides the order of sums."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:

@@ -32,14 +32,14 @@ def require_fit(
         device: where its ranks compute.
         seen: what its units do; None where that is not known, and then nothing is refused.
         ranks: those that share this host.
-        limit_bytes: of one rank; None means what the device has, or its share of what the host has left.
+        limit_bytes: of one rank; None means what the device has left, or its share of what the host has.
 
     Raises:
         ConfigError: it does not fit; the line says what overflows, and what would fit.
     """
     if seen is None:
         return
-    limit = device.total_bytes(ranks) if limit_bytes is None else limit_bytes
+    limit = device.free_bytes(ranks) if limit_bytes is None else limit_bytes
     found = overflow(run.config, lambda config: _memory(config, run, seen), limit)
     if found is not None:
         raise ConfigError(_refusal(found))

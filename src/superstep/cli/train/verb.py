@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cli import sample
@@ -25,11 +25,11 @@ from superstep.errors import Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
-from superstep.plan.config import RunConfig
+from superstep.plan.config import DeviceKind, RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
-from superstep.runtime.device import pick
-from superstep.runtime.launch import World, join, launch
+from superstep.runtime.device import Device, choose, gpus
+from superstep.runtime.launch import World, join, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.state.checkpoint import read_position
 from superstep.state.manifest import Position
@@ -57,14 +57,16 @@ class Job:
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(lambda ranks: _prepared(resolved(_config(argv)[0], ranks)), _rank)
+        join(lambda ranks: _prepared(resolved(_config(argv)[0], ranks)), _rank, _asked)
         return 0
     config, is_demo = _config(argv)
+    if is_demo:
+        config = _demo_on_few_gpus(config)
     with _prepared(resolved(config)) as job:
         if job is None:
             return 0
         try:
-            launch(job.run.plan.mesh.world, _rank, job)
+            launch_on(_asked(job), job.run.plan.mesh.world, _rank, job)
         except BaseException:
             restore(sys.stdout)
             raise
@@ -82,6 +84,20 @@ def _config(argv: Sequence[str]) -> tuple[RunConfig, bool]:
         # A run that goes on keeps its own settings; flags still change them.
         config = flags("train", read_config(saved), argv, description=DESCRIPTION)
     return config, not has_file and config.model == DEMO.model and config.data.corpus == DEMO.data.corpus
+
+
+def _demo_on_few_gpus(config: RunConfig) -> RunConfig:
+    """The demo shows its two ranks on any machine: on the CPU, where there are GPUs, but not for each."""
+    ranks = resolved(config).plan.mesh.world
+    if config.plan.device is not None or not 0 < gpus() < ranks:
+        return config
+    _say(f"{ranks} ranks and fewer GPUs: the demo computes on the CPU; with --plan.dp 1 it takes the GPU.")
+    return replace(config, plan=replace(config.plan, device="cpu"))
+
+
+def _asked(job: Job | None) -> DeviceKind | None:
+    """The device that a run asks for."""
+    return None if job is None else job.run.config.plan.device
 
 
 def _after_demo(job: Job) -> int:
@@ -107,8 +123,11 @@ def _prepared(run: Resolved) -> Iterator[Job | None]:
     """
     run, folder, checkpoint = rundir.choose(run)
     seen = operations(run)
-    # torchrun says how many of its ranks are on this host.
-    require_fit(run, pick(0), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
+    # torchrun says how many of its ranks are on this host, srun does not.
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" in os.environ else run.plan.mesh.world)
+    if choose(run.config.plan.device, int(local)) == "cpu":
+        # What a GPU has left its rank alone can tell: to ask takes a part of it.
+        require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
     with rundir.hold(folder):
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:
@@ -153,6 +172,8 @@ def _rank(world: World, job: Job | None) -> None:
 
 
 def _train(world: World, job: Job) -> None:
+    if world.device.kind == "cuda":
+        require_fit(job.run, world.device, job.operations)
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
     peak = _peak_flops(job.run, world, machine)
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
-import psutil
 import torch
 
 from superstep.cost.program.machine import Measured
@@ -47,7 +46,8 @@ def measure_here(
     if world.size > 1:
         barrier()  # ranks that share caches and memory are to disturb each other as they do in a step
     # Where ranks take turns on a core, the wait for a turn is added for the whole step, and must not count here.
-    alone = replace(gauge, clock=time.process_time) if world.size > cores() else gauge
+    takes_turns = world.device.kind == "cpu" and world.size > cores()
+    alone = replace(gauge, clock=time.process_time) if takes_turns else gauge
     products, copies = measure_operations(distinct(operations), dtype, alone)
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
@@ -106,7 +106,7 @@ def measured(
         vendor="this machine",
         year=time.gmtime().tm_year,
         flops_per_s=((dtype, max((p.flops_per_s for p in products if p.kernel == "product"), default=1e9)),),
-        memory_bytes=float(psutil.virtual_memory().total),
+        memory_bytes=float(device.capacity_bytes()),
         memory_bytes_per_s=max((c.bytes, c.bytes_per_s) for c in copies if c.kernel == "copy")[1],
         cores=cores(),
         launch_s=launch,

@@ -1,0 +1,351 @@
+"""The first hours of a GPU: what is to be run on one, in this order, with all figures in one JSON.
+
+    tests        pytest -m gpu
+    prove        a decoder of 2,048 tokens and heads 128 wide in bf16, against the fp32 reference on the CPU
+    measure      superstep measure --quick
+    train        the same decoder for a few steps, and superstep view of what was recorded
+    attention    blocks of attention against torch's own: heads of 64, 80 and 128, odd lengths, grouped queries
+    experts      the one kernel for all experts against one product each, where some have no rows
+    recompute    a step's peak memory against its prediction, for what the backward computes again
+    compile      a compiled step's time over an eager one's
+    overlap      zero 3 over all GPUs: how much of each lane lies under compute (needs two)
+
+    python -m bench.gpu [--only attention experts] [--json FILE]
+
+A piece that fails is noted with its last words, and the next one runs. Without a GPU it says so, and exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.machine import write_result
+from superstep.cost.program.memory import rank_bytes
+from superstep.model import experts as grouped
+from superstep.model.axes import units
+from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.program.compile import compile_step
+from superstep.program.instructions import Instruction, lane
+from superstep.runtime.device import Device, gpus, pick
+from superstep.runtime.engine import Engine
+from superstep.runtime.launch import World, launch
+from superstep.runtime.measure.kernels import Gauge
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
+from superstep.runtime.recorder import Ran, recorder_for
+from superstep.train.batches import microbatches, rows
+
+Figures = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A decoder and its batch; smaller ones serve the tests of this file."""
+
+    layers: int = 8
+    width: int = 1024
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 128
+    ffn: int = 2816
+    vocab: int = 8192
+    tokens: int = 2048
+    sequences: int = 4
+    dtype: str = "bf16"
+
+    def run(self, *, compile: bool = False, **plan: object) -> Resolved:
+        """A run of it."""
+        names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        return resolve(
+            RunConfig(
+                model=ModelConfig(name="demo", **{name: getattr(self, name) for name in names}),
+                data=DataConfig(sequence_tokens=self.tokens),
+                train=TrainConfig(batch_sequences=self.sequences),
+                plan=PlanConfig(**{"microbatch": 1, **plan}),
+                numerics=NumericsConfig(compute=self.dtype, compile=compile),
+            )
+        )
+
+    def flags(self) -> list[str]:
+        """The same on a command line."""
+        model = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        found = [word for name in model for word in (f"--model.{name.replace('_', '-')}", str(getattr(self, name)))]
+        found += ["--data.sequence-tokens", str(self.tokens), "--train.batch-sequences", str(self.sequences)]
+        return [
+            *found,
+            "--numerics.compute",
+            self.dtype,
+            "--plan.dp",
+            "1",
+            "--plan.zero",
+            "0",
+            "--plan.microbatch",
+            "1",
+        ]
+
+
+def command(words: Sequence[str], limit_s: float = 3600) -> Figures:
+    """Run it by itself: its exit status, seconds and last lines."""
+    start_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=limit_s)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    return {
+        "command": " ".join(words),
+        "status": done.returncode,
+        "seconds": time.perf_counter() - start_s,
+        "said": said[-12:],
+    }
+
+
+def trained(size: Size, steps: int = 12) -> Figures:
+    """Train, and view what was recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = str(Path(folder) / "run")
+        flags = [*size.flags(), "--state.dir", run, "--train.steps", str(steps), "--train.warmup-steps", "2"]
+        return {"train": command(["superstep", "train", *flags]), "view": command(["superstep", "view", run, "--text"])}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """L2 norm of the difference over that of the exact value."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in fp64, written out."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
+def attention(device: Device, widths: Sequence[int], lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Figures:
+    """Errors of our blocks and of torch's attention against fp64, forward and backward, and our time over torch's."""
+    cases = [
+        attention_case(device, width, length, kv_heads, dtype)
+        for dtype in dtypes
+        for width in widths
+        for length in lengths
+        for kv_heads in (8, 2)
+    ]
+    worst = max(max(case["ours"]) / max(case["torch"]) for case in cases)
+    return {"worst_error_over_torchs": worst, "cases": cases}
+
+
+def attention_case(device: Device, width: int, length: int, kv_heads: int, dtype: torch.dtype) -> dict:
+    """One shape; errors are those of the output and of the three gradients."""
+    torch.manual_seed(0)
+    shapes = [(2, heads, length, width) for heads in (8, kv_heads, kv_heads, 8)]
+    q, k, v, grad = (torch.randn(shape, device=device.torch).to(dtype) for shape in shapes)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = exact_attention(*leaves)
+    wanted = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.double())]
+
+    def ours() -> tuple[Tensor, ...]:
+        out, lse = attend_block(q, k, v, is_causal=True)
+        return (out, *attend_block_backward(grad, (q, k, v), out, lse, is_causal=True))
+
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def theirs() -> tuple[Tensor, ...]:
+        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        return (out.detach(), *torch.autograd.grad(out, inputs, grad))
+
+    with torch.no_grad():
+        mine = ours()
+        ours_s = Gauge(device=device).seconds(ours)
+    return {
+        "dtype": str(dtype),
+        "width": width,
+        "length": length,
+        "kv_heads": kv_heads,
+        "ours": [error(a, b) for a, b in zip(mine, wanted, strict=True)],
+        "torch": [error(a, b) for a, b in zip(theirs(), wanted, strict=True)],
+        "time_over_torchs": ours_s / Gauge(device=device).seconds(theirs),
+    }
+
+
+def experts(device: Device, width: int, ffn: int, counts: Sequence[int], nobodys: int = 8) -> Figures:
+    """Grouped products and outer products of bf16 against fp64, where experts without rows must get nothing."""
+    torch.manual_seed(0)
+    total = sum(counts) + nobodys
+    x, grad = (torch.randn(total, n, device=device.torch).bfloat16() for n in (width, ffn))
+    weight = torch.randn(len(counts), width, ffn, device=device.torch).bfloat16()
+    rows_E = torch.tensor(counts, device=device.torch)
+    out = grouped.products(x, weight, rows_E)
+    into = torch.zeros(len(counts), ffn, width, device=device.torch)
+    grouped.add_outer_products(into, grad, x, rows_E)
+    expected, gradient = torch.zeros_like(out, dtype=torch.float64), torch.zeros_like(into, dtype=torch.float64)
+    start = 0
+    for expert, count in enumerate(counts):
+        part = slice(start, start + count)
+        expected[part] = x[part].double() @ weight[expert].double()
+        gradient[expert] = grad[part].double().t() @ x[part].double()
+        start += count
+    empty = [expert for expert, count in enumerate(counts) if count == 0]
+    return {
+        "is_grouped": grouped.is_grouped(x),
+        "rows": list(counts),
+        "product_error": error(out, expected),
+        "gradient_error": error(into, gradient),
+        "nobodys_rows_are_zero": not bool(out[start:].any()),
+        "empty_experts_gradients_are_zero": not bool(into[empty].any()),
+    }
+
+
+class Driven:
+    """An engine with a batch of random tokens."""
+
+    def __init__(self, run: Resolved, world: World) -> None:
+        self.mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
+        self.engine = Engine(run, units(run.shape), self.mesh)
+        size, tokens = run.config.train.batch_sequences, run.config.data.sequence_tokens
+        text = torch.randint(run.shape.vocab, (size, tokens + 1), generator=torch.Generator().manual_seed(0))
+        mine = text[rows(run.plan, self.mesh)]
+        self._batch = microbatches(mine[:, :-1], mine[:, 1:], run.plan, self.mesh)
+        self._valid = size * tokens
+
+    def step(self, **also: object) -> float:
+        """One step's loss."""
+        return self.engine.train_step(self._batch, valid_tokens=self._valid, lr=1e-4, **also).loss
+
+
+def recompute(device: Device, size: Size) -> Figures:
+    """Each policy's peak over three steps, beside what was predicted, and beside keeping all."""
+    found: dict[str, dict[str, float]] = {}
+    for policy in ("none", "selective", "full"):
+        run = size.run(recompute=policy)
+        before = device.count_from_here()
+        driven = Driven(run, World(0, 1, device))
+        for _ in range(3):
+            driven.step()
+        device.synchronize()
+        peak = device.peak_bytes() - before
+        predicted = max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
+        found[policy] = {"peak_bytes": peak, "predicted_bytes": predicted, "ratio": peak / predicted}
+        del driven
+    return {"policies": found}
+
+
+def compiled(device: Device, size: Size, rounds: int = 5) -> Figures:
+    """Eager and compiled steps in turn, on the same tokens."""
+    sides = [Driven(size.run(compile=is_compiled), World(0, 1, device)) for is_compiled in (False, True)]
+    losses = [side.step() for side in sides]
+    ratios = []
+    for _ in range(rounds):
+        taken = []
+        for side in sides:
+            start_s = time.perf_counter()
+            side.step()
+            device.synchronize()
+            taken.append(time.perf_counter() - start_s)
+        ratios.append(taken[1] / taken[0])
+    return {"time_over_eager": statistics.median(ratios), "ratios": ratios, "first_losses": losses}
+
+
+def under_compute(ran: Sequence[Ran], instructions: Sequence[Instruction]) -> dict[str, dict[str, float]]:
+    """Seconds of each lane beside compute, and the share of them during which the compute lane was at work."""
+    busy = [(r.start_s, r.end_s) for r in ran if lane(instructions[r.index]) == "compute"]
+    found: dict[str, dict[str, float]] = {}
+    for r in ran:
+        name = lane(instructions[r.index])
+        if name == "compute":
+            continue
+        figures = found.setdefault(name, {"seconds": 0.0, "under_compute": 0.0})
+        figures["seconds"] += r.end_s - r.start_s
+        figures["under_compute"] += sum(max(0.0, min(r.end_s, end) - max(r.start_s, start)) for start, end in busy)
+    for figures in found.values():
+        figures["share"] = figures["under_compute"] / figures["seconds"] if figures["seconds"] else 0.0
+    return found
+
+
+def _overlap(world: World, size: Size) -> dict[str, dict[str, float]]:
+    run = size.run(dp=world.size, zero=3, prefetch=2)
+    driven = Driven(run, world)
+    for _ in range(3):
+        driven.step()
+    record = recorder_for(world.device, is_kept=True)
+    driven.step(record=record)
+    found = under_compute(record.ran(), driven.engine.step_program.ranks[0])
+    driven.mesh.destroy()
+    return found
+
+
+def overlap(size: Size, ranks: int) -> Figures:
+    """One recorded step of zero 3."""
+    if ranks < 2:
+        return {"skipped": "one GPU has nobody to fetch from; zero 3 overlaps from two on"}
+    wide = replace(size, sequences=max(size.sequences, 2 * ranks))
+    return {"ranks": ranks, "lanes": launch(ranks, _overlap, wide)}
+
+
+def pieces(size: Size) -> dict[str, Callable[[], Figures]]:
+    """What is run, in order; those that are processes of their own come first, and find the memory free."""
+    halves = (torch.bfloat16, torch.float32)
+    return {
+        "tests": lambda: command(["pytest", "-q", "-m", "gpu", "tests"]),
+        "prove": lambda: command(["superstep", "prove", *size.flags(), "--state.dir", "runs/bench-gpu"]),
+        "measure": lambda: command(["superstep", "measure", "--quick", "--dtype", size.dtype]),
+        "train": lambda: trained(size),
+        "overlap": lambda: overlap(size, gpus()),
+        "attention": lambda: attention(pick(0), (64, 80, 128), (2048, 1999, 37), halves),
+        "experts": lambda: experts(pick(0), 512, 1024, (0, 640, 0, 1, 383, 0, 1016, 0)),
+        "recompute": lambda: recompute(pick(0), size),
+        "compile": lambda: compiled(pick(0), size),
+    }
+
+
+def noted(piece: Callable[[], Figures]) -> Figures:
+    """Its figures, or why it has none."""
+    try:
+        return piece()
+    except Exception as problem:  # noqa: BLE001 - whatever one piece meets, the others are to run
+        return {"failed": f"{type(problem).__name__}: {problem}", "where": traceback.format_exc().splitlines()[-6:]}
+
+
+def gpu_facts() -> Figures:
+    """The GPUs and what drives them."""
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus())],
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run the pieces, print a line for each, write JSON."""
+    size = Size()
+    names = list(pieces(size))
+    options = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="PIECE", help=", ".join(names))
+    options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
+    asked = options.parse_args(argv)
+    if gpus() == 0:
+        print("bench.gpu: torch finds no GPU on this host; the other benchmarks run on a CPU.", file=sys.stderr)
+        return 2
+    found: dict[str, Figures] = {}
+    for name in asked.only:
+        start_s = time.perf_counter()
+        found[name] = noted(pieces(size)[name])
+        is_bad = "failed" in found[name] or found[name].get("status", 0) != 0
+        print(f"{name:12}{time.perf_counter() - start_s:>8.0f} s  {'FAILED' if is_bad else 'done'}", flush=True)
+        write_result(asked.json, **gpu_facts(), pieces=found)
+    return 1 if any("failed" in figures or figures.get("status", 0) != 0 for figures in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,22 @@
+"""add_product: a product summed into fp32 with as little rounding as the device's kernels allow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """total += scale · left · right; the factors may be narrower than ``total``, which is then fp32.
+
+    On a GPU the product of 16-bit factors is summed in fp32 straight into ``total``. A CPU has no such kernel (torch
+    2.13): there each product is summed in fp32 and rounded to the factors' dtype, by 2^-9 of its size at most in bf16,
+    and ``total`` adds up in fp32 what was rounded once. Factors widened before would make a product in fp32, several
+    times slower.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=scale)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, alpha=scale, out=total)
+    else:
+        total.add_(left @ right, alpha=scale)

@@ -1,0 +1,79 @@
+"""A proof on a GPU asks its kernels for one order of sums, which they do not keep by themselves."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+import small
+from elsewhere import Elsewhere
+from superstep.cli.prove import verb
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.proof import close
+from superstep.train.proof.close import Difference, prove
+
+KINDS = ("loss", "gradient", "norm", "update")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Whether each run of a proof was in one order; every run gives bits of its own, as atomics do."""
+    orders = []
+
+    def run(mesh, resolved, specs, batches, folder):
+        is_ordered = torch.are_deterministic_algorithms_enabled()
+        orders.append(is_ordered)
+        found = [Difference(step=0, kind=kind, name="", relative=0.0, allowed=1.0) for kind in KINDS]
+        return found, "ordered" if is_ordered else f"atomics {len(orders)}"
+
+    monkeypatch.setattr(close, "_run", run)
+    return orders
+
+
+def test_a_proof_on_a_gpu_is_run_in_one_order(ran, tmp_path):
+    run = resolve(small.config())
+    world = World(0, 1, Elsewhere("cuda", 0))
+    assert prove(world, run, (), tmp_path, reruns=True).is_deterministic is True
+    assert ran == [True, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    # Units of anyone's own may have operations that know no order; nothing is held against them.
+    verdict = prove(world, replace(run, decoder=None), (), tmp_path, reruns=True, specs=["own"])
+    assert (verdict.is_deterministic, verdict.is_proven) == (None, True)
+    assert ran == [True, True, False]
+
+
+def test_the_order_ends_with_the_block():
+    with suppress(KeyError), Device("cuda").deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+    with Device("cpu").deterministic():
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(verb, "_batches", lambda *args: ())
+    monkeypatch.setattr(verb, "_reference", lambda *args: None)
+    monkeypatch.setattr(verb, "open_corpus", lambda folder: None)
+    seen = []
+
+    def launched(*args):
+        seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+        raise InterruptedError
+
+    monkeypatch.setattr(verb, "launch_on", launched)
+    with suppress(InterruptedError):
+        verb.run_one(resolve(small.config()), tmp_path, steps=1)
+    with suppress(InterruptedError):
+        verb._sweep(small.config(), 1, tmp_path, steps=1)
+    assert seen == [kept, kept]
