@@ -83,6 +83,12 @@ def _check_parameter(parameter: Parameter, rules: Rules, plan: PlanConfig) -> No
             f"{two}, and one dim of a parameter can be cut; set plan.rules.{axis} to 'none'."
         )
     dim, axis = cut[0]
+    if not parameter.is_plain and parameter.layer != "other" and (plan.tp > 1 or axis in dict(plan.rules)):
+        raise ConfigError(
+            f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {parameter.dims[dim]}), and its "
+            f"{parameter.layer} layer has a forward, hooks or options of its own, which want the whole of it; "
+            f"set plan.rules.{axis} to 'none'."
+        )
     if parameter.layer == "other" or (parameter.layer == "embedding" and dim > 0):
         raise ConfigError(
             f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {parameter.dims[dim]}), and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from superstep.model.decoder import Head
 from superstep.model.experts import GroupedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
+from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.self_check import first_difference
@@ -91,10 +93,10 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
         sink = exact.sinks[weight]
-        if isinstance(layer, nn.Linear) and layer.bias is None:
-            replace_forward(layer, exact_linear(layer, sink, exact.cut(param)))
-        elif isinstance(layer, nn.Embedding):
-            replace_forward(layer, exact_embedding(layer, sink))
+        if is_plain_linear(layer) and layer.bias is None:
+            replace_forward(layer, exact_linear(cast(nn.Linear, layer), sink, exact.cut(param)))
+        elif is_plain_embedding(layer):
+            replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
         elif isinstance(layer, GroupedLinear):
             replace_forward(layer, exact_grouped_linear(layer, sink))
         elif isinstance(layer, Gate):
