@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
+from superstep.numerics.fixed_point import Grid
 
 Sum = Callable[[], object]
 """Adds to a gradient buffer."""
@@ -55,9 +56,10 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where a parameter's gradient goes: the part of a gradient buffer, and who says when."""
+    """Where a parameter's gradient goes in exact mode: the part of a gradient buffer, the grid, and who says when."""
 
     into: Tensor
+    grid: Grid
     sums: Sums
 
 

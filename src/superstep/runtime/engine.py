@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from superstep.errors import Fault
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Step
+from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
@@ -100,6 +104,7 @@ class Engine:
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self._excess = machine.excess
         self._executor = Executor(machine, self._update)
         self._lr = 0.0
         self._tokens = 0
@@ -159,7 +164,11 @@ class Engine:
         return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
 
     def _update(self) -> None:
-        square, loss_sum = self.optimizer.sums(self._counted_loss())
+        try:
+            square, loss_sum = self.optimizer.sums(self._counted_loss(), self._excess)
+        except OutOfRange as error:
+            step = self.optimizer.steps + 1
+            raise Fault(str(error), rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
         self._result = (loss_sum / self._tokens, math.sqrt(square))
         if self._inspect is not None:
             self._inspect()

@@ -21,9 +21,10 @@ from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
 from superstep.numerics.self_check import first_difference
 from superstep.plan.exact_pieces import Grain
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
@@ -85,6 +86,24 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
         )
 
 
+def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: Excess) -> Grid:
+    """The grid of a parameter's gradient, for as many terms as meet in it on any layout: the chunks of every microbatch
+    add a product each, a lookup or a norm every token. A tied table has both.
+    """
+    products = grain.microbatches * max(grain.chunks, grain.parts)
+    if "experts" in spec.axes:
+        terms = grain.sequences * grain.parts
+    elif "vocab" in spec.axes:
+        terms = grain.tokens + products
+    elif "head_dim" in spec.axes:
+        terms = grain.tokens * shape.heads
+    elif len(spec.axes) == 1:
+        terms = grain.tokens
+    else:
+        terms = products
+    return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
+
+
 def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
     gives them: the same bits for any split of the batch, not of a tensor.
@@ -105,7 +124,7 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         elif isinstance(layer, RMSNorm):
             replace_forward(layer, exact_norm(weight, sink, layer.eps))
         else:
-            weight.register_post_accumulate_grad_hook(hands_to(partial(PARAMETER.add, sink.into)))
+            weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             replace_forward(layer, exact_silu)
