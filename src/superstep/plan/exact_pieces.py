@@ -96,7 +96,8 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
 
 
 def _cells(shape: ModelShape) -> int:
-    sizes = (shape.heads, shape.kv_heads, shape.vocab, *(() if shape.moe else (shape.ffn,)))
+    # The vocabulary is padded until it has as many.
+    sizes = (shape.heads, shape.kv_heads, *(() if shape.moe else (shape.ffn,)))
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
 
 

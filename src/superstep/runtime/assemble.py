@@ -15,7 +15,7 @@ from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import Excess
 from superstep.plan.model.outline import Outline
 from superstep.plan.resolve import Plan, Resolved
-from superstep.plan.split.parameters import has_cut_output
+from superstep.plan.split.parameters import columns_of, has_cut_output
 from superstep.runtime.accumulate import Adder, Sink, Sums
 from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import UnitBuffers
@@ -137,10 +137,11 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Exce
 def _loss(run: Resolved, mesh: Mesh, head: torch.nn.Module | None, spec: UnitSpec, exact: Exact | None) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact)
+        return build_exact_loss(head, spec, exact, run.shape.vocab)
     is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
-    loss = build_loss(head or torch.nn.Identity(), tp, is_straight=is_straight, given=spec.loss)
+    vocab = columns_of(run.outline, plan.rules)
+    loss = build_loss(head or torch.nn.Identity(), tp, is_straight=is_straight, vocab=vocab, given=spec.loss)
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss
 
 

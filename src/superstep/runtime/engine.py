@@ -71,7 +71,14 @@ class Engine:
         compute = DTYPES[config.numerics.compute]
         if plan.grain is not None:
             require_exact(compute, mesh.device)
-        layouts = lay_out(tuple(specs), plan.mesh, mesh.at, plan.rules, sequence_parallel=plan.sequence_parallel)
+        layouts = lay_out(
+            tuple(specs),
+            plan.mesh,
+            mesh.at,
+            plan.rules,
+            sequence_parallel=plan.sequence_parallel,
+            padding=plan.padding,
+        )
         self.buffers = {
             unit: tuple(
                 UnitBuffers(
@@ -233,7 +240,7 @@ def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bo
     """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
     stacked = 1 if slot.spec.stack else 0
     names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
-    numel = math.prod(slot.local_shape[stacked:])
+    numel = math.prod(slot.held_shape[stacked:])
     high = low + values.numel()
     for number, name in enumerate(names):
         start, stop = max(low, number * numel), min(high, (number + 1) * numel)

@@ -135,14 +135,16 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         replace_forward(module.lm_head, _same)
 
 
-def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
+def build_exact_loss(
+    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
+) -> Callable[[Tensor, Tensor, float], Tensor]:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return exact_loss(h, weight, targets, scale, sink, cut)
+        return exact_loss(h, weight, targets, scale, sink, cut, vocab)
 
     return loss
 

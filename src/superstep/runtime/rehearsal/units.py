@@ -104,7 +104,14 @@ def _machine(
     plan = run.plan
     stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
     alone = replace(plan, stages=stages, placement=(0,) * len(stages))
-    layouts = lay_out(tuple(specs), plan.mesh, FIRST, plan.rules, sequence_parallel=plan.sequence_parallel)
+    layouts = lay_out(
+        tuple(specs),
+        plan.mesh,
+        FIRST,
+        plan.rules,
+        sequence_parallel=plan.sequence_parallel,
+        padding=plan.padding,
+    )
     needed = sorted({owner for unit in seen for owner in plan.params[unit]})
     buffers = {
         unit: tuple(
