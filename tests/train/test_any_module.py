@@ -256,6 +256,17 @@ class Calls(nn.Module):
         return self.function(self.linear(x))
 
 
+class Across(nn.Module):
+    """Attention over the wrong dim: a slip that every shape allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
 def with_hook(layer):
     layer.weight.register_hook(torch.neg)
     return layer
@@ -305,6 +316,15 @@ def test_layers_that_draw_at_random_or_keep_a_state_are_refused_by_name():
         of_old = nn.utils.weight_norm(nn.Linear(6, 6))
     assert "'weight' made by a hook" in refusal(of_old)
     assert "torch.nn.utils.parametrizations.weight_norm" in refusal(of_old)
+
+
+def test_units_that_mix_rows_or_count_are_refused():
+    said = "unit '1' mixes the rows of a microbatch"
+    assert said in refusal(nn.Linear(6, 6), Calls(lambda x: x - x.mean(0)))
+    assert said in refusal(nn.Linear(6, 6), Calls(lambda x: torch.softmax(x, 0)))
+    assert said in refusal(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), Across()), example=(8, 5, 6))
+    counted = iter(range(100))
+    assert "gives another output each time" in refusal(nn.Linear(6, 6), Calls(lambda x: x + next(counted)))
 
 
 def test_an_output_without_a_gradient_is_refused():

@@ -1,8 +1,8 @@
 """A list of units, looked at without memory: their outline for the plan, the shapes that pass between them, and what
 in them cannot be trained in parallel.
 
-Everything here runs on the meta device. Each refusal is one line that names where the units come from, the unit, and
-the parameter or module.
+Everything here runs on the meta device, but for a probe of small units. Each refusal is one line that names where the
+units come from, the unit, and the parameter or module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
+from superstep.model.probe import check_rows
 from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
 from superstep.model.untrainable import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
@@ -155,7 +156,9 @@ def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, whe
     for number, spec in enumerate(specs):
         module = build(spec, where).to(compute)
         given = {name: GIVEN[name] for name in spec.takes}
+        row = x
         x = run(module, spec, x, given, where, is_first=number == 0)
+        check_rows(spec, row, given, where)
         found.append(Passed(x.shape, x.dtype))
     return tuple(found)
 
