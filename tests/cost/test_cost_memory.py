@@ -55,6 +55,7 @@ def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, **layout):
 def runs(draw):
     moe = draw(st.sampled_from([{}, {"experts": 3, "router": "noisy-topk", "shared_experts": 1}]))
     model = replace(ODD, tied=draw(st.booleans()), qk_norm=draw(st.booleans()), **moe)
+    model = replace(model, vocab=draw(st.sampled_from([101, 102])))
     return run_of(
         model=model,
         compute=draw(st.sampled_from(["fp32", "bf16"])),
@@ -70,7 +71,14 @@ def runs(draw):
 def buffers(run, at, unit):
     """A unit's buffers as the rank at ``at`` has them: one for each family of its parameters."""
     plan = run.plan
-    layouts = lay_out(units(run.shape), plan.mesh, at, plan.rules, sequence_parallel=plan.sequence_parallel)
+    layouts = lay_out(
+        units(run.shape),
+        plan.mesh,
+        at,
+        plan.rules,
+        sequence_parallel=plan.sequence_parallel,
+        padding=plan.padding,
+    )
     return [
         UnitBuffers(
             layout,
@@ -181,7 +189,8 @@ def built(run, unit, *, group=None, is_selective=False):
     exchange = Local(Now(sequences=tuple(range(run.plan.microbatch)), step=0))
     given = {"exchange": exchange} if "exchange" in spec.takes else {}
     is_cut = run.plan.rules.cut("vocab") is not None
-    loss = build_loss(module, group if is_cut else None, is_straight=run.plan.zero < 2 or mesh.dp == 1)
+    is_straight = run.plan.zero < 2 or mesh.dp == 1
+    loss = build_loss(module, group if is_cut else None, is_straight=is_straight, vocab=run.shape.vocab)
     if group is not None and not is_cut and run.plan.sequence_parallel:
         loss = on_part(loss, group)
     whole = functools.partial(module, **given)

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,11 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         {"plan__cp": 2, "plan__context": "ulysses"},
         outline(),
         ["plan.cp = 2", "plan.context = 'ulysses'", "does not say how many it has", "set plan.context to 'ring'"],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
+        outline(replace(linear("up.weight", "inner", None), is_plain=False), linear("down.weight", None, "inner")),
+        ["up.weight", "cuts its dim 0 ('inner', 8)", "linear layer has a forward", "plan.rules.inner to 'none'"],
     ),
     ({"plan__pp": 4}, outline(), ["= 4 stages", "1 unit between its first and its last", "plan.pp to one of [1]"]),
 ]

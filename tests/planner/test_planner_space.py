@@ -22,6 +22,7 @@ PROBLEMS = {
     "odd": problem_of("demo", chips=6, batch=18, sequence=60, layers=5),
     "experts": problem_of("demo-moe", chips=8, batch=8, sequence=64),
     "one chip": problem_of("demo", chips=1, batch=6, sequence=64),
+    "padded": problem_of("demo", chips=8, batch=12, sequence=96, vocab=2047),
     "queries": problem_of("demo", chips=16, batch=4, sequence=128, heads=8, kv_heads=4),
 }
 WHOLE = {name: everything(side_of(problem)) for name, problem in PROBLEMS.items()}

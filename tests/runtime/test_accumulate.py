@@ -70,6 +70,72 @@ def test_two_halves_give_the_bits_of_a_whole_backward(of_tokens, dtype):
     assert sum(not torch.equal(b, torch.ones(b.shape)) for b in again) == len(again) - 1
 
 
+class Scaled(nn.Embedding):
+    """A lookup of one's own."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * 3.0
+
+
+class Halved(nn.Linear):
+    """A product of one's own."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 0.5, self.bias)
+
+
+def hooked():
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda layer, inputs, out: out * 2.0)
+    return layer
+
+
+def patched():
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight * 3.0, layer.bias)
+    return layer
+
+
+def tied():
+    layer = nn.Sequential(Halved(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    layer[1].weight = layer[0].weight
+    return layer
+
+
+OF_THEIR_OWN = {
+    "plain linear": lambda: nn.Linear(8, 8),
+    "own forward": lambda: Halved(8, 8),
+    "hook": hooked,
+    "patched": patched,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    "tied": tied,
+    "plain table": lambda: nn.Embedding(11, 8),
+    "own lookup": lambda: Scaled(11, 8),
+    "padding": lambda: nn.Embedding(11, 8, padding_idx=3),
+    "counts": lambda: nn.Embedding(11, 8, scale_grad_by_freq=True),
+    "sparse": lambda: nn.Embedding(11, 8, sparse=True),
+    "norm": lambda: nn.Embedding(11, 8, max_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_layers_of_every_kind_have_the_gradient_that_torch_gives(name):
+    torch.manual_seed(0)
+    layer = OF_THEIR_OWN[name]()
+    of_tokens = isinstance(layer, nn.Embedding)
+    x = torch.randint(0, 11, (3, 5)) if of_tokens else torch.randn(3, 5, 8)
+    gradient = torch.randn(3, 5, 8)
+    layer(x).backward(gradient)
+    wanted = {key: p.grad.to_dense() for key, p in layer.named_parameters()}
+    buffers = {key: torch.zeros(p.shape) for key, p in layer.named_parameters()}
+    for key, param in layer.named_parameters():
+        param.grad = buffers[key]
+    accumulate_straight(layer, Sums())
+    layer(x).backward(gradient)
+    for key, buffer in buffers.items():
+        torch.testing.assert_close(buffer, wanted[key])
+
+
 def test_after_a_pass_that_failed_sums_are_done_at_once_again():
     sums, done = Sums(), []
     x = torch.ones(2, requires_grad=True)

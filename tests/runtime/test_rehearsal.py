@@ -26,13 +26,15 @@ LAYOUTS = [
     {"tp": 2},
     {"tp": 2, "sequence_parallel": False, "kv_heads": 2},
     {"tp": 2, "rules": (("ffn", "none"), ("vocab", "none"))},
+    {"tp": 2, "vocab": 61},
+    {"tp": 2, "vocab": 61, "tied": False, "sequence_parallel": False},
     {"dp": 2, "zero": 2, "recompute": "selective"},
     {"cp": 2, "context": "ulysses"},
     {"experts": 4, "experts_per_token": 2},
     {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
     {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
 ]
-OF_MODEL = ("kv_heads", "experts", "experts_per_token", "shared_experts", "router")
+OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts", "router")
 
 
 def run_of(**layout):
@@ -49,6 +51,12 @@ def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(layout):
     expected = [*rank_flops(run)[:-1], rank_flops(run)[-1] * (3 if has_fused_loss(run) else 1)]
     assert [flops(unit.forward) for unit in seen] == expected
     assert [flops(unit.forward) for unit in decoder_operations(run)] == expected
+
+
+def test_exact_mode_is_rehearsed_as_fast_mode():
+    run = run_of(tp=2)
+    exact = replace(run.config, numerics=replace(run.config.numerics, exact=True))
+    assert operations_of(resolve(exact), units(run.shape)) == operations_of(run, units(run.shape))
 
 
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.get("recompute") != "selective"], ids=str)

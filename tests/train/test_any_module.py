@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,48 @@ def stack():
     return as_units([nn.Flatten(), nn.Linear(3 * 8 * 8, 13), *layers, nn.Linear(13, 1)], loss=squares)
 
 
-MODELS = {"resnet": resnet, "stack": stack}
+class Scaled(nn.Embedding):
+    """As Gemma's: its rows times the root of the width."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Lookups(nn.Module):
+    """Embeddings of every kind, of numbers that the image gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Embedding(13, 13)
+        self.padded = nn.Embedding(13, 13, padding_idx=2)
+        self.scaled = Scaled(13, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.flatten(1)[:, :24] * 3).abs().long().clamp(max=12)
+        return sum(table(ids) for table in self.children()).mean(1)
+
+
+class Halved(nn.Linear):
+    """A linear of one's own: other weights, a scale, and something beside the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * 0.5, self.bias) + x.sum(-1, keepdim=True) * self.weight.mean()
+
+
+def layers():
+    """Layers that look like a plain linear or embedding and are not."""
+    torch.manual_seed(6)
+    hooked = nn.Linear(13, 13)
+    hooked.register_forward_hook(_doubled)
+    rest = [hooked, nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(13, 13)), nn.Tanh()]
+    return as_units([Lookups(), Halved(13, 13), nn.Tanh(), *rest, nn.Linear(13, CLASSES)])
+
+
+def _doubled(layer, inputs, out):
+    return out * 2.0
+
+
+MODELS = {"resnet": resnet, "stack": stack, "layers": layers}
 
 
 def batches():
@@ -127,6 +169,7 @@ def _prove_all(rank, world, cases):
 
 
 LAYOUTS = {
+    1: [{}, {"microbatch": 2}],
     2: [
         {"dp": 2},
         {"dp": 2, "zero": 1, "recompute": "full"},
@@ -135,6 +178,7 @@ LAYOUTS = {
         {"pp": 2, "microbatch": 2},
         {"pp": 2, "microbatch": 2, "recompute": "full"},
         {"pp": 2, "chunks": 2, "microbatch": 1, "schedule": "interleaved"},
+        {"pp": 2, "microbatch": 2, "schedule": "zb-h1"},
     ],
     4: [
         {"dp": 4, "zero": 3},
@@ -192,10 +236,112 @@ def test_what_would_depend_on_the_layout_is_refused():
     assert "unit '1', '0' is a BatchNorm1d" in refusal(nn.Linear(6, 6), nn.Sequential(nn.BatchNorm1d(6)))
     assert "use torch.nn.GroupNorm" in refusal(nn.BatchNorm1d(6, track_running_stats=False))
     assert "unit '0' drops at random (p = 0.5)" in refusal(nn.Dropout())
+    assert "unit '0', 'weight' has a hook, which would be lost" in refusal(with_hook(nn.Linear(6, 6)))
+    assert "max_norm = 1), which ranks would do each for themselves" in refusal(nn.Embedding(6, 6, max_norm=1.0))
+    assert "leave scale_grad_by_freq out" in refusal(nn.Embedding(6, 6, scale_grad_by_freq=True))
     assert "unit '1' changes its input in place" in refusal(nn.Linear(6, 6), nn.ReLU(inplace=True))
     assert "unit '0' changes its buffer 'running_mean'" in refusal(
         nn.InstanceNorm1d(6, track_running_stats=True), example=(8, 6, 5)
     )
+
+
+class Calls(nn.Module):
+    """A linear, and a function of what it gives."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+class Across(nn.Module):
+    """Attention over the wrong dim: a slip that every shape allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def with_hook(layer):
+    layer.weight.register_hook(torch.neg)
+    return layer
+
+
+class Attends(nn.Module):
+    """Torch's attention, with its weights dropped or not."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def fused(dropout_p):
+    return lambda x: nn.functional.scaled_dot_product_attention(*[x[:, None, :, None]] * 3, dropout_p=dropout_p)
+
+
+NOISE = {
+    "dropout": nn.functional.dropout,
+    "alpha": partial(nn.functional.alpha_dropout, training=True),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(6, device=x.device),
+    "randperm": lambda x: x[torch.randperm(8, device=x.device)],
+    "gumbel": nn.functional.gumbel_softmax,
+    "rrelu": lambda x: nn.functional.rrelu(x, training=True),
+    "attention": fused(0.1),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_a_forward_that_draws_at_random_is_refused(name):
+    said = refusal(nn.Linear(6, 6), Calls(NOISE[name]))
+    assert "unit '1' draws random numbers as it runs (" in said
+    assert said.endswith("leave dropout and noise out, or set their share to 0.")
+
+
+def test_layers_that_draw_at_random_or_keep_a_state_are_refused_by_name():
+    assert "unit '0', 'attention' drops at random (dropout = 0.1)" in refusal(Attends(0.1))
+    assert "unit '0' drops at random (dropout = 0.5)" in refusal(nn.LSTM(6, 6, 2, dropout=0.5))
+    assert "unit '0' drops at random (p = 0.2)" in refusal(nn.AlphaDropout(0.2))
+    assert "is spectral norm" in refusal(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)))
+    with pytest.warns(FutureWarning):
+        of_old = nn.utils.weight_norm(nn.Linear(6, 6))
+    assert "'weight' made by a hook" in refusal(of_old)
+    assert "torch.nn.utils.parametrizations.weight_norm" in refusal(of_old)
+
+
+def test_units_that_mix_rows_or_count_are_refused():
+    said = "unit '1' mixes the rows of a microbatch"
+    assert said in refusal(nn.Linear(6, 6), Calls(lambda x: x - x.mean(0)))
+    assert said in refusal(nn.Linear(6, 6), Calls(lambda x: torch.softmax(x, 0)))
+    assert said in refusal(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), Across()), example=(8, 5, 6))
+    counted = iter(range(100))
+    assert "gives another output each time" in refusal(nn.Linear(6, 6), Calls(lambda x: x + next(counted)))
+
+
+def test_an_output_without_a_gradient_is_refused():
+    assert "unit '1' gives an output that carries no gradient," in refusal(nn.Linear(6, 6), Calls(torch.detach))
+    lost = "unit '1' gives an output that carries no gradient of its input"
+    assert lost in refusal(nn.Linear(6, 6), Calls(lambda x: nn.Parameter(torch.ones(6, device=x.device)) + x.detach()))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Attends(0.0), Calls(nn.functional.gelu), Calls(lambda x: nn.functional.dropout(x, 0.0)), Calls(fused(0.0))],
+)
+def test_what_draws_nothing_is_taken(module):
+    example = torch.empty(3, 8, 6) if isinstance(module, Attends) else torch.empty(8, 6)
+    specs = as_units([nn.Linear(6, 6), module])
+    outline_of(specs, "the stack")
+    passed(specs, example, torch.float32, "the stack")
 
 
 def test_what_cannot_be_a_unit_is_refused():

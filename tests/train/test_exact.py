@@ -1,6 +1,7 @@
 """Exact mode: the same bits on every layout, from the start and from any other layout's checkpoint."""
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -8,14 +9,17 @@ import pytest
 import torch
 
 import small
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, Fault
+from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.runtime import executor
 from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
 from superstep.runtime.exact import linear as exact_linear
 from superstep.runtime.exact import modules as exact
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.launch import World
+from superstep.runtime.mesh import build_mesh
 from superstep.train.proof import exact as module
 from superstep.train.proof.close import prove, write_reference
 from superstep.train.proof.exact import Relay, prove_exact, write_bits
@@ -240,3 +244,41 @@ def test_a_machine_that_cannot_keep_the_promise_is_refused():
         ),
     ):
         require_exact(torch.float32, Device("cpu"))
+
+
+def _steps_at(rank, world, runs, scales):
+    """What becomes of one step of each run, the loss multiplied by each scale: its norm, or the fault's parts."""
+    return [_of_scales(rank, run, scales) for run in runs]
+
+
+def _of_scales(rank, run, scales):
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
+    batch, found = _batches()[0], []
+    for scale in scales:
+        engine = Engine(run, units(run.shape), mesh)
+        try:
+            valid = batch.valid_tokens / scale
+            found.append(module._train_step(engine, mesh, run, replace(batch, valid_tokens=valid), 0, None).grad_norm)
+        except Fault as fault:
+            found.append((fault.message, fault.step, fault.instruction))
+    mesh.destroy()
+    return found
+
+
+def test_a_sum_that_would_wrap_around_stops_every_rank_of_every_layout(pool):
+    """A power of two changes no bit but the size, until a sum leaves its range: then all stop, at the same scale."""
+    scales = [2.0**power for power in range(0, 28, 4)]
+    layouts = [{"dp": 2, "zero": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
+    (alone,) = pool.run(1, _steps_at, [resolve(config("fp32 tied", dp=1))], scales, timeout_s=200)[0]
+    ranks = pool.run(2, _steps_at, [resolve(config("fp32 tied", **plan)) for plan in layouts], scales, timeout_s=200)
+    assert ranks[0] == ranks[1], "one rank went on where another stopped"
+    went = [norm for norm in alone if isinstance(norm, float)]
+    assert 2 < len(went) < len(scales)
+    assert went == pytest.approx([went[0] * scale / scales[0] for scale in scales[: len(went)]], rel=1e-9)
+    for plan, found in zip([{}, *layouts], [alone, *ranks[0]], strict=True):
+        assert found[: len(went)] == went, plan
+        for message, step, instruction in found[len(went) :]:
+            assert "its exact sum has room for" in message
+            assert "set numerics.exact = false" in message
+            assert "the gradient of " in message
+            assert (step, instruction) == (1, "step")

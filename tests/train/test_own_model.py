@@ -238,9 +238,9 @@ FILES = [
     ),
     ("units = lambda config: [EMBED]", {}, ["gives 8 logits", "model.vocab = 64", "set model.vocab to 8"]),
     (
-        "units = lambda config: [unit('all', lambda: nn.Flatten())]",
+        "units = lambda config: [EMBED, unit('all', lambda: nn.Flatten())]",
         {},
-        ["the last unit gives [1, 16]", "[1, 16, model.vocab]"],
+        ["the last unit gives [1, 128]", "[1, 16, model.vocab]"],
     ),
     (
         "units = lambda config: [EMBED, HEAD]",
@@ -289,6 +289,18 @@ FILES = [
         """,
         {"tp": 2, "rules": (("v", "tp"),)},
         ["the attention of unit 'mid' sees a part of the sequence", "set plan.sequence_parallel to false"],
+    ),
+    (
+        """
+        class Scaled(nn.Embedding):
+            def forward(self, x):
+                return super().forward(x) * 2.0
+
+        first = unit("embed", lambda: Scaled(64, 8), weight=p("e", "v", None))
+        units = lambda config: [first, HEAD]
+        """,
+        {"tp": 2, "rules": (("v", "tp"),)},
+        ["e: plan.rules.v = 'tp'", "its embedding layer has a forward, hooks or options", "set plan.rules.v to 'none'"],
     ),
     (
         """

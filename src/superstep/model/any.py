@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.model.untrainable import check_hooks, check_modules
 
 
 def as_units(
@@ -28,10 +29,16 @@ def as_units(
             A parameter that several modules have is shared by their units.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B].
+
+    Raises:
+        ConfigError: a module has what cannot be trained in parallel.
     """
     names: dict[int, str] = {}
     units = []
     for number, module in enumerate(modules):
+        # What a copy would lose or could not take is seen here.
+        check_modules(module, f"unit '{number}'")
+        check_hooks(module, f"unit '{number}'")
         params = {
             local: ParamSpec(
                 name=names.setdefault(id(param), f"{number}.{local}"),

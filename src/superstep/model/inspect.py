@@ -1,8 +1,8 @@
 """A list of units, looked at without memory: their outline for the plan, the shapes that pass between them, and what
 in them cannot be trained in parallel.
 
-Everything here runs on the meta device. Each refusal is one line that names where the units come from, the unit, and
-the parameter or module.
+Everything here runs on the meta device, but for a probe of small units. Each refusal is one line that names where the
+units come from, the unit, and the parameter or module.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
+from superstep.model.probe import check_rows
 from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
+from superstep.model.untrainable import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
@@ -51,7 +52,9 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
             if name not in GIVEN:
                 raise ConfigError(f"{where}: unit '{spec.name}' takes '{name}'{did_you_mean(name, GIVEN)}")
         module = build(spec, where)
-        _check_modules(module, spec, where)
+        at = f"{where}: unit '{spec.name}'"
+        check_modules(module, at)
+        check_hooks(module, at)
         parameters = tuple(_parameters(module, spec, where))
         for parameter in parameters:
             before = known.setdefault(parameter.name, parameter)
@@ -114,7 +117,9 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
         if not found[local].requires_grad:
             raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is not trained; make it a buffer.")
         _check_bias(local, spec, where)
-        yield Parameter(name=param.name, axes=param.axes, dims=dims, layer=_layer(module, local))
+        layer = module.get_submodule(local.rpartition(".")[0])
+        is_plain = is_plain_linear(layer) or is_plain_embedding(layer)
+        yield Parameter(name=param.name, axes=param.axes, dims=dims, layer=_layer(layer), is_plain=is_plain)
 
 
 def _check_bias(local: str, spec: UnitSpec, where: str) -> None:
@@ -128,31 +133,10 @@ def _check_bias(local: str, spec: UnitSpec, where: str) -> None:
         )
 
 
-def _layer(module: nn.Module, local: str) -> Layer:
-    layer = module.get_submodule(local.rpartition(".")[0])
+def _layer(layer: nn.Module) -> Layer:
     if isinstance(layer, nn.Linear):
         return "linear"
     return "embedding" if isinstance(layer, nn.Embedding) else "other"
-
-
-def _check_modules(module: nn.Module, spec: UnitSpec, where: str) -> None:
-    for path, part in module.named_modules():
-        at = f"{where}: unit '{spec.name}'" + (f", '{path}'" if path else "")
-        if isinstance(part, _BatchNorm):
-            raise ConfigError(
-                f"{at} is a {type(part).__name__}: its statistics couple the samples of a microbatch and are kept "
-                "apart from training, so the result would depend on the layout; use torch.nn.GroupNorm."
-            )
-        if isinstance(part, _DropoutNd) and part.p > 0:
-            raise ConfigError(
-                f"{at} drops at random (p = {part.p:g}), so that no two layouts would compute the same; set its p to 0."
-            )
-        loose = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
-        if loose:
-            raise ConfigError(
-                f"{at} holds the tensor '{loose[0]}' as an attribute, which moves to no device; "
-                f"register_buffer('{loose[0]}', ...) instead."
-            )
 
 
 def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, where: str) -> tuple[Passed, ...]:
@@ -169,21 +153,28 @@ def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, whe
     """
     x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
     found = [Passed(x.shape, x.dtype)]
-    for spec in specs:
+    for number, spec in enumerate(specs):
         module = build(spec, where).to(compute)
         given = {name: GIVEN[name] for name in spec.takes}
-        x = run(module, spec, x, given, where)
+        row = x
+        x = run(module, spec, x, given, where, is_first=number == 0)
+        check_rows(spec, row, given, where)
         found.append(Passed(x.shape, x.dtype))
     return tuple(found)
 
 
-def run(module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object], where: str) -> Tensor:
+def run(
+    module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object], where: str, *, is_first: bool
+) -> Tensor:
     """A unit's output on the meta device; raises as ``passed`` does."""
     buffers = dict(module.named_buffers())
     before = {name: buffer._version for name, buffer in buffers.items()}
-    version = x._version
+    # The first unit's input has no use for a gradient, but for a graph where there is no parameter. And it is no leaf,
+    # so that a change in place is ours to refuse.
+    x = x.detach().requires_grad_(x.is_floating_point() and not (is_first and spec.params)).clone()
+    version, random = x._version, RandomOperations()
     try:
-        with torch.no_grad():
+        with torch.enable_grad(), random:
             out = module(x, **given)
     except Exception as error:
         raise ConfigError(
@@ -193,13 +184,28 @@ def run(module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object
         raise ConfigError(f"{where}: unit '{spec.name}' gives {type(out).__name__}; let it return one tensor.")
     if x._version != version:
         raise ConfigError(f"{where}: unit '{spec.name}' changes its input in place; let it make a new tensor.")
+    _check_randomness(random, spec, where)
+    if not out.requires_grad or (x.requires_grad and not depends_on(out, x)):
+        what = "no gradient" if not out.requires_grad else "no gradient of its input"
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' gives an output that carries {what}, so that nothing before it would learn; "
+            "leave out detach(), no_grad(), or the whole numbers in between."
+        )
     changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
     if changed:
         raise ConfigError(
             f"{where}: unit '{spec.name}' changes its buffer '{changed[0]}' as it runs, which ranks would do each for "
             "themselves; keep no running state."
         )
-    return out
+    return out.detach()
+
+
+def _check_randomness(random: RandomOperations, spec: UnitSpec, where: str) -> None:
+    if random.names:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' draws random numbers as it runs ({random.names[0]}), so that no two layouts "
+            "would compute the same; leave dropout and noise out, or set their share to 0."
+        )
 
 
 def _line(error: Exception) -> str:

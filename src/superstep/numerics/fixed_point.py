@@ -5,15 +5,18 @@ number is put on a grid of 2^-bits by cutting off what lies below it, which depe
 additions, on any number of ranks, then gives the same 64 bits. Inside the range nothing else is lost: fp32 has 24 bits,
 so what is at least 2^(24 - bits) in size is on the grid already.
 
-    grid         bits   range    smallest number that keeps 20 bits
-    PARAMETER    50     ±2^12    2^-30    gradients of parameters, over microbatches and ranks
-    ACTIVATION   58     ±2^4     2^-38    gradients of keys and values, over queries; each is of one token's share
-    LOSS         24     -        -        nats of a token, added in fp64: exact up to 2^29 nats
+    grid         bits   sum's range    smallest number that keeps 20 bits
+    PARAMETER    50     ±2^13          2^-30    gradients of parameters, over microbatches and ranks
+    ACTIVATION   58     ±2^5           2^-38    gradients of keys and values, over queries; each is of a token's share
+    LOSS         24     -              -        nats of a token, added in fp64: exact up to 2^29 nats
+
+A sum that left its range would wrap around to another number. So each term must stay below the range divided by as many
+terms as can meet, which the run's batch says and no layout changes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,20 +25,56 @@ BLOCK = 2**16
 """Elements put on the grid at once: they stay in the cache between the passes (1 ns an element, 5 in one go)."""
 
 
+MEND = ": training diverges. Lower train.lr, raise train.warmup_steps, or set numerics.exact = false."
+
+LARGEST_LOSS = 2.0**29
+"""Nats that are summed without rounding."""
+
+LARGEST_SQUARE = 2.0**32
+"""What a sum of squares must stay below: half of what would wrap around."""
+
+
 class OutOfRange(RuntimeError):
     """A number lies outside the range of its grid, or is no number."""
 
 
+class Excess:
+    """What no sum of a step has room for: noted where it comes up, and asked for when the ranks meet, so that all stop
+    together. The first is kept.
+    """
+
+    def __init__(self) -> None:
+        self.found = ""
+
+    def note(self, what: str) -> None:
+        """Keep ``what``, if nothing is there yet."""
+        self.found = self.found or what
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Multiples of 2^-bits below ``limit`` in size. 2^50 terms of the limit's size would overflow the sum of none."""
+    """Multiples of 2^-bits, of which up to ``terms`` meet in a sum.
+
+    Attributes:
+        bits: see above.
+        terms: a power of two.
+        name: of what is summed, for a message.
+        excess: where a term that is too large is noted; None raises at once.
+    """
 
     bits: int
+    terms: int = 2
+    name: str = "a gradient"
+    excess: Excess | None = field(default=None, compare=False)
 
     @property
     def limit(self) -> float:
-        """What a single term must stay below; a sum has room for two such."""
-        return 2.0 ** (62 - self.bits)
+        """What a single term must stay below, so that ``terms`` of them cannot leave 64 bits."""
+        return 2.0 ** (63 - self.bits) / self.terms
+
+    def of(self, terms: int, name: str, excess: Excess | None) -> Grid:
+        """The same grid for a sum of up to ``terms``."""
+        return replace(self, terms=1 << max(terms - 1, 1).bit_length(), name=name, excess=excess)
 
     def add(self, into: Tensor, values: Tensor) -> None:
         """``into += values``, with an int64 ``into`` of the same shape; the values' memory is used up.
@@ -54,16 +93,20 @@ class Grid:
         """The values on the grid: int64. Their memory is used up, where they are fp32.
 
         Raises:
-            OutOfRange: a value is too large or is no number.
+            OutOfRange: a value is too large or is no number, and nobody is there to note it.
         """
         wide = values.float()
         # No number is larger than the norm of all, which is ten times quicker to find than the largest.
         if not float(torch.linalg.vector_norm(wide)) < self.limit and not bool((wide.abs() < self.limit).all()):
-            raise OutOfRange(
-                f"a gradient lies outside ±{self.limit:g}, the range of exact sums, or is no number: training "
-                "diverges. Lower train.lr, or raise train.warmup_steps."
-            )
+            self._refuse(float(wide.abs().max()))
         return wide.mul_(2.0**self.bits).to(torch.int64)
+
+    def _refuse(self, largest: float) -> None:
+        room = f"room for {self.terms} terms below {self.limit:g} in size"
+        told = f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
+        if self.excess is None:
+            raise OutOfRange(told)
+        self.excess.note(told)
 
     def take(self, total: Tensor) -> Tensor:
         """A sum as fp32, rounded once."""
@@ -81,22 +124,47 @@ def exact_loss_sum(nats: Tensor) -> Tensor:
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """The squares' sum as two int64 numbers [2], in units of 2^-30 and of 2^-60: the same however values are cut up.
+    """The squares' sum as three int64 numbers [3], to be added over ranks: in units of 2^-30, in units of 2^-60, and
+    roughly in units of 1. What the first two mean is the same however values are cut up.
 
-    Squares of fp32 numbers are exact in fp64. The coarse part counts whole units, the fine part what they leave; sums
-    up to 2^33, and of 2^33 values, fit.
+    Squares of fp32 numbers are exact in fp64. The coarse part counts whole units, the fine part what they leave, and
+    hands on what became whole; so they hold sums up to 2^33 of any number of values. The rough one tells beyond that.
     """
-    coarse = torch.zeros((), dtype=torch.int64, device=values.device)
-    fine = coarse.clone()
+    coarse, fine, rough = (torch.zeros((), dtype=torch.int64, device=values.device) for _ in range(3))
     for part in values.reshape(-1).split(BLOCK):
         square = part.double().square_().mul_(2.0**30)
+        rough += square.sum().mul_(2.0**-30).clamp_(max=2.0**40).to(torch.int64)
         whole = square.trunc()
         coarse += whole.to(torch.int64).sum()
         fine += square.sub_(whole).mul_(2.0**30).to(torch.int64).sum()
-    return torch.stack((coarse, fine))
+        coarse += fine >> 30
+        fine &= 2**30 - 1
+    return torch.stack((coarse, fine, rough))
 
 
 def from_square_sum(parts: Tensor) -> float:
-    """The number that two sums of ``square_sum``, themselves added over ranks, mean."""
-    coarse, fine = parts.tolist()
-    return float(coarse * 2**30 + fine) * 2.0**-60
+    """The number that sums of ``square_sum``, themselves added over ranks, mean.
+
+    Raises:
+        OutOfRange: it is too large to be known exactly; on every layout alike.
+    """
+    coarse, fine, rough = parts.tolist()
+    units = coarse * 2**30 + fine
+    # The rough sum is right to a unit a block. Where it is far above, the exact one may have wrapped around.
+    if rough >= 1.5 * LARGEST_SQUARE or units >= LARGEST_SQUARE * 2**60:
+        norm = max(float(rough), units * 2.0**-60) ** 0.5
+        raise OutOfRange(
+            f"the gradient norm is {norm:.3g}, and its exact sum has room below {LARGEST_SQUARE**0.5:g}{MEND}"
+        )
+    return float(units) * 2.0**-60
+
+
+def require_exact_loss(nats: float) -> float:
+    """The sum of the losses of a step, if it was summed without rounding; what is no number is left to others.
+
+    Raises:
+        OutOfRange: it was not.
+    """
+    if abs(nats) >= LARGEST_LOSS:
+        raise OutOfRange(f"the losses of a step sum to {nats:.3g} nats, and exact sums have room below 2^29{MEND}")
+    return nats

@@ -24,11 +24,17 @@ class Grain:
         chunks: parts of a sequence; twice the largest cp.
         parts: parts of a sequence where tp shares out its tokens too, before experts: as many for each chunk as there
             are cells, or as its tokens allow.
+        microbatches: of the whole batch: how often a chunk's gradient meets that of other sequences.
+        sequences: of the whole batch.
+        tokens: of the whole batch.
     """
 
     cells: int
     chunks: int
     parts: int
+    microbatches: int
+    sequences: int
+    tokens: int
 
 
 def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
@@ -57,7 +63,16 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
     tokens = config.data.sequence_tokens
     cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)
     parts = max(chunks * n for n in _powers(cells) if tokens % (chunks * n) == 0 or n == 1)
-    grain = Grain(cells=cells, chunks=chunks, parts=parts)
+    sequences = config.train.batch_sequences
+    assert plan.microbatch is not None
+    grain = Grain(
+        cells=cells,
+        chunks=chunks,
+        parts=parts,
+        microbatches=sequences // plan.microbatch,
+        sequences=sequences,
+        tokens=sequences * tokens,
+    )
     if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
         choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
         raise ConfigError(
@@ -81,7 +96,8 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
 
 
 def _cells(shape: ModelShape) -> int:
-    sizes = (shape.heads, shape.kv_heads, shape.vocab, *(() if shape.moe else (shape.ffn,)))
+    # The vocabulary is padded until it has as many.
+    sizes = (shape.heads, shape.kv_heads, *(() if shape.moe else (shape.ffn,)))
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
 
 

@@ -11,11 +11,11 @@ from superstep.plan.exact_pieces import Grain, find_grain
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.named import shape_of
-from superstep.plan.model.outline import Outline
+from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 from superstep.plan.split.divisibility import check_context, check_experts, check_replicas
-from superstep.plan.split.parameters import check_decoder, check_split, rules_of
+from superstep.plan.split.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.split.stages import place, stages_of
 from superstep.plan.split.unit_work import forward_flops_per_token
 
@@ -34,6 +34,7 @@ class Plan:
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
+        padding: for each axis that has more rows on the ranks than in the model, how many over all of them.
     """
 
     mesh: MeshShape
@@ -50,11 +51,19 @@ class Plan:
     sequence_parallel: bool
     prefetch: int
     rules: Rules
+    padding: tuple[tuple[str, int], ...]
     grain: Grain | None
     families: tuple[Family, ...]
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
+
+    def padded(self, parameter: Parameter) -> tuple[int, ...]:
+        """A parameter's dims over all ranks together: the model's, but for padding."""
+        if not self.padding:
+            return parameter.dims
+        rows = dict(self.padding)
+        return tuple(rows.get(axis or "", size) for axis, size in zip(parameter.axes, parameter.dims, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +125,12 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     rules = rules_of(outline, plan)
     if shape is not None:
         check_decoder(config, shape, rules)
-    check_split(outline, rules, plan.tp)
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
     check_replicas(shape, plan)
+    grain = find_grain(config, shape, plan)
+    padding = padding_of(shape, rules, grain.cells if grain else plan.tp)
+    check_split(outline, rules, plan.tp, {axis for axis, _ in padding})
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -139,7 +150,8 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         prefetch=plan.prefetch,
         rules=rules,
-        grain=find_grain(config, shape, plan),
+        padding=padding,
+        grain=grain,
         families=FAMILIES if shape and shape.moe else FAMILIES[:1],
         units=outline.names,
         params=outline.reads,

@@ -74,9 +74,9 @@ def divisors_within(number: int, most: int) -> list[int]:
 
 
 def _cuts(problem: Problem, tp: int) -> bool:
-    """Whether tp cuts the model's axes evenly, and a mixture's tokens."""
+    """Whether tp cuts the model's axes evenly, and a mixture's tokens; the vocabulary is padded until it does."""
     shape = problem.shape
-    sizes = (shape.heads, shape.kv_heads, shape.vocab, problem.sequence_tokens if shape.moe else shape.ffn)
+    sizes = (shape.heads, shape.kv_heads, problem.sequence_tokens if shape.moe else shape.ffn)
     return all(size % tp == 0 for size in sizes)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
+from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
+from superstep.numerics.fixed_point import Grid
 from superstep.numerics.product import add_product
 
 Sum = Callable[[], object]
@@ -56,9 +58,10 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where a parameter's gradient goes: the part of a gradient buffer, and who says when."""
+    """Where a parameter's gradient goes in exact mode: the part of a gradient buffer, the grid, and who says when."""
 
     into: Tensor
+    grid: Grid
     sums: Sums
 
 
@@ -147,13 +150,15 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
 
 
 def accumulate_straight(module: nn.Module, sums: Sums) -> None:
-    """Change the forward of the module's linears and embeddings so. Their weights' ``.grad`` must be there."""
+    """Change the forward of the module's plain linears and embeddings so; layers with a forward, hooks or options of
+    their own keep autograd's gradient. Their weights' ``.grad`` must be there.
+    """
     for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            replace_forward(layer, _linear(layer, sums))
-        elif isinstance(layer, nn.Embedding) and layer.padding_idx is None and layer.max_norm is None:
-            replace_forward(layer, _embedding(layer, sums))
-        elif isinstance(layer, GroupedLinear):
+        if is_plain_linear(layer):
+            replace_forward(layer, _linear(cast(nn.Linear, layer), sums))
+        elif is_plain_embedding(layer):
+            replace_forward(layer, _embedding(cast(nn.Embedding, layer), sums))
+        elif type(layer) is GroupedLinear:
             replace_forward(layer, _grouped(layer, sums))
 
 

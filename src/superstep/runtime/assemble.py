@@ -12,14 +12,14 @@ from superstep.model.exchange import Exchange
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.fixed_point import Excess
 from superstep.plan.model.outline import Outline
 from superstep.plan.resolve import Plan, Resolved
-from superstep.plan.split.parameters import has_cut_output
+from superstep.plan.split.parameters import columns_of, has_cut_output
 from superstep.runtime.accumulate import Adder, Sink, Sums
 from superstep.runtime.attention import build_attend
 from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.exact.modules import Exact, build_exact_loss
+from superstep.runtime.exact.modules import Exact, build_exact_loss, grid_of
 from superstep.runtime.executor import Machine
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
@@ -50,7 +50,8 @@ def assemble(
     plan, numerics = run.plan, run.config.numerics
     compute_dtype = DTYPES[numerics.compute]
     sums = Sums()
-    exact = _exact(plan, mesh, buffers, sums)
+    excess = Excess()
+    exact = _exact(run, mesh, buffers, sums, excess)
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
     # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
@@ -70,7 +71,7 @@ def assemble(
     }
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
-    attend, positions = build_attend(run, mesh)
+    attend, positions = build_attend(run, mesh, excess)
     given = {"attend": attend, "positions": positions, "exchange": exchange}
     compute = {unit: _with_given(module, specs[unit], given) for unit, module in modules.items()}
     return Machine(
@@ -84,6 +85,7 @@ def assemble(
         loss_dtype=torch.float32 if exact is None else torch.float64,
         boundaries=_boundaries(run, specs, compute_dtype, example),
         begin=begin,
+        excess=excess,
     )
 
 
@@ -107,15 +109,20 @@ def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torc
     """For each parameter, what adds a gradient to its buffer."""
     for param in module.parameters():
         if exact is not None:
-            yield param, functools.partial(PARAMETER.add, exact.sinks[param].into)
+            yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
         elif param.grad is not None:
             yield param, param.grad.add_
 
 
-def _exact(plan: Plan, mesh: Mesh, buffers: Buffers, sums: Sums) -> Exact | None:
-    grain, shape = plan.grain, plan.mesh
+def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Excess) -> Exact | None:
+    plan, grain, shape = run.plan, run.plan.grain, run.plan.mesh
     if grain is None:
         return None
+
+    def sink(b: UnitBuffers, local: str) -> Sink:
+        slot = next(slot for slot in b.layout.slots if slot.local == local)
+        return Sink(b.sinks[local], grid_of(slot.spec, grain, run.shape, excess), sums)
+
     every = [b for unit in buffers.values() for b in unit]
     return Exact(
         grain=grain,
@@ -123,17 +130,18 @@ def _exact(plan: Plan, mesh: Mesh, buffers: Buffers, sums: Sums) -> Exact | None
         chunks=grain.chunks // shape.cp,
         parts=grain.parts // (shape.cp * shape.tp),
         group=mesh.tp,
-        sinks={param: Sink(b.sinks[local], sums) for b in every for local, param in b.params.items()},
+        sinks={param: sink(b, local) for b in every for local, param in b.params.items()},
     )
 
 
 def _loss(run: Resolved, mesh: Mesh, head: torch.nn.Module | None, spec: UnitSpec, exact: Exact | None) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact)
+        return build_exact_loss(head, spec, exact, run.shape.vocab)
     is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
-    loss = build_loss(head or torch.nn.Identity(), tp, is_straight=is_straight, given=spec.loss)
+    vocab = columns_of(run.outline, plan.rules)
+    loss = build_loss(head or torch.nn.Identity(), tp, is_straight=is_straight, vocab=vocab, given=spec.loss)
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss
 
 

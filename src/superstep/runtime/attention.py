@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from superstep.model.decoder import Attend, flash
+from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
 from superstep.runtime.exact.attention import Alone, ExactAttend
@@ -32,10 +33,14 @@ class Gathered:
         return scatter_sum(x_BSKH, self.group)
 
 
-def build_attend(run: Resolved, mesh: Mesh) -> tuple[Attend, Tensor | None]:
-    """The attention of the plan, and the positions of this rank's tokens where they are not 0, 1, 2, ..."""
+def build_attend(run: Resolved, mesh: Mesh, excess: Excess) -> tuple[Attend, Tensor | None]:
+    """The attention of the plan, and the positions of this rank's tokens where they are not 0, 1, 2, ...
+
+    What exact sums have no room for is noted in ``excess``.
+    """
     grain, group = run.plan.grain, mesh.cp
-    whole: Attend = flash if grain is None else ExactAttend(range(grain.chunks), Alone())
+    grid = ACTIVATION.of(grain.chunks if grain else 2, "the gradient of a key or a value", excess)
+    whole: Attend = flash if grain is None else ExactAttend(range(grain.chunks), Alone(), grid)
     if group is None:
         return whole, None
     cp, tokens = mesh.shape.cp, run.config.data.sequence_tokens
@@ -44,4 +49,4 @@ def build_attend(run: Resolved, mesh: Mesh) -> tuple[Attend, Tensor | None]:
         return UlyssesAttend(group, whole), held
     if grain is None:
         return RingAttend(group), held
-    return ExactAttend(positions(grain.chunks, cp=cp, rank=mesh.at.cp), Gathered(group)), held
+    return ExactAttend(positions(grain.chunks, cp=cp, rank=mesh.at.cp), Gathered(group), grid), held

@@ -70,7 +70,7 @@ class UnitBuffers:
         full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
         for slot in layout.slots:
             values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
-            full[slot.start : slot.stop] = values.to(full)
+            full[slot.start : slot.held] = values.to(full)
         self.full = full
         self.master = self._first_master(seed)
         self.exp_avg = torch.zeros_like(self.master)
@@ -96,7 +96,7 @@ class UnitBuffers:
             return part.clone() if self.zero == 3 else part
         master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
         for slot in self.layout.slots:
-            low, high = max(slot.start, self.start), min(slot.stop, self.stop)
+            low, high = max(slot.start, self.start), min(slot.held, self.stop)
             if low < high:
                 values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
                 master[low - self.start : high - self.start] = values[low - slot.start : high - slot.start].to(
@@ -166,11 +166,11 @@ class UnitBuffers:
             self.gradient.zero_()
 
     def held(self) -> Iterator[tuple[Slot, int, int]]:
-        """What of each parameter lies in this rank's shard: the slot, and the first and last element (exclusive) of
-        the local tensor, flattened.
+        """What of each parameter lies in this rank's shard, without padding: the slot, and the first and last element
+        (exclusive) of the local tensor, flattened.
         """
         for slot in self.layout.slots:
-            low, high = max(slot.start, self.start), min(slot.stop, self.stop)
+            low, high = max(slot.start, self.start), min(slot.held, self.stop)
             if low < high:
                 yield slot, low - slot.start, high - slot.start
 

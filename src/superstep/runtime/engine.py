@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from superstep.errors import Fault
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Step
+from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import sum_over_all
@@ -68,7 +72,14 @@ class Engine:
         compute = DTYPES[config.numerics.compute]
         if plan.grain is not None:
             require_exact(compute, mesh.device)
-        layouts = lay_out(tuple(specs), plan.mesh, mesh.at, plan.rules, sequence_parallel=plan.sequence_parallel)
+        layouts = lay_out(
+            tuple(specs),
+            plan.mesh,
+            mesh.at,
+            plan.rules,
+            sequence_parallel=plan.sequence_parallel,
+            padding=plan.padding,
+        )
         self.buffers = {
             unit: tuple(
                 UnitBuffers(
@@ -101,6 +112,7 @@ class Engine:
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self._excess = machine.excess
         self._executor = Executor(machine, self._update)
         self._lr = 0.0
         self._tokens = 0
@@ -160,7 +172,11 @@ class Engine:
         return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
 
     def _update(self) -> None:
-        square, loss_sum = self.optimizer.sums(self._counted_loss())
+        try:
+            square, loss_sum = self.optimizer.sums(self._counted_loss(), self._excess)
+        except OutOfRange as error:
+            step = self.optimizer.steps + 1
+            raise Fault(str(error), rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
         self._result = (loss_sum / self._tokens, math.sqrt(square))
         if self._inspect is not None:
             self._inspect()
@@ -225,7 +241,7 @@ def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bo
     """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
     stacked = 1 if slot.spec.stack else 0
     names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
-    numel = math.prod(slot.local_shape[stacked:])
+    numel = math.prod(slot.held_shape[stacked:])
     high = low + values.numel()
     for number, name in enumerate(names):
         start, stop = max(low, number * numel), min(high, (number + 1) * numel)

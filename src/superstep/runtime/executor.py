@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.model.inspect import Passed
+from superstep.numerics.fixed_point import Excess
 from superstep.program.instructions import (
     Backward,
     BackwardInput,
@@ -68,6 +69,7 @@ class Machine:
         loss_dtype: of its result.
         boundaries: shape and dtype of each unit's input.
         begin: told the number of a microbatch before any computation with it.
+        excess: where exact sums note what they have no room for.
     """
 
     mesh: Mesh
@@ -80,6 +82,7 @@ class Machine:
     loss_dtype: torch.dtype
     boundaries: Sequence[Passed]
     begin: Callable[[int], None]
+    excess: Excess
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class Slot:
         spec: what it is globally.
         shape: the global tensor's shape.
         index: the part of the global tensor this rank's place holds, a slice for each dim.
+        padding: rows of zeros after them, where a dim that tp cuts is padded.
         start: its first element in the flat buffer.
         is_partial: whether the tp ranks all hold it whole and each sees only a part of its gradient.
     """
@@ -43,13 +44,25 @@ class Slot:
     spec: ParamSpec
     shape: tuple[int, ...]
     index: tuple[slice, ...]
+    padding: int
     start: int
     is_partial: bool
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part held here."""
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the global tensor held here."""
         return tuple(s.stop - s.start for s in self.index)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter here: that of the part, and its padding."""
+        rows, *others = self.held_shape or (1,)
+        return (rows + self.padding, *others) if self.index else ()
+
+    @property
+    def held(self) -> int:
+        """One past the last element of the global tensor in the flat buffer; padding follows."""
+        return self.start + math.prod(self.held_shape)
 
     @property
     def stop(self) -> int:
@@ -59,7 +72,7 @@ class Slot:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return self.local_shape == self.shape
+        return self.held_shape == self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +97,23 @@ class BufferLayout:
 
 
 def lay_out(
-    specs: tuple[UnitSpec, ...], mesh: MeshShape, at: Coordinate, rules: Rules, *, sequence_parallel: bool
+    specs: tuple[UnitSpec, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    *,
+    sequence_parallel: bool,
+    padding: Sequence[tuple[str, int]] = (),
 ) -> tuple[tuple[BufferLayout, ...], ...]:
     """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
+
+    Args:
+        specs: the units.
+        mesh: the degrees.
+        at: the rank's place.
+        rules: what is cut.
+        sequence_parallel: whether the stream between is split over tp.
+        padding: for each padded axis, the rows of its parameters over all ranks.
 
     Raises:
         ConfigError: a dim of a parameter does not split as the rules ask, or of the units that share a whole parameter
@@ -104,7 +131,8 @@ def lay_out(
                 local=local,
                 spec=param,
                 shape=shapes[local],
-                index=cut(param, shapes[local], mesh, at, rules),
+                index=cut(param, shapes[local], mesh, at, rules, padding),
+                padding=_padding(param, shapes[local], mesh, at, rules, padding),
                 start=0,
                 is_partial=param.name in partial,
             )
@@ -185,8 +213,16 @@ def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
     )
 
 
-def cut(spec: ParamSpec, shape: tuple[int, ...], mesh: MeshShape, at: Coordinate, rules: Rules) -> tuple[slice, ...]:
-    """The part of a global tensor that the rank at ``at`` holds, before ZeRO.
+def cut(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    padding: Sequence[tuple[str, int]] = (),
+) -> tuple[slice, ...]:
+    """The part of a global tensor that the rank at ``at`` holds, before ZeRO. Of a padded one the last ranks hold
+    fewer rows, or none.
 
     Raises:
         ConfigError: a dim does not split over the mesh axis that the rules give its logical axis.
@@ -196,8 +232,26 @@ def cut(spec: ParamSpec, shape: tuple[int, ...], mesh: MeshShape, at: Coordinate
     for size, axis in zip(shape, spec.axes, strict=True):
         name = rules.cut(axis)
         degree, place = places[name]
-        if size % degree:
+        padded = dict(padding).get(axis or "", size)
+        if padded % degree:
             raise ConfigError(f"{spec.name}: its dim '{axis}' of {size} does not split over plan.{name} = {degree}.")
-        share = size // degree
-        index.append(slice(place * share, (place + 1) * share))
+        share = padded // degree
+        index.append(slice(min(place * share, size), min((place + 1) * share, size)))
     return tuple(index)
+
+
+def _padding(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    padding: Sequence[tuple[str, int]],
+) -> int:
+    """Rows of a parameter here that are none of the global tensor's."""
+    rows = dict(padding)
+    if not spec.axes or spec.axes[0] not in rows:
+        return 0
+    held = cut(spec, shape, mesh, at, rules, padding)[0]
+    share = rows[spec.axes[0]] // (mesh.tp if rules.cut(spec.axes[0]) == "tp" else 1)
+    return share - (int(held.stop) - int(held.start))

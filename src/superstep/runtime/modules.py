@@ -120,7 +120,9 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     return compute
 
 
-def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, given: UnitLoss | None = None) -> Loss:
+def build_loss(
+    head: nn.Module, tp: Group | None, *, is_straight: bool, vocab: int, given: UnitLoss | None = None
+) -> Loss:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
 
     Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
@@ -131,6 +133,7 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, given: U
         head: the last unit's module.
         tp: the group over which its output is cut; None where it is whole.
         is_straight: see above.
+        vocab: columns of the whole output, without padding.
         given: a loss of the unit's own, of its whole output.
     """
     if given is not None:
@@ -138,7 +141,7 @@ def build_loss(head: nn.Module, tp: Group | None, *, is_straight: bool, given: U
     if tp is not None:
 
         def vocabulary_parallel(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-            return _scaled(vocabulary_cross_entropy_sum(logits, targets, tp), scale)
+            return _scaled(vocabulary_cross_entropy_sum(logits, targets, tp, vocab), scale)
 
         return vocabulary_parallel
     if not isinstance(head, Head):

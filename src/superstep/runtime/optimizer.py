@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.numerics.fixed_point import from_square_sum, square_sum
+from superstep.numerics.fixed_point import Excess, OutOfRange, from_square_sum, require_exact_loss, square_sum
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.launch import gather
 
 _ROW = 4096  # elements
 
@@ -63,16 +64,24 @@ class AdamW:
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
-    def sums(self, loss: Tensor) -> tuple[float, float]:
-        """The squared gradient norm and the loss, each summed over all ranks in one collective."""
+    def sums(self, loss: Tensor, excess: Excess) -> tuple[float, float]:
+        """The squared gradient norm and the loss, each summed over all ranks in one collective.
+
+        Raises:
+            OutOfRange: on every rank, where one has noted an ``excess``, or a sum itself is one.
+        """
         for unit in self._units:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(2, dtype=torch.int64, device=loss.device)
+            squares = torch.zeros(4, dtype=torch.int64, device=loss.device)
+            squares[3] = bool(excess.found)
             for part in parts:
-                squares += square_sum(part)
-            return from_square_sum(sum_over_all(squares)), float(sum_over_all(loss.double()))
+                squares[:3] += square_sum(part)
+            summed = sum_over_all(squares)
+            if int(summed[3]):
+                raise OutOfRange(next(found for found in gather(excess.found) if found))
+            return from_square_sum(summed[:3]), require_exact_loss(float(sum_over_all(loss.double())))
         square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for part in parts:
             square += _square(part)

@@ -12,6 +12,7 @@ import numpy as np
 
 from superstep.hardware.units import Array
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.split.padding import ALIGN
 
 ROTATED = 64
 """Numbers of a head that turn with the position in latent attention, beside those that do not."""
@@ -104,6 +105,11 @@ class Decoder:
         dense = (self.layers - self.moe_layers) * self.dense_parameters
         mixtures = self.moe_layers * (self.mixture_parameters + self.expert_parameters)
         return dense + mixtures + self.vocab * self.width * (2 - self.tied) + self.width
+
+    def vocab_part(self, tp: Array) -> Array:
+        """Rows of a vocabulary matrix on each tensor-parallel rank, with ``plan.split.padding``'s rule."""
+        even = self.vocab / tp
+        return np.where(self.vocab % tp == 0, even, np.ceil(even / ALIGN) * ALIGN)
 
 
 def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:

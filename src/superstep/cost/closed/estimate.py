@@ -145,7 +145,7 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
 def head_s(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
     """Seconds of the head and the loss on one microbatch, both passes."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
-    columns = model.vocab / layout.tp
+    columns = model.vocab_part(layout.tp)
     forward, by_input, by_weight = linear_s(tokens, columns, model.width, rates.half_flops_per_s, rates)
     # Logits are written, read in fp32, their softmax kept and read again; fused losses make them chunk by chunk.
     passes = np.where(stack.has_fused_loss > 0, 8.0, 24.0)
@@ -172,10 +172,10 @@ def _data(
 ) -> tuple[Array, Array]:
     """Seconds of the data-parallel traffic that nothing hides, and of the update."""
     # The fullest rank: a stage with the embedding or the head.
-    ends = model.vocab * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
+    ends = model.vocab_part(layout.tp) * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
     usual = (model.layers - model.moe_layers) * model.dense_parameters + model.moe_layers * model.mixture_parameters
     trained = np.where(model.frozen > 0, 0.01, 1.0)
-    dense = trained * (usual / layout.pp + ends) / layout.tp
+    dense = trained * (usual / layout.pp / layout.tp + ends)
     experts = model.moe_layers * model.expert_parameters / layout.pp / layout.ep
     data = layout.dp * layout.cp
     group = Group(layout.shards, layout.tp)

@@ -193,8 +193,8 @@ def _stage_bytes(
     moe = stage.layers * model.moe_layers / model.layers
     usual = stage.layers - moe
     mixture = _mixture_parameters(model, layout, keeping)
-    cut = usual * model.dense_parameters + stage.tables * model.vocab * model.width
-    dense, experts = cut / layout.tp + moe * mixture, moe * model.expert_parameters / layout.ep
+    cut = usual * model.dense_parameters / layout.tp + stage.tables * model.vocab_part(layout.tp) * model.width
+    dense, experts = cut + moe * mixture, moe * model.expert_parameters / layout.ep
     # Experts are cut over ep of all ranks, and sharded over those that hold the same ones.
     expert_shards = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
     shared = dense / layout.shards + experts / expert_shards
@@ -217,7 +217,7 @@ def _stage_bytes(
         mixture + model.expert_parameters / layout.ep,
         model.dense_parameters / layout.tp,
     )
-    table = np.where(stage.tables > 0, model.vocab * model.width / layout.tp, 0.0)
+    table = np.where(stage.tables > 0, model.vocab_part(layout.tp) * model.width, 0.0)
     # Two units' weights, the one at work and the one that comes next, and the whole gradients of as many, or of both
     # tables; with several stages on a rank, those of one.
     gathered = sharded * keeping.element_bytes * (block + np.maximum(block, table))
@@ -306,7 +306,7 @@ def _head(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, waitin
     d, e = local(model, layout, keeping), keeping.element_bytes
     has_chunks = (stack.has_fused_loss > 0) & (layout.tp == 1)
     gathers = (keeping.gathers_logits > 0) & (layout.tp > 1)
-    numbers = np.where(has_chunks, 0.0, d.T * model.vocab / np.where(gathers, 1.0, layout.tp))
+    numbers = np.where(has_chunks, 0.0, d.T * np.where(gathers, model.vocab, model.vocab_part(layout.tp)))
     # Gathered logits are there twice in 16 bits, and so are their gradients: whole and in parts.
     copies = keeping.logit_bytes + np.where(gathers, 2 * e, 0.0)
     # A loss in chunks makes its weight's gradient in the forward pass.

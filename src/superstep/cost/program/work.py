@@ -126,14 +126,14 @@ def local_dims(run: Resolved) -> LocalDims:
         K=shape.kv_heads // ways("kv_heads"),
         H=shape.head_dim,
         F=shape.ffn if shape.moe else shape.ffn // ways("ffn"),
-        V=shape.vocab // ways("vocab"),
+        V=dict(plan.padding).get("vocab", shape.vocab) // ways("vocab"),
     )
 
 
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
-    """What each unit owns, in model order, as the run's rules cut it."""
+    """What each unit owns, in model order, as the run's rules cut it and pad it."""
     found: dict[tuple[tuple[tuple[str | None, ...], tuple[int, ...]], ...], UnitParameters] = {}
-    kinds = [tuple((p.axes, p.dims) for p in owned) for owned in run.outline.owned]
+    kinds = [tuple((p.axes, run.plan.padded(p)) for p in owned) for owned in run.outline.owned]
     for kind in kinds:  # blocks are alike
         if kind not in found:
             found[kind] = _parameters(run.plan.rules, kind)

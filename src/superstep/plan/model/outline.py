@@ -25,12 +25,14 @@ class Parameter:
         axes: a logical axis for each dim, None where a dim has none.
         dims: the global tensor's shape.
         layer: the kind of the layer that has it.
+        is_plain: whether that layer has no forward, hooks or options of its own, so that it can be cut.
     """
 
     name: str
     axes: tuple[str | None, ...]
     dims: tuple[int, ...]
     layer: Layer
+    is_plain: bool = True
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements of it on one tensor-parallel rank."""

@@ -1,4 +1,6 @@
-"""How long a unit's flat buffer is: one rule for the buffers that are made and for the bytes that are predicted."""
+"""Padding: how long a unit's flat buffer is, and how many rows a cut vocabulary has. One rule each, for what is made
+and for what is predicted.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +15,15 @@ def padded(numel: int, dp: int) -> int:
     """
     step = dp * ALIGN
     return -(-numel // step) * step
+
+
+def padded_vocab(vocab: int, parts: int) -> int:
+    """Rows of the vocabulary matrices over all of ``parts`` ranks, or cells of exact mode.
+
+    A vocabulary that splits evenly stays as it is. Another is padded until each part is a multiple of ``ALIGN``, so
+    that products keep whole lanes. The rows beyond the vocabulary are zero and take part in nothing.
+    """
+    if vocab % parts == 0:
+        return vocab
+    step = parts * ALIGN
+    return -(-vocab // step) * step

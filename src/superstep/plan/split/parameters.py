@@ -8,13 +8,14 @@ stay cut, because the loss is computed over a cut vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.model.outline import Outline, Parameter, Unit
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import DEFAULT, Rules
+from superstep.plan.split.padding import padded_vocab
 
 ALIKE = ("heads", "kv_heads")
 """Axes that attention reads together: each rank has the key and value heads of its query heads."""
@@ -35,8 +36,17 @@ def rules_of(outline: Outline, plan: PlanConfig) -> Rules:
     return rules
 
 
-def check_split(outline: Outline, rules: Rules, tp: int) -> None:
-    """See that the rules can be kept on ``tp`` ranks.
+def padding_of(shape: ModelShape | None, rules: Rules, parts: int) -> tuple[tuple[str, int], ...]:
+    """For each axis that is padded until it splits into ``parts``, its rows over all of them: our own decoder's
+    vocabulary, whose loss leaves out the rows beyond.
+    """
+    if shape is None or rules.cut("vocab") is None or shape.vocab % parts == 0:
+        return ()
+    return (("vocab", padded_vocab(shape.vocab, parts)),)
+
+
+def check_split(outline: Outline, rules: Rules, tp: int, padded: Collection[str] = ()) -> None:
+    """See that the rules can be kept on ``tp`` ranks; axes that are ``padded`` can.
 
     Raises:
         ConfigError: a dim does not split, nothing is cut, or what is cut does not come together again.
@@ -45,7 +55,7 @@ def check_split(outline: Outline, rules: Rules, tp: int) -> None:
         return
     for unit in outline.units:
         for parameter in unit.parameters:
-            _check_size(parameter, rules, tp)
+            _check_size(parameter, rules, tp, padded)
     _check_regions(outline.units, rules, tp)
 
 
@@ -53,6 +63,12 @@ def has_cut_output(outline: Outline, rules: Rules) -> bool:
     """Whether the last unit's output is cut over tp, and the loss with it."""
     columns, rows = _cut_linears(outline.units[-1], rules)
     return bool(columns) and not rows
+
+
+def columns_of(outline: Outline, rules: Rules) -> int:
+    """Columns of the last unit's output over all ranks, where it is cut; else 0."""
+    columns, rows = _cut_linears(outline.units[-1], rules)
+    return columns[0][0].dims[0] if columns and not rows else 0
 
 
 def _check_axes(parameters: Sequence[Parameter], plan: PlanConfig) -> None:
@@ -83,6 +99,12 @@ def _check_parameter(parameter: Parameter, rules: Rules, plan: PlanConfig) -> No
             f"{two}, and one dim of a parameter can be cut; set plan.rules.{axis} to 'none'."
         )
     dim, axis = cut[0]
+    if not parameter.is_plain and parameter.layer != "other" and (plan.tp > 1 or axis in dict(plan.rules)):
+        raise ConfigError(
+            f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {parameter.dims[dim]}), and its "
+            f"{parameter.layer} layer has a forward, hooks or options of its own, which want the whole of it; "
+            f"set plan.rules.{axis} to 'none'."
+        )
     if parameter.layer == "other" or (parameter.layer == "embedding" and dim > 0):
         raise ConfigError(
             f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {parameter.dims[dim]}), and "
@@ -102,9 +124,9 @@ def _check_alike(parameters: Sequence[Parameter], rules: Rules) -> None:
         )
 
 
-def _check_size(parameter: Parameter, rules: Rules, tp: int) -> None:
+def _check_size(parameter: Parameter, rules: Rules, tp: int, padded: Collection[str]) -> None:
     for dim, (size, axis) in enumerate(zip(parameter.dims, parameter.axes, strict=True)):
-        if rules.cut(axis) == "tp" and size % tp:
+        if rules.cut(axis) == "tp" and axis not in padded and size % tp:
             raise ConfigError(
                 f"{parameter.name}: its dim {dim} ('{axis}') of {size} does not split over plan.tp = {tp}, which "
                 f"plan.rules.{axis} = 'tp' asks for; set plan.rules.{axis} to 'none', or plan.tp to one of "
@@ -153,7 +175,7 @@ def check_decoder(config: RunConfig, shape: ModelShape, rules: Rules) -> None:
     plan = config.plan
     if plan.tp == 1:
         return
-    cut = ("heads", "kv_heads", "vocab") if shape.moe else ("heads", "kv_heads", "ffn", "vocab")
+    cut = ("heads", "kv_heads") if shape.moe else ("heads", "kv_heads", "ffn")
     sizes = {f"model.{axis}": getattr(shape, axis) for axis in cut if rules.cut(axis) == "tp"}
     # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
     if plan.sequence_parallel or shape.moe:
@@ -166,7 +188,7 @@ def check_decoder(config: RunConfig, shape: ModelShape, rules: Rules) -> None:
     for name, size in sizes.items():
         if size % plan.tp:
             axis = name.partition(".")[2]
-            instead = f", or plan.rules.{axis} to 'none'" if axis in ("ffn", "vocab") else ""
+            instead = f", or plan.rules.{axis} to 'none'" if axis == "ffn" else ""
             raise ConfigError(
                 f"{name} = {size} does not split over plan.tp = {plan.tp}; set plan.tp to one of "
                 f"{_divisors(math.gcd(*sizes.values()))}{instead}."

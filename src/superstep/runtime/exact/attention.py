@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superstep.numerics.fixed_point import ACTIVATION
+from superstep.numerics.fixed_point import ACTIVATION, Grid
 
 
 class Exchange(Protocol):
@@ -49,10 +49,12 @@ class ExactAttend:
     Attributes:
         chunks: numbers of the chunks that this rank's queries are of, in the order in which they lie.
         exchange: how it gets the keys and values of the others.
+        grid: of the gradients of keys and values, to which every chunk of a sequence may add.
     """
 
     chunks: Sequence[int]
     exchange: Exchange
+    grid: Grid = ACTIVATION
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
@@ -86,12 +88,12 @@ class _Attend(torch.autograd.Function):
             rows, drows = _rows(q[:, here], kv_heads), _rows(grad[:, here], kv_heads)
             p = _probabilities(rows, keys[:, :seen], length)
             dp = torch.bmm(drows, values[:, :seen].transpose(1, 2))
-            dvalues[:, :seen] += ACTIVATION.put_(torch.bmm(p.transpose(1, 2), drows))
+            dvalues[:, :seen] += how.grid.put_(torch.bmm(p.transpose(1, 2), drows))
             ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
             dq[:, here] = _unrows(torch.bmm(ds, keys[:, :seen]), q[:, here]).to(q.dtype)
-            dkeys[:, :seen] += ACTIVATION.put_(torch.bmm(ds.transpose(1, 2), rows))
+            dkeys[:, :seen] += how.grid.put_(torch.bmm(ds.transpose(1, 2), rows))
         dk, dv = (
-            ACTIVATION.take(how.exchange.scatter_sum(_by_token(x, q.shape[0]))).to(ctx.dtype) for x in (dkeys, dvalues)
+            how.grid.take(how.exchange.scatter_sum(_by_token(x, q.shape[0]))).to(ctx.dtype) for x in (dkeys, dvalues)
         )
         return dq, dk, dv, None
 

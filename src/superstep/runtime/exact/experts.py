@@ -20,7 +20,6 @@ from torch import Tensor
 
 from superstep.model.experts import GroupedLinear, in_order
 from superstep.model.moe import Gate
-from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.invariant_matmul import product
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact.linear import Cut, linear
@@ -56,7 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
         x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
-        ctx.sink.sums.do(partial(_add_parts, ctx.sink.into, grad_RO, x_RI, rows_E, part_R))
+        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI, rows_E, part_R))
         return _products(grad_RO, weight_EOI, rows_E), None, None, None, None
 
 
@@ -69,14 +68,14 @@ def _products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
     return torch.cat((*parts, x_RI.new_zeros(nobodys, matrix_EIO.shape[2])))
 
 
-def _add_parts(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
+def _add_parts(sink: Sink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
     rows = rows_E.tolist()
     sizes = [*rows, len(x_RI) - sum(rows)]
-    groups = zip(into_EOI, grad_RO.split(sizes), x_RI.split(sizes), part_R.split(sizes), strict=False)
+    groups = zip(sink.into, grad_RO.split(sizes), x_RI.split(sizes), part_R.split(sizes), strict=False)
     for into_OI, grad, x, part in groups:
         for number in part.unique().tolist():
             held = (part == number).nonzero().flatten()
-            PARAMETER.add(into_OI, product(grad.index_select(0, held).t(), x.index_select(0, held)))
+            sink.grid.add(into_OI, product(grad.index_select(0, held).t(), x.index_select(0, held)))
 
 
 def exact_gate(layer: Gate, sinks: Mapping[str, Sink], parts: int) -> Any:  # noqa: ANN401

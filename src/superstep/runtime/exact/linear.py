@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.numerics.fixed_point import PARAMETER
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.collectives import stack_ranks
@@ -63,7 +62,7 @@ class _Linear(torch.autograd.Function):
         cut: Cut = ctx.cut
         dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
         dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
-        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, grad_BSO, x_BSI, cut.chunks))
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI, cut.chunks))
         return dx.to(x_BSI.dtype).view(x_BSI.shape), None, None, None
 
 
@@ -73,10 +72,10 @@ def _forward(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
     return y.to(x_BSI.dtype).view(*x_BSI.shape[:-1], -1)
 
 
-def add_weight_gradient(into: Tensor, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
+def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
     """``into += gradᵀ · x``, a product for each chunk of the sequence; ``into: [O, I]`` is int64."""
     for grad, x in zip(grad_BSO.chunk(chunks, dim=1), x_BSI.chunk(chunks, dim=1), strict=True):
-        PARAMETER.add(into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
+        sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
 def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut) -> Any:  # noqa: ANN401
@@ -107,12 +106,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
         (tokens,) = ctx.saved_tensors
-        ctx.sink.sums.do(partial(_add_rows, ctx.sink.into, tokens.flatten(), grad.flatten(0, -2)))
+        ctx.sink.sums.do(partial(_add_rows, ctx.sink, tokens.flatten(), grad.flatten(0, -2)))
         return None, None, None
 
 
-def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
-    into.index_add_(0, tokens, PARAMETER.put_(grad.to(torch.float32, copy=True)))
+def _add_rows(sink: Sink, tokens: Tensor, grad: Tensor) -> None:
+    sink.into.index_add_(0, tokens, sink.grid.put_(grad.to(torch.float32, copy=True)))
 
 
 def exact_embedding(layer: nn.Embedding, sink: Sink) -> Any:  # noqa: ANN401
@@ -145,13 +144,13 @@ class _Norm(torch.autograd.Function):
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
         shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
-        ctx.sink.sums.do(partial(_add_tokens, ctx.sink.into, scratch.mul_(r)))
+        ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
         dx = grad * weight.float() * r + wide * shift
         return dx.to(x.dtype), None, None, None
 
 
-def _add_tokens(into: Tensor, parts: Tensor) -> None:
-    into.add_(PARAMETER.put_(parts).flatten(0, -2).sum(0))
+def _add_tokens(sink: Sink, parts: Tensor) -> None:
+    sink.into.add_(sink.grid.put_(parts).flatten(0, -2).sum(0))
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -15,20 +15,24 @@ from torch import Tensor
 
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
-from superstep.numerics.loss import IGNORE
+from superstep.numerics.loss import IGNORE, own_columns
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact.linear import Cut, add_weight_gradient
 
 
-def exact_loss(h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, sink: Sink, cut: Cut) -> Tensor:
-    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``."""
-    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut)  # type: ignore[no-untyped-call]
+def exact_loss(
+    h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, sink: Sink, cut: Cut, vocab: int
+) -> Tensor:
+    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``.
+    Columns beyond ``vocab`` have no probability.
+    """
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,  # noqa: ANN401
         h_BSD: Tensor,
         weight_WD: Tensor,
@@ -36,10 +40,13 @@ class _Loss(torch.autograd.Function):
         scale: float,
         sink: Sink,
         cut: Cut,
+        vocab: int,
     ) -> Tensor:
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
+        place = 0 if cut.group is None else cut.group.rank()
+        scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
         top_BS1 = _over_ranks(scores_BSW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
-        first = 0 if cut.group is None else cut.group.rank() * weight_WD.shape[0]
+        first = place * weight_WD.shape[0]
         column_BS1 = (targets_BS - first).unsqueeze(-1)
         is_here_BS1 = (column_BS1 >= 0) & (column_BS1 < weight_WD.shape[0])
         column_BS1 = column_BS1.masked_fill(~is_here_BS1, 0)
@@ -64,8 +71,8 @@ class _Loss(torch.autograd.Function):
         cut: Cut = ctx.cut
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
-        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink.into, dscores_BSW, h_BSD, cut.chunks))
-        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None
+        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
 
 
 def _over_ranks(values: Tensor, cut: Cut, op: dist.ReduceOp.RedOpType) -> Tensor:

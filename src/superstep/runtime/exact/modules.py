@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,12 @@ from superstep.model.decoder import Head
 from superstep.model.experts import GroupedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
+from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
 from superstep.numerics.self_check import first_difference
 from superstep.plan.exact_pieces import Grain
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
@@ -83,6 +86,24 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
         )
 
 
+def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: Excess) -> Grid:
+    """The grid of a parameter's gradient, for as many terms as meet in it on any layout: the chunks of every microbatch
+    add a product each, a lookup or a norm every token. A tied table has both.
+    """
+    products = grain.microbatches * max(grain.chunks, grain.parts)
+    if "experts" in spec.axes:
+        terms = grain.sequences * grain.parts
+    elif "vocab" in spec.axes:
+        terms = grain.tokens + products
+    elif "head_dim" in spec.axes:
+        terms = grain.tokens * shape.heads
+    elif len(spec.axes) == 1:
+        terms = grain.tokens
+    else:
+        terms = products
+    return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
+
+
 def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
     gives them: the same bits for any split of the batch, not of a tensor.
@@ -91,10 +112,10 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
         sink = exact.sinks[weight]
-        if isinstance(layer, nn.Linear) and layer.bias is None:
-            replace_forward(layer, exact_linear(layer, sink, exact.cut(param)))
-        elif isinstance(layer, nn.Embedding):
-            replace_forward(layer, exact_embedding(layer, sink))
+        if is_plain_linear(layer) and layer.bias is None:
+            replace_forward(layer, exact_linear(cast(nn.Linear, layer), sink, exact.cut(param)))
+        elif is_plain_embedding(layer):
+            replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
         elif isinstance(layer, GroupedLinear):
             replace_forward(layer, exact_grouped_linear(layer, sink))
         elif isinstance(layer, Gate):
@@ -103,7 +124,7 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         elif isinstance(layer, RMSNorm):
             replace_forward(layer, exact_norm(weight, sink, layer.eps))
         else:
-            weight.register_post_accumulate_grad_hook(hands_to(partial(PARAMETER.add, sink.into)))
+            weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             replace_forward(layer, exact_silu)
@@ -114,14 +135,16 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         replace_forward(module.lm_head, _same)
 
 
-def build_exact_loss(head: nn.Module, spec: UnitSpec, exact: Exact) -> Callable[[Tensor, Tensor, float], Tensor]:
+def build_exact_loss(
+    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
+) -> Callable[[Tensor, Tensor, float], Tensor]:
     """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return exact_loss(h, weight, targets, scale, sink, cut)
+        return exact_loss(h, weight, targets, scale, sink, cut, vocab)
 
     return loss
 

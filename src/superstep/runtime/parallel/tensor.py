@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import IGNORE
+from superstep.numerics.loss import IGNORE, own_columns
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import replace_forward
 from superstep.runtime.collectives import scatter_sequence
@@ -265,8 +265,12 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits cut over the vocabulary; no rank ever sees a whole row (Shoeybi 2019, sec. 3)."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: Group, vocab: int) -> Tensor:  # noqa: ANN401
         scores_NV = logits_NV.float()
+        own = own_columns(scores_NV.shape[1], group.rank(), vocab)
+        if own < scores_NV.shape[1]:  # padding has no probability and no gradient; what was given stays as it is
+            scores_NV = scores_NV.clone()
+            scores_NV[:, own:] = float("-inf")
         top_N = scores_NV.amax(1)
         dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
         exp_NV = (scores_NV - top_N[:, None]).exp_()
@@ -283,15 +287,17 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return (sums[0].log() + top_N - sums[1]).masked_fill(~is_valid_N, 0.0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         probability_NV, local_N, is_here_N, is_valid_N = ctx.saved_tensors
         grad_NV = probability_NV.clone()
         grad_NV.scatter_add_(1, local_N[:, None], -is_here_N.to(grad_NV.dtype)[:, None])
         grad_NV.mul_((grad * is_valid_N)[:, None])
-        return grad_NV.to(ctx.dtype), None, None
+        return grad_NV.to(ctx.dtype), None, None, None
 
 
-def vocabulary_cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
-    """The sum of the cross-entropy over valid targets, fp32; ``logits_BSV: [B, S, V/tp]``."""
-    loss: Tensor = _VocabularyCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group)  # type: ignore[no-untyped-call]
+def vocabulary_cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: Group, vocab: int) -> Tensor:
+    """The sum of the cross-entropy over valid targets, fp32; ``logits_BSV: [B, S, P/tp]``, where P is the vocabulary
+    or that padded.
+    """
+    loss: Tensor = _VocabularyCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group, vocab)  # type: ignore[no-untyped-call]
     return loss

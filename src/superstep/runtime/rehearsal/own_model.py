@@ -70,7 +70,7 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Pa
 
         given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}
         try:
-            out = run(module, spec, x, given, where)
+            out = run(module, spec, x, given, where, is_first=number == 0)
         except ConfigError as error:
             raise ConfigError(f"{error} So it is with {_how(resolved)}; {_mend(resolved)}.") from error
         wanted = _part(between[number + 1], ways).shape

@@ -42,8 +42,10 @@ FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on the first rank, in model order.
 
-    Blocks of our own decoder are all alike, so that one of them speaks for all. No process group may be there yet.
+    Blocks of our own decoder are all alike, so that one of them speaks for all. Exact mode is seen as fast mode: its
+    sums ask for values, which are not there. No process group may be there yet.
     """
+    run = replace(run, plan=replace(run.plan, grain=None))
     last = len(specs) - 1
     seen = range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
     with _alone(run) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
@@ -106,7 +108,14 @@ def _machine(
     plan = run.plan
     stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
     alone = replace(plan, stages=stages, placement=(0,) * len(stages))
-    layouts = lay_out(tuple(specs), plan.mesh, FIRST, plan.rules, sequence_parallel=plan.sequence_parallel)
+    layouts = lay_out(
+        tuple(specs),
+        plan.mesh,
+        FIRST,
+        plan.rules,
+        sequence_parallel=plan.sequence_parallel,
+        padding=plan.padding,
+    )
     needed = sorted({owner for unit in seen for owner in plan.params[unit]})
     buffers = {
         unit: tuple(

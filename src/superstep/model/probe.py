@@ -1,0 +1,70 @@
+"""probe: small units, run on a few rows of numbers, to see what no shape shows.
+
+A row's output has to depend on that row alone, and to be the same each time; else it would depend on which rows a
+layout puts into a microbatch. What is larger than a moment's work is left to ``superstep prove``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from superstep.errors import ConfigError
+from superstep.model.unit import UnitSpec, initial
+
+ROWS = 3
+MOST_PARAMETERS = 2**18
+MOST_NUMBERS = 2**16
+"""Elements of an input; attention makes their square."""
+
+
+def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where: str) -> None:
+    """See that a unit keeps the rows of an input like ``like`` apart.
+
+    Raises:
+        ConfigError: it mixes them, or gives another output each time.
+    """
+    numbers = ROWS * like[:1].numel()
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in spec.build().parameters())
+    if parameters > MOST_PARAMETERS or numbers > MOST_NUMBERS:
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        outputs = _outputs(spec, like, given)
+    if outputs is None:
+        return
+    first, again, beside_others = outputs
+    if not torch.allclose(first, again, rtol=1e-5, atol=1e-6):
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' gives another output each time it runs on the same input, so that no two "
+            "layouts would compute the same; leave out what it draws or counts."
+        )
+    if not torch.allclose(first[0], beside_others[0], rtol=1e-3, atol=1e-4):
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' mixes the rows of a microbatch: the output of one changes with the others, "
+            "so that the result would depend on the layout; let each row depend on itself alone."
+        )
+
+
+def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The output of some rows, the same again, and that of the first beside others; None where it is not known."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"):
+        module = spec.build().to("cpu", torch.float32)
+    for local, parameter in module.named_parameters():
+        parameter.copy_(initial(spec.params[local], parameter.shape, 0))
+    shape = (ROWS, *like.shape[1:])
+    if like.is_floating_point():
+        rows, others = torch.randn((2, *shape), generator=generator)
+    else:
+        rows = torch.randint(0, 2, shape, dtype=like.dtype, generator=generator)
+        others = 1 - rows
+    others[0] = rows[0]
+    try:
+        found = module(rows.clone(), **given), module(rows.clone(), **given), module(others, **given)
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # such numbers may be none that it takes
+        return None
+    is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in found)
+    return found if is_known else None
