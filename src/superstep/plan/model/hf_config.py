@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from superstep.errors import ConfigError
-from superstep.plan.model.shape import ModelShape, MoeShape, RopeScaling, check_shape
+from superstep.plan.model.shape import (
+    ModelShape,
+    MoeShape,
+    RopeScaling,
+    balance_coefficient_of,
+    balance_weight_of,
+    check_shape,
+)
 
 ModelType = Literal["llama", "qwen3", "mixtral", "qwen3_moe", "superstep_moe"]
 
@@ -123,15 +130,17 @@ def _read_moe(raw: dict[str, Any], kind: ModelType) -> MoeShape | None:
         return MoeShape(**raw["moe"])
     if kind not in ("mixtral", "qwen3_moe"):
         return None
+    k = int(raw["num_experts_per_tok"])
+    coefficient = float(raw.get("router_aux_loss_coef", 0.001))
     return MoeShape(
         router="dropless",
         # transformers 5 writes Qwen3-MoE's num_experts under Mixtral's key.
         experts=int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]),
-        experts_per_token=int(raw["num_experts_per_tok"]),
+        experts_per_token=k,
         shared_experts=0,
         renormalise=kind == "mixtral" or bool(raw.get("norm_topk_prob", False)),
         capacity_factor=None,
-        balance_weight=float(raw.get("router_aux_loss_coef", 0.001)),
+        balance_weight=balance_weight_of(coefficient, experts_per_token=k, layers=int(raw["num_hidden_layers"])),
         z_weight=float(raw.get("router_z_loss_coef", 0.0)),
     )
 
@@ -187,9 +196,10 @@ def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
         return {}
     if kind == "superstep_moe":
         return {"qk_norm": shape.qk_norm, "moe": asdict(shape.moe)}
+    k, weight = shape.moe.experts_per_token, shape.moe.balance_weight
     shared = {
-        "num_experts_per_tok": shape.moe.experts_per_token,
-        "router_aux_loss_coef": shape.moe.balance_weight,
+        "num_experts_per_tok": k,
+        "router_aux_loss_coef": balance_coefficient_of(weight, experts_per_token=k, layers=shape.layers),
         "router_z_loss_coef": shape.moe.z_weight,
         "sliding_window": None,
     }

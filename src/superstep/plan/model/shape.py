@@ -40,7 +40,7 @@ class MoeShape:
         shared_experts: experts that every token visits besides, side by side.
         renormalise: whether the weights of a token's experts sum to one; dropless alone leaves it open.
         capacity_factor: room of an expert over its even share of a sequence; None where nothing is dropped.
-        balance_weight: of the loss that spreads tokens over the experts.
+        balance_weight: of the loss that spreads tokens over the experts, in each layer.
         z_weight: of the loss that keeps the router's logits small (Zoph 2022, eq. 5).
     """
 
@@ -146,11 +146,32 @@ _LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, origi
 _LONG_SMALL = replace(_LONG, factor=32.0)
 
 
+def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
+    """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face, as published configurations have it.
+
+    Theirs is coefficient · E · Σ_e F_e · P_e, with F_e the choices of expert e for each token, which sum to k, and both
+    averaged over all layers at once: k at even load. Ours adds weight · E · Σ_e f_e · P_e of each layer, with f_e a
+    share of the choices: ``layers`` at even load. With F = k · f the two are one loss where layers route alike, if
+    weight = coefficient · k / layers.
+    """
+    return coefficient * experts_per_token / layers
+
+
+def balance_coefficient_of(weight: float, *, experts_per_token: int, layers: int) -> float:
+    """The inverse, to as many digits as a float keeps, so that what was read is written again."""
+    return float(f"{weight * layers / experts_per_token:.15g}")
+
+
 def _dropless(experts: int, experts_per_token: int, balance_weight: float) -> MoeShape:
     return MoeShape(
         router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=0,
         renormalise=True, capacity_factor=None, balance_weight=balance_weight, z_weight=0.0,
     )  # fmt: skip
+
+
+def _published(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
+    weight = balance_weight_of(coefficient, experts_per_token=experts_per_token, layers=layers)
+    return _dropless(experts, experts_per_token, weight)
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -182,12 +203,19 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_dropless(128, 8, 0.001)),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_dropless(128, 8, 0.001)),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_published(128, 8, 0.001, layers=48)),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_published(128, 8, 0.001, layers=94)),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(
-        32, 4096, 32, 14336, vocab=32000, rope_theta=1000000.0, max_tokens=32768, moe=_dropless(8, 2, 0.02)
+        32,
+        4096,
+        32,
+        14336,
+        vocab=32000,
+        rope_theta=1000000.0,
+        max_tokens=32768,
+        moe=_published(8, 2, 0.02, layers=32),
     ),
 }
 
