@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.model.decoder import Attend, flash
+from superstep.model.decoder import Attend, attention_of, flash
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
 from superstep.runtime.exact.attention import Alone, ExactAttend
@@ -35,7 +35,8 @@ class Gathered:
 def build_attend(run: Resolved, mesh: Mesh) -> tuple[Attend, Tensor | None]:
     """The attention of the plan, and the positions of this rank's tokens where they are not 0, 1, 2, ..."""
     grain, group = run.plan.grain, mesh.cp
-    whole: Attend = flash if grain is None else ExactAttend(range(grain.chunks), Alone())
+    alone = flash if run.decoder is None else attention_of(run.decoder)
+    whole: Attend = alone if grain is None else ExactAttend(range(grain.chunks), Alone())
     if group is None:
         return whole, None
     cp, tokens = mesh.shape.cp, run.config.data.sequence_tokens

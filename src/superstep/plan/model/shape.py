@@ -1,10 +1,11 @@
 """ModelShape: the numbers of a decoder, and the catalogue of named sizes.
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes are those
-of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files; Mixtral's are those of
-``mistralai/Mixtral-8x7B-v0.1/config.json`` (Jiang 2024, table 1). GPT-3 175B (Brown 2020, table 2.1) and Megatron's
-model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the decoder here has
-three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples of 256.
+of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files, Qwen2.5's of theirs; Mistral's
+and Mixtral's are those of ``config.json`` of ``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023,
+2024). GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a trillion (Narayanan 2021, table 1) have a
+feed-forward of two matrices and width 4 · D; the decoder here has three, so "gpt3-175b" and "1t" take the width with
+the same number of parameters, 8/3 · D, in multiples of 256.
 """
 
 from __future__ import annotations
@@ -15,18 +16,9 @@ from typing import Any, Literal
 
 from superstep.errors import ConfigError
 from superstep.plan.config import Router
+from superstep.plan.model.rope import Llama3Rope, RopeScaling
 
 Family = Literal["llama", "qwen3"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the rotary wavelengths for long context."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +85,15 @@ _ROUTER_RULES: dict[Router, RouterRule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Llama- or Qwen3-style decoder, whole.
+    """A decoder of the Llama, Mistral and Qwen families, whole.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.
         ffn: the inner width of the gated feed-forward, of one expert in a mixture (F).
         max_tokens: the longest sequence the published model was trained for.
+        qkv_bias: whether queries, keys and values have biases (Qwen2).
+        window: tokens that a token sees, itself and those before it (Mistral); None for all.
+        init_std: of the normal distribution that matrices start from.
         moe: the experts of each block; None for one feed-forward.
     """
 
@@ -116,6 +111,9 @@ class ModelShape:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_tokens: int
+    qkv_bias: bool = False
+    window: int | None = None
+    init_std: float = 0.02
     moe: MoeShape | None = None
 
 
@@ -142,7 +140,14 @@ def _qwen3(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
     return replace(base, **over)
 
 
-_LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
+def _qwen2(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
+    base = _llama(
+        layers, width, heads, ffn, vocab=152064, norm_eps=1e-6, rope_theta=1000000.0, qkv_bias=True, max_tokens=131072
+    )
+    return replace(base, **over)
+
+
+_LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
 _LONG_SMALL = replace(_LONG, factor=32.0)
 
 
@@ -197,6 +202,9 @@ SHAPES: dict[str, ModelShape] = {
     "llama3.1-405b": _llama(126, 16384, 128, 53248, rope_scaling=_LONG, max_tokens=131072),
     "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True, rope_scaling=_LONG_SMALL, max_tokens=131072),
     "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True, rope_scaling=_LONG_SMALL, max_tokens=131072),
+    "mistral-7b": _llama(32, 4096, 32, 14336, vocab=32000, rope_theta=10000.0, max_tokens=32768, window=4096),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 4864, kv_heads=2, vocab=151936, tied=True, max_tokens=32768),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, kv_heads=4),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
@@ -251,6 +259,12 @@ def check_shape(shape: ModelShape) -> None:
         raise ConfigError(
             f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; "
             f"set model.head_dim to {shape.head_dim + 1}."
+        )
+    if shape.qkv_bias and (shape.qk_norm or shape.moe):
+        name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
+        raise ConfigError(
+            f"model.{name} with biases on queries, keys and values: no model family has both; "
+            f"leave model.{name.partition(' ')[0]} out, or choose a model.name without biases."
         )
     if shape.moe:
         _check_moe(shape.moe)

@@ -91,8 +91,11 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
         sink = exact.sinks[weight]
-        if isinstance(layer, nn.Linear) and layer.bias is None:
-            replace_forward(layer, exact_linear(layer, sink, exact.cut(param)))
+        if isinstance(layer, nn.Linear) and weight is layer.weight:
+            bias_sink = None if layer.bias is None else exact.sinks[layer.bias]
+            replace_forward(layer, exact_linear(layer, sink, exact.cut(param), bias_sink))
+        elif isinstance(layer, nn.Linear):
+            assert exact.rules.cut(param.axes[0]) == "tp", "a bias of what is summed over tp is added once, not here"
         elif isinstance(layer, nn.Embedding):
             replace_forward(layer, exact_embedding(layer, sink))
         elif isinstance(layer, GroupedLinear):
