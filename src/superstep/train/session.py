@@ -19,7 +19,6 @@ from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
-from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
@@ -33,6 +32,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.together import together
 from superstep.train.batches import microbatches, rows
+from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
 from superstep.train.schedule import rate
 
@@ -266,11 +266,7 @@ class Session:
             position,
             self._peers,
             tensors=dict.fromkeys(STATE, self._shapes),
-            beside={
-                **self._hf_config(),
-                "tokenizer.json": self._corpus.folder / "tokenizer.json",
-                "corpus.json": self._corpus.folder / "corpus.json",
-            },
+            beside=self._beside() if self._peers.rank == 0 else {},
         )
         trace = self._trace(position.step)
 
@@ -286,10 +282,11 @@ class Session:
         together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
         return place, size
 
-    def _hf_config(self) -> dict[str, str]:
-        """The decoder's config.json; other models have none."""
-        decoder = self.run.decoder
-        return {} if decoder is None else {"config.json": json.dumps(to_hf_config(decoder), indent=2)}
+    def _beside(self) -> dict[str, str]:
+        """The text files of a checkpoint."""
+        tokenizer, manifest = (self._corpus.folder / name for name in ("tokenizer.json", "corpus.json"))
+        files = hf_files(self.run.config, self.run.decoder, tokenizer)
+        return files | {"corpus.json": manifest.read_text(encoding="utf-8")}
 
     def _trace(self, step: int) -> str:
         """When each instruction of the last step ran. Every rank calls this together."""
