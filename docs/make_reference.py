@@ -183,8 +183,9 @@ def configuration() -> str:
         "These may say one thing alone, in every type or as each has it: "
         + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
         + ". And these change nothing:",
-        table(("key", "because it is"), _harmless()),
-        "Any other key may change the model, and is refused until it is taken out of the file.",
+        table(("key", "why"), _harmless()),
+        "`bos_token_id`, `eos_token_id` and `pad_token_id` change no training either; checkpoints keep them. Any "
+        "other key may change the model, and is refused until it is taken out of the file.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -13,7 +13,8 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
       gate, silu of it, up, their product                             4 · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
-      in a sliding window: attention's output once more, by blocks    T·N·H·e
+      in a sliding window: attention's output once more, by blocks, and their masks
+                                                                      T·N·H·e + queries·keys·e of each block
       with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
                                                                       2 · T·max(cp - K, 0)·H·e + T·N·H·e
     block, kept "selective": the input, and what products and attention gave
@@ -209,8 +210,15 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
-    blocks = d.T * d.N * d.H * e if shape.window and shape.window < d.S else 0
-    return stream + attention + qk_norm + blocks + feed_forward
+    return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward
+
+
+def _sliding(d: LocalDims, e: int, window: int | None) -> int:
+    """What ``model.decoder.Sliding`` keeps beside, where sequences are longer than the window."""
+    if window is None or window >= d.S:
+        return 0
+    ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
+    return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
 
 
 def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
