@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 import runs
 from superstep.cli.main import main
+from superstep.plan.config import ModelConfig
+from superstep.plan.model.named import shape_of
 from superstep.state.checkpoint import checkpoints
+from superstep.train.hf_files import hf_files
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,3 +93,20 @@ def test_a_foreign_folder_keeps_its_tokens(tmp_path, monkeypatch):
     assert generation.temperature == 0.6
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     assert (tokenizer.chat_template, tokenizer.eos_token_id) == ("{{ messages }}", end)
+
+
+def test_a_foreign_shape_with_a_tokenizer_of_ones_own_has_the_tokens_of_that(tmp_path, monkeypatch):
+    """The ids of another vocabulary would be any words of this one."""
+    place = _checkpoint(tmp_path, monkeypatch)
+    raw = json.loads((place / "config.json").read_text())
+    end = raw["eos_token_id"]
+    (tmp_path / "foreign.json").write_text(json.dumps(raw | {"bos_token_id": 7, "eos_token_id": 8}))
+    run = replace(runs.make_files(tmp_path), model=ModelConfig(name="foreign.json"))
+    files = hf_files(run, shape_of(run.model), place / "tokenizer.json")
+    told = json.loads(files["config.json"])
+    assert (told["bos_token_id"], told["eos_token_id"]) == (None, end)
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": end, "pad_token_id": end}
+
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    shutil.copy(place / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert main(["train", "run.toml", "--state.dir", "other", "--data.tokenizer", "tokenizer.json"]) == 2

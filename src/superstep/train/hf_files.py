@@ -6,8 +6,8 @@ document does.
     tokenizer.json           text to ids
     tokenizer_config.json    which of its tokens are special
 
-A run on a foreign ``config.json`` or ``tokenizer.json`` keeps what lies beside these files: the ids that end a text in
-the foreign folder go on doing so, and the token that ends this run's documents joins them.
+A run on a foreign ``tokenizer.json`` keeps what lies beside it, and on a ``config.json`` of that vocabulary its ids:
+those that end a text there go on doing so, and the token that ends this run's documents joins them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.data.tokenizer import load_tokenizer
+from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.model.hf_config import TOKEN_IDS, to_hf_config
 from superstep.plan.model.shape import ModelShape
@@ -29,6 +30,9 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
         config: the run's.
         shape: the decoder's; None for a model of the user's own, which no other loader knows.
         tokenizer: the ``tokenizer.json`` that made the run's tokens.
+
+    Raises:
+        ConfigError: a file beside a foreign one cannot be read.
     """
     loaded = load_tokenizer(tokenizer)
     found = {
@@ -37,7 +41,9 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     }
     if shape is None:
         return found
-    foreign = Path(config.model.name) if config.model.name.endswith(".json") else None
+    # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
+    is_foreign = config.data.tokenizer is not None and config.model.name.endswith(".json")
+    foreign = Path(config.model.name) if is_foreign else None
     told = _object(foreign)
     generation = _object(foreign and foreign.with_name("generation_config.json"))
     ends = _with(_with(_ends(told), _ends(generation)), [loaded.end_of_text])
@@ -79,7 +85,10 @@ def _object(path: Path | None) -> dict[str, Any]:
     """The object in a file; of a file that is not there, or holds none, an empty one."""
     if path is None or not path.is_file():
         return {}
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); mend it, or take it out of the folder.") from error
     return raw if isinstance(raw, dict) else {}
 
 

@@ -129,6 +129,12 @@ def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     return {name: shapes[name] for name in names}
 
 
+def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
+    """The text files of a checkpoint, which rank 0 writes. They are made before the first step, as they may fail."""
+    files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
+    return files | {"corpus.json": (corpus / "corpus.json").read_text(encoding="utf-8")}
+
+
 class Session:
     """Everything the loop drives.
 
@@ -152,6 +158,7 @@ class Session:
         self._engine = Engine(run, units_of(run), self._mesh)
         self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)
+        self._beside = _beside(run, corpus) if world.rank == 0 else {}
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._train, self._validation = (
             Stream(
@@ -266,7 +273,7 @@ class Session:
             position,
             self._peers,
             tensors=dict.fromkeys(STATE, self._shapes),
-            beside=self._beside() if self._peers.rank == 0 else {},
+            beside=self._beside,
         )
         trace = self._trace(position.step)
 
@@ -281,12 +288,6 @@ class Session:
         # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
         together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
         return place, size
-
-    def _beside(self) -> dict[str, str]:
-        """The text files of a checkpoint."""
-        tokenizer, manifest = (self._corpus.folder / name for name in ("tokenizer.json", "corpus.json"))
-        files = hf_files(self.run.config, self.run.decoder, tokenizer)
-        return files | {"corpus.json": manifest.read_text(encoding="utf-8")}
 
     def _trace(self, step: int) -> str:
         """When each instruction of the last step ran. Every rank calls this together."""
