@@ -11,7 +11,7 @@ import runs
 from superstep.cli.main import main
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
-from superstep.state.checkpoint import checkpoints
+from superstep.state.folders import checkpoints
 from superstep.train.hf_files import hf_files
 
 transformers = pytest.importorskip("transformers")
