@@ -32,6 +32,7 @@ from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import table_entry
@@ -168,7 +169,45 @@ def configuration() -> str:
         parts.append(table(("key", "values", "default", "meaning"), rows))
     parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
     parts.append(_sizes())
+    parts += [
+        "## A Hugging Face config.json",
+        "`model.name` may be the path of a `config.json` of one of these types; where the file leaves a key out, "
+        "it means what it means to transformers. Every block is alike: a file in which some slide, or have experts, "
+        "and others do not is refused.",
+        table(("model_type", "is written for", "beside Llama's"), _FAMILIES),
+        "Every key is honoured, refused with what would work, or changes nothing. `rope_theta` may stand by itself or "
+        "in `rope_parameters`, not differ in both; wavelengths may be stretched as `linear`, `llama3` and `yarn` do. "
+        "`initializer_range` is what matrices start from. `router_aux_loss_coef` becomes `model.balance_weight` "
+        "([losses](../explanation/experts.md#losses)). A sliding window is honoured by plain attention and by Ulysses; "
+        "where sequences are longer than it, a ring and exact mode are refused.",
+        "These may say one thing alone, in every type or as each has it: "
+        + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
+        + ". And these change nothing:",
+        table(("key", "why"), _harmless()),
+        "`bos_token_id`, `eos_token_id` and `pad_token_id` change no training either; checkpoints keep them. Any "
+        "other key may change the model, and is refused until it is taken out of the file.",
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+_FAMILIES = [
+    ("`llama`", "Llama", ""),
+    ("`mistral`", "Mistral", "a sliding window"),
+    ("`mixtral`", "Mixtral", "experts, dropless; a sliding window"),
+    ("`qwen2`", "Qwen2, Qwen2.5", "biases on queries, keys and values; a sliding window"),
+    ("`qwen3`", "Qwen3", "norms of queries and keys; a sliding window"),
+    ("`qwen3_moe`", "Qwen3-MoE", "experts, dropless; norms of queries and keys; a sliding window"),
+    ("`superstep_moe`", "Superstep alone", "experts with any router"),
+]
+
+
+def _harmless() -> list[tuple[str, str]]:
+    """Keys of one reason together."""
+    found: dict[str, list[str]] = {}
+    for keys, only_in in ((HARMLESS, ""), *((keys, f", in `{kind}`") for kind, keys in HARMLESS_IN.items())):
+        for key, reason in keys.items():
+            found.setdefault(reason + only_in, []).append(f"`{key}`")
+    return [(", ".join(keys), reason) for reason, keys in found.items()]
 
 
 def _sizes() -> str:

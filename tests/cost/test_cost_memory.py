@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,8 @@ from superstep.model.exchange import Local, Now
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
+from superstep.plan.model.hf_config import to_hf_config
+from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.memory import high_water
@@ -284,6 +287,19 @@ def test_a_block_keeps_what_is_predicted(compute, qk_norm):
     assert saved(run, 1) == sizes.kept_all
     assert outlived(run, 1) == sizes.kept_all
     assert outlived(run, 1, is_selective=True) == sizes.kept_selective
+
+
+@COMPUTE
+@pytest.mark.parametrize("fields", [{"qkv_bias": True}, {"window": 12}, {"window": 32}], ids=str)
+def test_what_a_foreign_block_has_besides_is_predicted(compute, fields, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf_config(replace(shape_of(MODEL), **fields))))
+    run = run_of(model=replace(MODEL, name=str(path)), compute=compute)
+    sizes = unit_bytes(run)[1]
+    assert saved(run, 1) == sizes.kept_all
+    assert outlived(run, 1) == sizes.kept_all
+    assert outlived(run, 1, is_selective=True) == sizes.kept_selective
+    assert between(run, 1) == sizes.product_inputs + sizes.product_gradients
 
 
 ROUTED = [

@@ -21,7 +21,8 @@ from superstep.plan.resolve import resolve
 
 TINY = SHAPES["tiny"]
 QWEN = replace(TINY, family="qwen3", qk_norm=True, tied=False, head_dim=32)
-SHAPE = pytest.mark.parametrize("shape", [TINY, QWEN], ids=["llama", "qwen3"])
+BIASED = replace(TINY, qkv_bias=True)
+SHAPE = pytest.mark.parametrize("shape", [TINY, QWEN, BIASED], ids=["llama", "qwen3", "qwen2"])
 B, S = 3, 32
 
 
@@ -69,10 +70,11 @@ def test_parameters_are_those_of_the_modules(shape):
     assert parameters(shape) == sum(p.numel() for p in decoder.parameters())
     owned = unit_parameters(shape)
     for number, module in enumerate(meta_units(shape)):
-        matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+        biases = sum(p.numel() for name, p in module.named_parameters() if name.endswith(".bias"))
+        matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1) + biases
         is_borrowed = shape.tied and number == shape.layers + 1
         assert owned[number].matrices == (0 if is_borrowed else matrices)
-        assert owned[number].vectors == sum(p.numel() for p in module.parameters() if p.dim() == 1)
+        assert owned[number].vectors == sum(p.numel() for p in module.parameters() if p.dim() == 1) - biases
 
 
 # Every token counts its k experts, whatever the router; products over rows that depend on data need real tensors.

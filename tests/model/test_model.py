@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from superstep.model.axes import units
-from superstep.model.decoder import Attention, Block, Decoder, Rope, flash
+from superstep.model.decoder import Attention, Block, Decoder, flash
 from superstep.model.norm import RMSNorm
+from superstep.model.rope import Rope
 from superstep.model.unit import global_tensors, initial
-from superstep.plan.model.shape import SHAPES, RopeScaling
+from superstep.plan.model.rope import Llama3Rope
+from superstep.plan.model.shape import SHAPES
 
 TINY = SHAPES["tiny"]
 QWEN = replace(TINY, family="qwen3", qk_norm=True, tied=False, head_dim=32)
-LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=64)
+LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=64)
 SHAPE = pytest.mark.parametrize("shape", [TINY, QWEN], ids=["llama", "qwen3"])
 
 

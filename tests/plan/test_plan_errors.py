@@ -21,6 +21,8 @@ from superstep.plan import resolve as resolve_module
 from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.model import hf_config as hf_config_module
+from superstep.plan.model import hf_rope as hf_rope_module
+from superstep.plan.model import json_keys as json_keys_module
 from superstep.plan.model import named as model_module
 from superstep.plan.model import shape as shape_module
 from superstep.plan.model.hf_config import to_hf_config
@@ -214,15 +216,40 @@ def test_a_missing_toml_file_is_refused(tmp_path):
         read_config(tmp_path / "none.toml")
 
 
+MIXTRAL = {"model_type": "mixtral", "architectures": None}
+QWEN2 = {"model_type": "qwen2", "architectures": None, "attention_bias": True}
+QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None}
 HF: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "bert"}, "model_type = 'bert' is not supported; it must be one of 'llama', 'qwen3', 'mixtral'"),
+    (
+        {"model_type": "gemma2"},
+        "model_type = 'gemma2' is not supported; it must be one of 'llama', 'mistral', 'mixtral'",
+    ),
     ({"attention_bias": True}, "attention_bias = true is not supported; it must be false"),
-    ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be "silu"'),
-    ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window = 4096 is not supported; it must be null"),
-    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
-    ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported; it must be []"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
-    ({"hidden_size": None}, "a key has a value of the wrong type"),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported; it must be 0.0"),
+    ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported; it must be 1"),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4} is not supported; it must be null'),
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be "silu" or "swish"'),
+    ({"architectures": ["LlamaModel"]}, 'architectures = ["LlamaModel"] is not supported; it must be ["LlamaForCausal'),
+    ({"logit_scale": 0.5}, "logit_scale = 0.5 is not known and may change the model; take it out if it does not"),
+    ({"hidden_size": None}, "hidden_size = null must be a whole number of at least 1"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5 must be a whole number of at least 1"),
+    ({"rms_norm_eps": "small"}, 'rms_norm_eps = "small" must be a number of at least 0'),
+    ({"tie_word_embeddings": None}, "tie_word_embeddings = null must be true or false"),
+    ({"rope_theta": 500.0}, "rope_theta and rope_parameters.rope_theta say different things; keep the one that holds"),
+    ({"rope_theta": 0}, "rope_theta = 0 must be above 0"),
+    ({"rope_parameters": 7}, "rope_parameters = 7 must be an object"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_parameters.rope_type = "dynamic" is not supported'),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_parameters and rope_scaling say different things"),
+    ({"rope_parameters": {"type": "mrope", "rope_type": "default"}}, 'type = "mrope" is not supported; it must be "de'),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+    ({**MIXTRAL, "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not known"),
+    ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
+    ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported; it must be []"),
+    ({**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4}, "num_local_experts = 4 is not supported; it must be 8"),
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1 lets some layers slide"),
+    ({**QWEN2, "layer_types": ["sliding_attention"] * 4}, "lets some layers slide and others not"),
+    ({**QWEN2, "layer_types": ["chunked_attention"] * 4}, "its entries must all be 'full_attention'"),
+    ({"model_type": "superstep_moe", "architectures": None, "qk_norm": False, "moe": {"experts": 2}}, "does not name"),
 ]
 
 
@@ -249,7 +276,7 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path):
     raw = json.loads(short.read_text(encoding="utf-8"))
     del raw["vocab_size"]
     short.write_text(json.dumps(raw), encoding="utf-8")
-    with pytest.raises(ConfigError, match="the key 'vocab_size' is missing"):
+    with pytest.raises(ConfigError, match="vocab_size is missing"):
         shape_of(ModelConfig(name=str(short)))
 
 
@@ -290,6 +317,8 @@ def test_no_refusal_is_without_a_test(tmp_path):
         cuts_module,
         grain_module,
         hf_config_module,
+        hf_rope_module,
+        json_keys_module,
         model_module,
         resolve_module,
         shape_module,

@@ -46,6 +46,26 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
     ),
     (
+        {"model__name": "mistral-7b", "data__sequence_tokens": 8192, "plan__cp": 2},
+        None,
+        ["plan.cp = 2 with plan.context = 'ring' has no sliding window", "4096 tokens", "plan.context to 'ulysses'"],
+    ),
+    (
+        {"model__name": "mistral-7b", "data__sequence_tokens": 8192, "numerics__exact": True},
+        None,
+        ["numerics.exact = true has no sliding window", "set data.sequence_tokens to 4096 or less, or numerics.exact"],
+    ),
+    (
+        {"model__name": "qwen2.5-0.5b", "model__experts": 4},
+        None,
+        ["model.experts = 4 with biases on queries, keys and values", "leave model.experts out"],
+    ),
+    (
+        {"model__name": "qwen2.5-0.5b", "model__qk_norm": True},
+        None,
+        ["model.qk_norm = true with biases on queries, keys and values", "leave model.qk_norm out"],
+    ),
+    (
         {"plan__cp": 3},
         None,
         ["data.sequence_tokens = 256", "a multiple of 6", "plan.cp = 3", "6 chunks", "set plan.cp to one of [1, 2, 4,"],

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from superstep.model.decoder import Block, Embedding, Head, Rope
+from superstep.model.decoder import Block, Embedding, Head
+from superstep.model.rope import Rope
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.model.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_names, embed_names, head_names
 from superstep.plan.model.shape import ModelShape
 
-STD = 0.02
 RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
-"""How the names end of what is added to the residual stream. It starts at STD / sqrt(2 · layers), so that depth does
+"""How the names end of what is added to the residual stream. It starts smaller by sqrt(2 · layers), so that depth does
 not grow the stream's variance (Radford 2019)."""
 
 
@@ -31,8 +31,8 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
         params = {local: _block_spec(shape, names[local], local, axes) for local, axes in table.items()}
         return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope, layer), params=params, takes=takes)
 
-    embed = {local: _spec(embed_names()[local], axes, STD) for local, axes in EMBED_AXES.items()}
-    head = {local: _spec(head_names(shape)[local], axes, STD) for local, axes in HEAD_AXES.items()}
+    embed = {local: _spec(embed_names()[local], axes, shape.init_std) for local, axes in EMBED_AXES.items()}
+    head = {local: _spec(head_names(shape)[local], axes, shape.init_std) for local, axes in HEAD_AXES.items()}
     return (
         UnitSpec(name="embed", build=partial(Embedding, shape), params=embed),
         *(block(layer) for layer in range(shape.layers)),
@@ -41,7 +41,7 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
 
 
 def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSpec:
-    std = STD / math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else STD
+    std = shape.init_std / (math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else 1.0)
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
         std = 0.0  # with no signal and all noise the load starts even (Shazeer 2017, appendix A)
     if axes[0] != "experts":
@@ -53,5 +53,6 @@ def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSp
 
 
 def _spec(name: str, axes: Axes, std: float) -> ParamSpec:
-    """Matrices start normal, the weights of norms as ones."""
-    return ParamSpec(name=name, axes=axes, std=std if len(axes) > 1 else None)
+    """Matrices start normal, the weights of norms as ones, biases as zeros."""
+    start = 0.0 if name.endswith(".bias") else None
+    return ParamSpec(name=name, axes=axes, std=std if len(axes) > 1 else start)

@@ -1,4 +1,4 @@
-"""A Llama- or Qwen3-style decoder, as one would write it for one device.
+"""A decoder of the Llama, Mistral and Qwen families, as one would write it for one device.
 
 Nothing here knows of parallelism. Two habits let ``runtime`` cut the modules from outside: the number of
 heads is read off the projection's output, never off the shape; attention, and the exchange of a mixture of
@@ -14,7 +14,8 @@ Module names are Hugging Face's, so that a parameter's global name is its name h
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from superstep.model.exchange import Exchange, Local
 from superstep.model.feedforward import FeedForward
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
+from superstep.model.rope import Rope
 from superstep.plan.model.shape import ModelShape
 
 
@@ -42,69 +44,35 @@ def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
     return out_BNSH.transpose(1, 2)
 
 
-class Rope:
-    """The rotary position embedding (Su 2021), with Llama 3.1's stretch of the long wavelengths.
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Attention of which a token sees itself and the ``window - 1`` tokens before it (Mistral, Jiang 2023).
 
-    One object serves all blocks, so that the tables of a sequence length, and those of the positions that came last,
-    are made once. It is no module and holds no parameter: tables are made on the device of what they turn, when it
-    first comes by.
+    Queries go in blocks of a window, each of which meets the keys of its own block and of the one before.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
-        self.head_dim = shape.head_dim
-        self.theta = shape.rope_theta
-        self.scaling = shape.rope_scaling
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._given: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+    window: int
 
-    def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turns each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """The mixed values: [B, S, N, H]."""
+        if q_BSNH.shape[1] <= self.window:
+            return flash(q_BSNH, k_BSKH, v_BSKH)
+        return torch.cat(list(self._blocks(q_BSNH, k_BSKH, v_BSKH)), 1)
 
-        Args:
-            x_BSNH: queries or keys.
-            positions: [S] or [B, S]; None means 0, 1, ... S - 1. Not to be written to after it was given.
-        """
-        cos, sin = self._whole(x_BSNH) if positions is None else self._at(positions, x_BSNH.dtype)
-        # sin carries the sign of its half, so that turning is one product, one roll and one multiply-add.
-        return torch.addcmul(x_BSNH * cos, x_BSNH.roll(self.head_dim // 2, -1), sin)
+    def _blocks(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Iterator[Tensor]:
+        place_S = torch.arange(q_BSNH.shape[1], device=q_BSNH.device)
+        for start in range(0, q_BSNH.shape[1], self.window):
+            mine, seen = slice(start, start + self.window), slice(max(0, start - self.window + 1), start + self.window)
+            back = place_S[mine, None] - place_S[seen]
+            q_BNsH, k_BKtH, v_BKtH = (x.transpose(1, 2) for x in (q_BSNH[:, mine], k_BSKH[:, seen], v_BSKH[:, seen]))
+            is_seen = (back >= 0) & (back < self.window)
+            out_BNsH = F.scaled_dot_product_attention(q_BNsH, k_BKtH, v_BKtH, attn_mask=is_seen, enable_gqa=True)
+            yield out_BNsH.transpose(1, 2)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine, [..., S, 1, H], computed in fp32 and rounded once to ``dtype``."""
-        angle = positions[..., None].float() * self._frequencies(positions.device)
-        cos, sin = angle.cos(), angle.sin()
-        cos, signed = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return cos.to(dtype).unsqueeze(-2), signed.to(dtype).unsqueeze(-2)
 
-    def _whole(self, x_BSNH: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, device, dtype = x_BSNH.shape[1], x_BSNH.device, x_BSNH.dtype
-        if torch.compiler.is_compiling():  # the compiler fuses the tables into their use
-            return self.tables(torch.arange(tokens, device=device), dtype)
-        key = (tokens, device, dtype)
-        if key not in self._tables:
-            # A table made under inference_mode could not be saved for a later backward.
-            with torch.inference_mode(mode=False):
-                self._tables[key] = self.tables(torch.arange(tokens, device=device), dtype)
-        return self._tables[key]
-
-    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            return self.tables(positions, dtype)
-        if self._given is None or self._given[0] is not positions or self._given[1] != dtype:
-            with torch.inference_mode(mode=False):
-                self._given = positions, dtype, self.tables(positions, dtype)
-        return self._given[2]
-
-    def _frequencies(self, device: torch.device) -> Tensor:
-        """Radians a position, [H/2], fp32."""
-        pair = torch.arange(0, self.head_dim, 2, device=device).float()
-        frequency = 1.0 / self.theta ** (pair / self.head_dim)
-        if self.scaling is None:
-            return frequency
-        # Turns within the original context: many stay, few are slowed by the factor, between them is a ramp.
-        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-        turns = self.scaling.original_tokens * frequency / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return keep * frequency + (1.0 - keep) * frequency / self.scaling.factor
+def attention_of(shape: ModelShape) -> Attend:
+    """What a model's attention is on one device."""
+    return flash if shape.window is None else Sliding(shape.window)
 
 
 class Attention(nn.Module):
@@ -112,16 +80,17 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, rope: Rope) -> None:
         super().__init__()
-        self.head_dim, self.rope = shape.head_dim, rope
-        self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=False)
+        self.head_dim, self.rope, self.attend = shape.head_dim, rope, attention_of(shape)
+        self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_dim, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, *, attend: Attend = flash, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
+        attend = attend or self.attend
         q_BSNH = self.q_norm(self.q_proj(x_BSD).view(B, S, -1, self.head_dim))
         k_BSKH = self.k_norm(self.k_proj(x_BSD).view(B, S, -1, self.head_dim))
         v_BSKH = self.v_proj(x_BSD).view(B, S, -1, self.head_dim)
@@ -156,7 +125,7 @@ class Block(nn.Module):
         self,
         h_BSD: Tensor,
         *,
-        attend: Attend = flash,
+        attend: Attend | None = None,
         positions: Tensor | None = None,
         exchange: Exchange | None = None,
     ) -> Tensor:
@@ -195,7 +164,7 @@ class Decoder(nn.Module):
         self,
         tokens_BS: Tensor,
         *,
-        attend: Attend = flash,
+        attend: Attend | None = None,
         positions: Tensor | None = None,
         exchange: Exchange | None = None,
     ) -> Tensor:

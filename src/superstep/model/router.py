@@ -147,8 +147,8 @@ def balance_loss(probability_BSE: Tensor, choice_BSk: Tensor) -> Tensor:
     """E · Σ_e f_e · P_e of each sequence (Fedus 2021, eq. 4 to 6): [B], and 1 where the load is even.
 
     f_e is the share of the choices that fell on expert e, P_e the mean of its probability. Lepikhin 2020 has 1/E in
-    the place of E, and Hugging Face's Mixtral sums over the k choices where this takes their mean: their weights mean
-    1/E² and k times ours.
+    the place of E, so that a weight there means 1/E² of ours. Hugging Face's Mixtral sums over the k choices where this
+    takes their mean, and averages over layers where these are added: ``plan.model.shape.balance_weight_of``.
     """
     experts = probability_BSE.shape[-1]
     share_BE = choices(choice_BSk, experts) / choice_BSk[0].numel()

@@ -14,7 +14,7 @@ from superstep.plan.model.named import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
-from superstep.plan.split.divisibility import check_context, check_experts, check_replicas
+from superstep.plan.split.divisibility import check_context, check_experts, check_replicas, check_window
 from superstep.plan.split.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.split.stages import place, stages_of
 from superstep.plan.split.unit_work import forward_flops_per_token
@@ -125,6 +125,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     rules = rules_of(outline, plan)
     if shape is not None:
         check_decoder(config, shape, rules)
+        check_window(config, shape, plan)
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
     check_replicas(shape, plan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.model.decoder import Attend, flash
+from superstep.model.decoder import Attend, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
@@ -40,7 +40,8 @@ def build_attend(run: Resolved, mesh: Mesh, excess: Excess) -> tuple[Attend, Ten
     """
     grain, group = run.plan.grain, mesh.cp
     grid = ACTIVATION.of(grain.chunks if grain else 2, "the gradient of a key or a value", excess)
-    whole: Attend = flash if grain is None else ExactAttend(range(grain.chunks), Alone(), grid)
+    alone = flash if run.decoder is None else attention_of(run.decoder)
+    whole: Attend = alone if grain is None else ExactAttend(range(grain.chunks), Alone(), grid)
     if group is None:
         return whole, None
     cp, tokens = mesh.shape.cp, run.config.data.sequence_tokens

@@ -19,7 +19,6 @@ from superstep.data.tokens import SPLITS, open_corpus
 from superstep.errors import Fault
 from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
-from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.clock import offset_to_rank_0
@@ -34,6 +33,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.together import together
 from superstep.train.batches import microbatches, rows
+from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
 from superstep.train.schedule import rate
 
@@ -130,6 +130,12 @@ def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     return {name: shapes[name] for name in names}
 
 
+def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
+    """The text files of a checkpoint, which rank 0 writes. They are made before the first step, as they may fail."""
+    files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
+    return files | {"corpus.json": (corpus / "corpus.json").read_text(encoding="utf-8")}
+
+
 class Session:
     """Everything the loop drives.
 
@@ -153,6 +159,7 @@ class Session:
         self._engine = Engine(run, units_of(run), self._mesh)
         self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)
+        self._beside = _beside(run, corpus) if world.rank == 0 else {}
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._train, self._validation = (
             Stream(
@@ -271,11 +278,7 @@ class Session:
             position,
             self._peers,
             tensors=dict.fromkeys(STATE, self._shapes),
-            beside={
-                **self._hf_config(),
-                "tokenizer.json": self._corpus.folder / "tokenizer.json",
-                "corpus.json": self._corpus.folder / "corpus.json",
-            },
+            beside=self._beside,
         )
         trace = self._trace(position.step)
 
@@ -290,11 +293,6 @@ class Session:
         # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
         together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
         return place, size
-
-    def _hf_config(self) -> dict[str, str]:
-        """The decoder's config.json; other models have none."""
-        decoder = self.run.decoder
-        return {} if decoder is None else {"config.json": json.dumps(to_hf_config(decoder), indent=2)}
 
     def _trace(self, step: int) -> str:
         """When each instruction of the last step ran. Every rank calls this together."""

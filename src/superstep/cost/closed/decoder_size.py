@@ -32,6 +32,7 @@ class Decoder:
         gated: 1 where the feed-forward has a gate: three matrices for two.
         tied: 1 where embedding and head share their matrix.
         biases: 1 where products and norms have biases.
+        qkv_biases: 1 where queries, keys and values alone have.
         dropout: 1 where the model drops activations.
         experts, experts_per_token, shared_ffn: E, k, and the inner width of what every token visits; 0 where dense.
         expert_ffn: F of one expert.
@@ -62,12 +63,14 @@ class Decoder:
     query_rank: Array
     key_rank: Array
     frozen: Array
+    qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
     imbalance: Array = field(default_factory=lambda: np.ones(()))
 
     @property
     def attention_parameters(self) -> Array:
-        """Matrices of one attention: queries, keys, values, output."""
+        """Matrices of one attention: queries, keys, values, output; and the first three's biases."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        plain = plain + self.qkv_biases * self.head_dim * (self.heads + 2 * self.kv_heads)
         wide = self.heads * self.head_dim
         down = self.width * (self.query_rank + self.key_rank + ROTATED)
         latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
@@ -126,6 +129,7 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         gated=array(1),
         tied=array(shape.tied),
         biases=array(0),
+        qkv_biases=array(shape.qkv_bias),
         dropout=array(0),
         experts=array(moe.experts if moe else 0),
         experts_per_token=array(moe.experts_per_token if moe else 0),

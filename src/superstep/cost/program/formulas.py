@@ -4,7 +4,8 @@ Products and attention are listed one by one and are exact. Everything else is o
 where e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass
 takes twice these:
 
-    norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2, with qk_norm 4 more on queries and keys
+    norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2, with qk_norm 4 more on queries and keys, with biases
+    2 on queries, keys and values
     rows of experts: sorted 2, unsorted 2, weighed and added 3
     cross entropy 5, over fp32 logits
     and once each, in fp32: gradient of a matrix, added into its buffer 2
@@ -65,6 +66,7 @@ def _block(run: Resolved) -> UnitOperations:
     attention = _attention(run, d)
     heads = d.T * (d.N + d.K) * d.H
     moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
+    moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
     sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
     owned = rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
@@ -112,10 +114,12 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
 
 
 def _attention(run: Resolved, d: LocalDims) -> Attention:
-    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it."""
-    return Attention(
-        heads=d.N * (d.T // (d.S // run.plan.mesh.cp)), queries=d.S // run.plan.mesh.cp, keys=d.S, head_dim=d.H
-    )
+    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it. In a
+    sliding window a block of queries meets two of keys.
+    """
+    keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
+    queries = d.S // run.plan.mesh.cp
+    return Attention(heads=d.N * (d.T // queries), queries=queries, keys=keys, head_dim=d.H)
 
 
 def _back(attention: Attention) -> Attention:

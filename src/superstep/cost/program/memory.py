@@ -13,6 +13,8 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
       gate, silu of it, up, their product                             4 · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
+      in a sliding window: attention's output once more, by blocks, and their masks
+                                                                      T·N·H·e + queries·keys·e of each block
       with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
                                                                       2 · T·max(cp - K, 0)·H·e + T·N·H·e
     block, kept "selective": the input, and what products and attention gave
@@ -47,7 +49,7 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
     block
       inputs: both norms' outputs, attention's output, the product of gate and up          2·T·D·e + T·N·H·e + T·F·e
       gradients: of queries, keys, values, gate, up, attention's and feed-forward's sum   T·(N + 2K)·H·e + 2·T·(D + F)·e
-      of its norms                                                                        vectors · 4
+      of its norms, and of biases                                                         vectors · 4
     block with a mixture of experts, for those of the feed-forward; shared experts have the same of their tokens
       inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + (E + 1)·8
       gradients: of gate, up, and down's outputs; the router's, made at once   R·(D + 2F)·e + D·logits·4
@@ -208,7 +210,15 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
-    return stream + attention + qk_norm + feed_forward
+    return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward
+
+
+def _sliding(d: LocalDims, e: int, window: int | None) -> int:
+    """What ``model.decoder.Sliding`` keeps beside, where sequences are longer than the window."""
+    if window is None or window >= d.S:
+        return 0
+    ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
+    return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
 
 
 def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
@@ -251,7 +261,7 @@ def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
 
 def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
     """Inputs of the products, and gradients of their outputs."""
-    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0)
+    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0) + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
     if shape.moe is None:

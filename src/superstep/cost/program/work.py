@@ -8,6 +8,7 @@
     unit     matrices                          vectors           operations of a forward pass
     embed    V·D                                                 0: it looks up
     block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
+             with biases: (N + 2K)·H                             S at most the sliding window
     head     D·V, unless tied                  D                 2·T·D·V
 
 A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
@@ -33,7 +34,14 @@ from dataclasses import dataclass
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
 from superstep.plan.rules import Rules
-from superstep.plan.split.unit_work import cut_matrices, feed_forward, forward_flops_per_token, whole_matrices
+from superstep.plan.split.unit_work import (
+    biases,
+    cut_matrices,
+    feed_forward,
+    forward_flops_per_token,
+    seen_tokens,
+    whole_matrices,
+)
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """What ``model_flops_per_token`` counts, in the words of a display."""
@@ -44,7 +52,7 @@ class UnitParameters:
     """The parameters that a unit owns; a tied head's matrix is the embedding's.
 
     Attributes:
-        matrices: cut over tp.
+        matrices: cut over tp; with them the biases that are.
         vectors: weights of norms, whole on each tp rank.
         whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
         experts: matrices of experts, cut over ep.
@@ -152,8 +160,9 @@ def _parameters(rules: Rules, owned: Sequence[tuple[tuple[str | None, ...], tupl
 def rank_flops(run: Resolved) -> tuple[int, ...]:
     """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
     d = local_dims(run)
-    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * d.S * d.N * d.H
     shape = run.shape
+    seen = seen_tokens(shape, d.S)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * seen * d.N * d.H
     inner = 6 * d.Tf * d.D * d.F
     if shape.moe:
         experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
@@ -167,7 +176,7 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
     block = UnitParameters(
-        cut_matrices(shape),
+        cut_matrices(shape) + biases(shape),
         2 * D + (2 * H if shape.qk_norm else 0),
         whole_matrices(shape),
         shape.moe.experts * feed_forward(shape) if shape.moe else 0,

@@ -36,6 +36,11 @@ ATTENTION_AXES: Mapping[str, Axes] = {
     "self_attn.v_proj.weight": ("kv_heads", "embed"),
     "self_attn.o_proj.weight": ("embed", "heads"),
 }
+QKV_BIAS_AXES: Mapping[str, Axes] = {
+    "self_attn.q_proj.bias": ("heads",),
+    "self_attn.k_proj.bias": ("kv_heads",),
+    "self_attn.v_proj.bias": ("kv_heads",),
+}
 MLP_AXES: Mapping[str, Axes] = {
     "post_attention_layernorm.weight": ("norm",),
     "mlp.gate_proj.weight": ("ffn", "embed"),
@@ -70,6 +75,8 @@ HEAD_AXES: Mapping[str, Axes] = {
 def block_axes(shape: ModelShape) -> dict[str, Axes]:
     """The table of one block."""
     tables = [ATTENTION_AXES]
+    if shape.qkv_bias:
+        tables.append(QKV_BIAS_AXES)
     if shape.qk_norm:
         tables.append(QK_NORM_AXES)
     tables.append(MLP_AXES if shape.moe is None else MOE_AXES)
@@ -154,6 +161,8 @@ def outline_of(shape: ModelShape) -> Outline:
 
 def _layer(local: str, axes: Axes) -> Layer:
     # What a mixture is made of works on a rank's own tokens, so that tp cannot cut it.
+    if local.endswith(".bias"):
+        return "linear"
     if len(axes) == 1 or {"experts", "router", "shared_ffn"} & set(axes):
         return "other"
     return "embedding" if local in EMBED_AXES else "linear"

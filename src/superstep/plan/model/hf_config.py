@@ -1,13 +1,16 @@
 """A Hugging Face ``config.json`` as a shape, and a shape as a ``config.json``.
 
-    model_type       the block's feed-forward       queries and keys
+    model_type       the block's feed-forward       queries, keys and values
     llama            one                            as they are
+    mistral          one                            as they are; attention may slide
+    qwen2            one                            with biases
     qwen3            one                            normalised per head
     mixtral          experts, dropless              as they are
     qwen3_moe        experts, dropless              normalised per head
     superstep_moe    experts, any router            either: no other loader has them
 
-In a mixture every block has experts: a file with dense blocks in between is refused.
+In a mixture every block has experts: a file with dense blocks in between is refused. So is one in which some blocks
+slide and others do not, and one with any key that is neither honoured nor known to change nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +18,34 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from superstep.errors import ConfigError
-from superstep.plan.model.shape import ModelShape, MoeShape, RopeScaling, check_shape
+from superstep.plan.model.hf_families import ARCHITECTURES, DEFAULTS, HARMLESS, HARMLESS_IN, ModelType, only
+from superstep.plan.model.hf_rope import read_rope, write_rope
+from superstep.plan.model.json_keys import Keys
+from superstep.plan.model.shape import (
+    ModelShape,
+    MoeShape,
+    balance_coefficient_of,
+    balance_weight_of,
+    check_shape,
+)
 
-ModelType = Literal["llama", "qwen3", "mixtral", "qwen3_moe", "superstep_moe"]
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Special tokens: a matter of generation. transformers gives the embedding of padding no gradient; no text of ours is
+padded with a token."""
 
 
 def model_type(shape: ModelShape) -> ModelType:
     """The kind of model that other loaders take a shape for."""
-    # A Llama with QK-norm is a Qwen3 to every other loader.
+    # A Llama with QK-norm is a Qwen3 to every other loader, one with a window a Mistral.
     if shape.moe is None:
-        return "qwen3" if shape.qk_norm else "llama"
+        if shape.qkv_bias:
+            return "qwen2"
+        if shape.qk_norm:
+            return "qwen3"
+        return "llama" if shape.window is None else "mistral"
     is_plain = shape.moe.router == "dropless" and shape.moe.shared_experts == 0
     if is_plain and shape.qk_norm:
         return "qwen3_moe"
@@ -40,126 +58,118 @@ def from_hf_config(path: Path) -> ModelShape:
     Raises:
         ConfigError: the file cannot be read, is of another kind, or asks for what the decoder does not have.
     """
+    raw = read_json(path)
+    told = raw.get("model_type")
+    kinds: tuple[ModelType, ...] = get_args(ModelType)
+    if told not in kinds:
+        known = ", ".join(repr(kind) for kind in kinds)
+        raise ConfigError(f"{path}: model_type = {told!r} is not supported; it must be one of {known}.")
+    kind = kinds[kinds.index(told)]
+    keys = Keys(raw, f"{path}: ", DEFAULTS[kind])
+    keys.require(only(kind))
+    shape = _read(keys, kind, f"{path}: ")
+    keys.require_read({*HARMLESS, *HARMLESS_IN.get(kind, ())})
+    check_shape(shape)
+    return shape
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"model.name = '{path}' cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigError(f"model.name = '{path}' is not JSON: {error}.") from error
-    told = raw.get("model_type") if isinstance(raw, dict) else None
-    kinds: tuple[ModelType, ...] = get_args(ModelType)
-    if told not in kinds:
-        known = ", ".join(repr(kind) for kind in kinds)
-        raise ConfigError(f"{path}: model_type = {told!r} is not supported; it must be one of {known}.")
-    kind = kinds[kinds.index(told)]
-    for key, value in _only(kind).items():
-        if (raw.get(key) or value) != value:
-            found, wanted = json.dumps(raw[key]), json.dumps(value)
-            raise ConfigError(f"{path}: {key} = {found} is not supported; it must be {wanted}.")
-    try:
-        return _read(raw, kind)
-    except KeyError as error:
-        raise ConfigError(f"{path}: the key {error} is missing.") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a key has a value of the wrong type: {error}.") from error
+    return raw if isinstance(raw, dict) else {}
 
 
-def _only(kind: ModelType) -> dict[str, Any]:
-    """Keys that may say one thing alone; left out or null, they say it."""
-    everywhere = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
-    match kind:
-        case "mixtral":
-            # Mixtral slides wherever a window is named; the others name one that use_sliding_window leaves unused.
-            return everywhere | {"sliding_window": None, "router_jitter_noise": 0.0}
-        case "qwen3_moe":
-            return everywhere | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        case _:
-            return everywhere
-
-
-def _read(raw: dict[str, Any], kind: ModelType) -> ModelShape:
-    # transformers 5 moved rope_theta into rope_parameters; older files have it beside rope_scaling.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    heads = int(raw["num_attention_heads"])
-    qk_norm = bool(raw["qk_norm"]) if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
-    shape = ModelShape(
+def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
+    heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
+    qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
+    max_tokens = keys.whole("max_position_embeddings")
+    theta, scaling = read_rope(keys, told, max_tokens)
+    for key in TOKEN_IDS:
+        keys.get(key)
+    return ModelShape(
         family="qwen3" if qk_norm else "llama",
-        layers=int(raw["num_hidden_layers"]),
-        width=int(raw["hidden_size"]),
+        layers=keys.whole("num_hidden_layers"),
+        width=width,
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        kv_heads=heads if keys.get("num_key_value_heads") is None else keys.whole("num_key_value_heads"),
+        head_dim=width // heads if keys.get("head_dim") is None else keys.whole("head_dim"),
         # Qwen3-MoE's intermediate_size is the width of dense blocks, of which it has none.
-        ffn=int(raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"]),
-        vocab=int(raw["vocab_size"]),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        ffn=keys.whole("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        vocab=keys.whole("vocab_size"),
+        tied=keys.flag("tie_word_embeddings"),
         qk_norm=qk_norm,
-        norm_eps=float(raw["rms_norm_eps"]),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-        rope_scaling=_read_scaling(rope),
-        max_tokens=int(raw["max_position_embeddings"]),
-        moe=_read_moe(raw, kind),
+        qkv_bias=kind == "qwen2",
+        window=_read_window(keys, kind),
+        norm_eps=keys.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_tokens=max_tokens,
+        init_std=keys.number("initializer_range"),
+        moe=_read_moe(keys, kind),
     )
-    check_shape(shape)
-    return shape
 
 
-def _read_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r} is not supported; it must be 'default' or 'llama3'.")
-    if kind == "default":
+def _read_window(keys: Keys, kind: ModelType) -> int | None:
+    """How far back every layer sees; None where they see all."""
+    if kind == "llama":
         return None
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_tokens=int(rope["original_max_position_embeddings"]),
-    )
+    window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
+    if kind in ("mistral", "mixtral", "superstep_moe"):
+        return window
+    window = window if keys.flag("use_sliding_window") else None
+    if kind == "qwen3_moe":
+        return window
+    layers, first = keys.whole("num_hidden_layers"), keys.whole("max_window_layers", least=0)
+    slides = [window is not None and layer >= first for layer in range(layers)]
+    if keys.get("layer_types") is not None:
+        slides = [each == "sliding_attention" for each in keys.get("layer_types")]
+        if [f"{'sliding' if each else 'full'}_attention" for each in slides] != keys.get("layer_types"):
+            raise keys.refusal("layer_types", "is not supported; its entries must all be 'full_attention'")
+    if any(slides) and not (all(slides) and window is not None and len(slides) == layers):
+        key = "max_window_layers" if keys.get("layer_types") is None else "layer_types"
+        raise keys.refusal(key, "lets some layers slide and others not; all of them must, or none")
+    return window if any(slides) else None
 
 
-def _read_moe(raw: dict[str, Any], kind: ModelType) -> MoeShape | None:
+def _read_moe(keys: Keys, kind: ModelType) -> MoeShape | None:
     if kind == "superstep_moe":
-        return MoeShape(**raw["moe"])
+        try:
+            return MoeShape(**keys.get("moe"))
+        except TypeError as error:
+            raise keys.refusal("moe", "does not name the numbers of a mixture") from error
     if kind not in ("mixtral", "qwen3_moe"):
         return None
+    # transformers 5 writes Qwen3-MoE's num_experts under Mixtral's key, and reads either.
+    name = "num_experts" if "num_experts" in keys else "num_local_experts"
+    keys.require({"num_local_experts": (keys.get(name),)})
+    k = keys.whole("num_experts_per_tok")
+    layers = keys.whole("num_hidden_layers")
     return MoeShape(
         router="dropless",
-        # transformers 5 writes Qwen3-MoE's num_experts under Mixtral's key.
-        experts=int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]),
-        experts_per_token=int(raw["num_experts_per_tok"]),
+        experts=keys.whole(name),
+        experts_per_token=k,
         shared_experts=0,
-        renormalise=kind == "mixtral" or bool(raw.get("norm_topk_prob", False)),
+        renormalise=kind == "mixtral" or keys.flag("norm_topk_prob"),
         capacity_factor=None,
-        balance_weight=float(raw.get("router_aux_loss_coef", 0.001)),
-        z_weight=float(raw.get("router_z_loss_coef", 0.0)),
+        balance_weight=balance_weight_of(keys.number("router_aux_loss_coef"), experts_per_token=k, layers=layers),
+        z_weight=keys.number("router_z_loss_coef"),
     )
-
-
-_ARCHITECTURES: dict[ModelType, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "superstep_moe": "SuperstepMoe",
-}
 
 
 def to_hf_config(shape: ModelShape) -> dict[str, Any]:
     """The ``config.json`` that Hugging Face's loaders, or at least ``from_hf_config``, read back as this shape."""
     kind = model_type(shape)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if shape.rope_scaling:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": shape.rope_theta,
-            "factor": shape.rope_scaling.factor,
-            "low_freq_factor": shape.rope_scaling.low_freq_factor,
-            "high_freq_factor": shape.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": shape.rope_scaling.original_tokens,
-        }
     return {
-        "architectures": [_ARCHITECTURES[kind]],
+        "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "hidden_size": shape.width,
         "intermediate_size": shape.ffn,
@@ -170,16 +180,29 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": rope,
-        "rope_scaling": rope if shape.rope_scaling else None,
+        **write_rope(shape.rope_theta, shape.rope_scaling),
         "max_position_embeddings": shape.max_tokens,
+        "initializer_range": shape.init_std,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": shape.qkv_bias,
         "mlp_bias": False,
         "torch_dtype": "float32",
+        # Left out they would be some of a family's own vocabulary; who knows the tokenizer fills them in.
+        **dict.fromkeys(TOKEN_IDS),
+        **_write_window(shape, kind),
         **_write_moe(shape, kind),
     }
+
+
+def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
+    match kind:
+        case "llama":
+            return {}
+        case "mistral" | "mixtral" | "superstep_moe":
+            return {"sliding_window": shape.window}
+        case "qwen2" | "qwen3" | "qwen3_moe":
+            first = {} if kind == "qwen3_moe" else {"max_window_layers": 0 if shape.window else shape.layers}
+            return {"use_sliding_window": shape.window is not None, "sliding_window": shape.window, **first}
 
 
 def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
@@ -187,11 +210,11 @@ def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
         return {}
     if kind == "superstep_moe":
         return {"qk_norm": shape.qk_norm, "moe": asdict(shape.moe)}
+    k, weight = shape.moe.experts_per_token, shape.moe.balance_weight
     shared = {
-        "num_experts_per_tok": shape.moe.experts_per_token,
-        "router_aux_loss_coef": shape.moe.balance_weight,
+        "num_experts_per_tok": k,
+        "router_aux_loss_coef": balance_coefficient_of(weight, experts_per_token=k, layers=shape.layers),
         "router_z_loss_coef": shape.moe.z_weight,
-        "sliding_window": None,
     }
     if kind == "mixtral":
         return {**shared, "num_local_experts": shape.moe.experts}

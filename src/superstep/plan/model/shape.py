@@ -1,10 +1,11 @@
 """ModelShape: the numbers of a decoder, and the catalogue of named sizes.
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes are those
-of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files; Mixtral's are those of
-``mistralai/Mixtral-8x7B-v0.1/config.json`` (Jiang 2024, table 1). GPT-3 175B (Brown 2020, table 2.1) and Megatron's
-model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the decoder here has
-three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples of 256.
+of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files, Qwen2.5's of theirs; Mistral's
+and Mixtral's are those of ``config.json`` of ``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023,
+2024). GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a trillion (Narayanan 2021, table 1) have a
+feed-forward of two matrices and width 4 · D; the decoder here has three, so "gpt3-175b" and "1t" take the width with
+the same number of parameters, 8/3 · D, in multiples of 256.
 """
 
 from __future__ import annotations
@@ -15,18 +16,9 @@ from typing import Any, Literal
 
 from superstep.errors import ConfigError
 from superstep.plan.config import Router
+from superstep.plan.model.rope import Llama3Rope, RopeScaling
 
 Family = Literal["llama", "qwen3"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the rotary wavelengths for long context."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +32,7 @@ class MoeShape:
         shared_experts: experts that every token visits besides, side by side.
         renormalise: whether the weights of a token's experts sum to one; dropless alone leaves it open.
         capacity_factor: room of an expert over its even share of a sequence; None where nothing is dropped.
-        balance_weight: of the loss that spreads tokens over the experts.
+        balance_weight: of the loss that spreads tokens over the experts, in each layer.
         z_weight: of the loss that keeps the router's logits small (Zoph 2022, eq. 5).
     """
 
@@ -93,12 +85,15 @@ _ROUTER_RULES: dict[Router, RouterRule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Llama- or Qwen3-style decoder, whole.
+    """A decoder of the Llama, Mistral and Qwen families, whole.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.
         ffn: the inner width of the gated feed-forward, of one expert in a mixture (F).
         max_tokens: the longest sequence the published model was trained for.
+        qkv_bias: whether queries, keys and values have biases (Qwen2).
+        window: tokens that a token sees, itself and those before it (Mistral); None for all.
+        init_std: of the normal distribution that matrices start from.
         moe: the experts of each block; None for one feed-forward.
     """
 
@@ -116,6 +111,9 @@ class ModelShape:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_tokens: int
+    qkv_bias: bool = False
+    window: int | None = None
+    init_std: float = 0.02
     moe: MoeShape | None = None
 
 
@@ -142,8 +140,31 @@ def _qwen3(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
     return replace(base, **over)
 
 
-_LONG = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
+def _qwen2(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
+    base = _llama(
+        layers, width, heads, ffn, vocab=152064, norm_eps=1e-6, rope_theta=1000000.0, qkv_bias=True, max_tokens=131072
+    )
+    return replace(base, **over)
+
+
+_LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
 _LONG_SMALL = replace(_LONG, factor=32.0)
+
+
+def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
+    """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face, as published configurations have it.
+
+    Theirs is coefficient · E · Σ_e F_e · P_e, with F_e the choices of expert e for each token, which sum to k, and both
+    averaged over all layers at once: k at even load. Ours adds weight · E · Σ_e f_e · P_e of each layer, with f_e a
+    share of the choices: ``layers`` at even load. With F = k · f the two are one loss where layers route alike, if
+    weight = coefficient · k / layers.
+    """
+    return coefficient * experts_per_token / layers
+
+
+def balance_coefficient_of(weight: float, *, experts_per_token: int, layers: int) -> float:
+    """The inverse, to as many digits as a float keeps, so that what was read is written again."""
+    return float(f"{weight * layers / experts_per_token:.15g}")
 
 
 def _dropless(experts: int, experts_per_token: int, balance_weight: float) -> MoeShape:
@@ -151,6 +172,11 @@ def _dropless(experts: int, experts_per_token: int, balance_weight: float) -> Mo
         router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=0,
         renormalise=True, capacity_factor=None, balance_weight=balance_weight, z_weight=0.0,
     )  # fmt: skip
+
+
+def _published(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
+    weight = balance_weight_of(coefficient, experts_per_token=experts_per_token, layers=layers)
+    return _dropless(experts, experts_per_token, weight)
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -176,18 +202,28 @@ SHAPES: dict[str, ModelShape] = {
     "llama3.1-405b": _llama(126, 16384, 128, 53248, rope_scaling=_LONG, max_tokens=131072),
     "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True, rope_scaling=_LONG_SMALL, max_tokens=131072),
     "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True, rope_scaling=_LONG_SMALL, max_tokens=131072),
+    "mistral-7b": _llama(32, 4096, 32, 14336, vocab=32000, rope_theta=10000.0, max_tokens=32768, window=4096),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 4864, kv_heads=2, vocab=151936, tied=True, max_tokens=32768),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, kv_heads=4),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_dropless(128, 8, 0.001)),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_dropless(128, 8, 0.001)),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_published(128, 8, 0.001, layers=48)),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_published(128, 8, 0.001, layers=94)),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(
-        32, 4096, 32, 14336, vocab=32000, rope_theta=1000000.0, max_tokens=32768, moe=_dropless(8, 2, 0.02)
+        32,
+        4096,
+        32,
+        14336,
+        vocab=32000,
+        rope_theta=1000000.0,
+        max_tokens=32768,
+        moe=_published(8, 2, 0.02, layers=32),
     ),
 }
 
@@ -223,6 +259,12 @@ def check_shape(shape: ModelShape) -> None:
         raise ConfigError(
             f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; "
             f"set model.head_dim to {shape.head_dim + 1}."
+        )
+    if shape.qkv_bias and (shape.qk_norm or shape.moe):
+        name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
+        raise ConfigError(
+            f"model.{name} with biases on queries, keys and values: no model family has both; "
+            f"leave model.{name.partition(' ')[0]} out, or choose a model.name without biases."
         )
     if shape.moe:
         _check_moe(shape.moe)

@@ -10,11 +10,21 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
 
     Products alone count; the backward pass takes twice as many in every unit.
     """
-    attention = 4 * sequence_tokens * shape.heads * shape.head_dim
+    attention = 4 * seen_tokens(shape, sequence_tokens) * shape.heads * shape.head_dim
     active = cut_matrices(shape) + whole_matrices(shape)
     if shape.moe:
         active += shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
     return 0, *[2 * active + attention] * shape.layers, 2 * shape.width * shape.vocab
+
+
+def seen_tokens(shape: ModelShape, sequence_tokens: int) -> int:
+    """Keys that a query meets, as if attention were not causal: the whole sequence, or a sliding window of it."""
+    return min(sequence_tokens, shape.window or sequence_tokens)
+
+
+def biases(shape: ModelShape) -> int:
+    """Parameters in the biases of one block, which tensor parallelism cuts with their heads."""
+    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim if shape.qkv_bias else 0
 
 
 def cut_matrices(shape: ModelShape) -> int:

@@ -78,13 +78,32 @@ def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
-def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut) -> Any:  # noqa: ANN401
-    """The layer's new forward; its weight's gradient goes to ``sink``."""
+def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut, bias_sink: Sink | None) -> Any:  # noqa: ANN401
+    """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks."""
+    bias = layer.bias
 
     def forward(x_BSI: Tensor) -> Tensor:
-        return linear(x_BSI, layer.weight, sink, cut)
+        y_BSO = linear(x_BSI, layer.weight, sink, cut)
+        if bias_sink is None:
+            return y_BSO
+        out: Tensor = _Bias.apply(y_BSO, bias, bias_sink)  # type: ignore[no-untyped-call]
+        return out
 
     return forward
+
+
+class _Bias(torch.autograd.Function):
+    """A bias of outputs that this rank alone has; its gradient is summed over tokens on a fixed grid."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+        ctx.sink = sink
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        ctx.sink.sums.do(partial(_add_tokens, ctx.sink, grad.to(torch.float32, copy=True)))
+        return grad, None, None
 
 
 def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:

@@ -108,12 +108,17 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
     gives them: the same bits for any split of the batch, not of a tensor.
     """
+    linears = {layer: cast(nn.Linear, layer) for layer in module.modules() if is_plain_linear(layer)}
     for local, param in spec.params.items():
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
         sink = exact.sinks[weight]
-        if is_plain_linear(layer) and layer.bias is None:
-            replace_forward(layer, exact_linear(cast(nn.Linear, layer), sink, exact.cut(param)))
+        if layer in linears and weight is layer.weight:
+            linear = linears[layer]
+            bias_sink = None if linear.bias is None else exact.sinks[linear.bias]
+            replace_forward(linear, exact_linear(linear, sink, exact.cut(param), bias_sink))
+        elif layer in linears:
+            assert exact.rules.cut(param.axes[0]) == "tp", "a bias of what is summed over tp is added once, not here"
         elif is_plain_embedding(layer):
             replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
         elif isinstance(layer, GroupedLinear):

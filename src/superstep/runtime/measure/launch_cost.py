@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superstep.model.decoder import Block, Rope
+from superstep.model.decoder import Block
+from superstep.model.rope import Rope
 from superstep.plan.model.shape import SHAPES
 from superstep.runtime.accumulate import Sums, accumulate_straight
 from superstep.runtime.measure.kernels import Gauge

@@ -1,0 +1,143 @@
+"""Model types of Hugging Face: what a file means that is silent, and which of its keys may say one thing alone.
+
+Every other key is honoured by ``hf_config`` or stands in ``HARMLESS``; a key that does neither is refused. The values
+are those of transformers' configuration classes, against which a test holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+ModelType = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "superstep_moe"]
+
+ARCHITECTURES: dict[ModelType, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "superstep_moe": "SuperstepMoe",
+}
+
+_LLAMA: dict[str, Any] = {
+    "num_key_value_heads": None,  # as many as query heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MISTRAL = _LLAMA | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+_MIXTRAL = _MISTRAL | {
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+    "router_z_loss_coef": 0.0,
+}
+_SLIDING = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN2 = _LLAMA | {
+    **_SLIDING,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_QWEN3_MOE = _LLAMA | {
+    **_SLIDING,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 768,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+    "router_z_loss_coef": 0.0,
+}
+
+DEFAULTS: dict[ModelType, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": _MIXTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"head_dim": 128},
+    "qwen3_moe": _QWEN3_MOE,
+    "superstep_moe": _LLAMA | {"sliding_window": None},
+}
+"""What a key means that is left out. The sizes that make a model have no default: a file without them is refused.
+Neither have the special tokens, which follow from the tokenizer."""
+
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0.0,),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1.0,),
+    "is_encoder_decoder": (False,),
+    "return_dict": (True,),
+    "use_mrope": (False,),
+    "quantization_config": (),
+    "auto_map": (),
+}
+_WITHOUT_WINDOW = {"use_sliding_window": (False,)}
+
+
+def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
+    """Keys that may say one of these things; left out or null, they say the first. Where there is none, only null."""
+    own: dict[ModelType, dict[str, tuple[Any, ...]]] = {
+        "llama": _WITHOUT_WINDOW,
+        "mistral": _WITHOUT_WINDOW,
+        "mixtral": _WITHOUT_WINDOW | {"router_jitter_noise": (0.0,)},
+        "qwen2": {"attention_bias": (True,)},
+        "qwen3": {},
+        "qwen3_moe": {
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+            "qkv_bias": (False,),
+            "use_qk_norm": (True,),
+            "shared_expert_intermediate_size": (0,),
+        },
+        "superstep_moe": _WITHOUT_WINDOW,
+    }
+    return _EVERYWHERE | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}
+
+
+_GENERATION = (
+    "max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+)
+_REASONS: dict[str, str] = {
+    "model_type transformers_version _name_or_path name_or_path _commit_hash": "it says where the file comes from",
+    "torch_dtype dtype": "it is of the stored weights; numerics.compute decides in training",
+    "use_cache _attn_implementation attn_implementation _attn_implementation_autoset experts_implementation "
+    "_experts_implementation": "it says how a forward pass is computed, not what",
+    "output_attentions output_hidden_states output_router_logits return_dict_in_generate": (
+        "it says what a forward pass returns; in training the router's loss counts by its coefficient alone"
+    ),
+    "id2label label2id num_labels problem_type finetuning_task": "classifiers read it",
+    "chunk_size_feed_forward": "encoders read it",
+    "tokenizer_class prefix task_specific_params": "tokenizers and pipelines read it",
+    _GENERATION: "generation alone reads it",
+}
+HARMLESS: dict[str, str] = {key: reason for keys, reason in _REASONS.items() for key in keys.split()}
+"""Keys that change neither the model nor its training, each with the reason."""
+
+HARMLESS_IN: dict[ModelType, dict[str, str]] = {
+    "qwen3_moe": {
+        "intermediate_size": "it is the width of dense blocks, and an accepted file has none",
+        "max_window_layers": "transformers does not read it: all layers slide, or none",
+    },
+}
+"""The same, of one model type."""

@@ -1,0 +1,143 @@
+"""The rotary embedding in a Hugging Face ``config.json``, and back.
+
+transformers 5 has one object, ``rope_parameters``, with theta inside; older files have ``rope_scaling`` for the stretch
+and ``rope_theta`` beside it. Where a file has both, the two must say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from superstep.errors import ConfigError
+from superstep.plan.model.json_keys import Keys
+from superstep.plan.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
+
+_PLACES = ("rope_parameters", "rope_scaling")
+
+
+def read_rope(keys: Keys, told: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
+    """Theta, and the stretch of the wavelengths.
+
+    Args:
+        keys: those of the whole file; ``rope_theta`` has the family's default.
+        told: the file's name, for errors.
+        max_tokens: what a stretch means that does not say from which length.
+
+    Raises:
+        ConfigError: a stretch that the decoder does not have, or two values for one thing.
+    """
+    theta = keys.positive("rope_theta")
+    thetas = {"rope_theta": theta} if "rope_theta" in keys else {}
+    stretches: dict[str, RopeScaling | None] = {}
+    for place in _PLACES:
+        raw = keys.get(place)
+        if not raw:
+            continue
+        if not isinstance(raw, dict):
+            raise keys.refusal(place, "must be an object")
+        part = Keys(raw, f"{told}{place}.", _DEFAULTS)
+        if "rope_theta" in part:
+            thetas[f"{place}.rope_theta"] = part.positive("rope_theta")
+        stretches[place] = _read_stretch(part, max_tokens)
+        part.require_read(())
+    for found in (thetas, stretches):
+        if len(set(found.values())) > 1:
+            raise ConfigError(f"{told}{' and '.join(found)} say different things; keep the one that holds.")
+    return next(iter(thetas.values()), theta), next(iter(stretches.values()), None)
+
+
+_DEFAULTS = {
+    "rope_type": "default",
+    "original_max_position_embeddings": None,
+    "attention_factor": None,
+    "beta_fast": None,
+    "beta_slow": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
+}
+
+
+def _read_stretch(part: Keys, max_tokens: int) -> RopeScaling | None:
+    part.require({"partial_rotary_factor": (1.0,)})
+    name = "type" if "type" in part and "rope_type" not in part else "rope_type"
+    kind = part.get(name)
+    part.require({"type": (kind,)})  # older files have it in the place of rope_type, some beside it
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearRope(factor=part.positive("factor"))
+        case "llama3":
+            return Llama3Rope(
+                factor=part.positive("factor"),
+                low_freq_factor=part.positive("low_freq_factor"),
+                high_freq_factor=part.positive("high_freq_factor"),
+                original_tokens=_original(part, max_tokens),
+            )
+        case "yarn":
+            return _read_yarn(part, max_tokens)
+    raise part.refusal(name, "is not supported; it must be 'default', 'linear', 'llama3' or 'yarn'")
+
+
+def _read_yarn(part: Keys, max_tokens: int) -> YarnRope:
+    original = _original(part, max_tokens)
+    factor = max_tokens / original if part.get("factor") is None else part.positive("factor")
+    return YarnRope(
+        factor=factor,
+        original_tokens=original,
+        beta_fast=part.positive("beta_fast") if part.get("beta_fast") else 32.0,
+        beta_slow=part.positive("beta_slow") if part.get("beta_slow") else 1.0,
+        truncate=part.flag("truncate"),
+        attention_factor=_read_attention_factor(part, factor),
+    )
+
+
+def _read_attention_factor(part: Keys, factor: float) -> float:
+    above, below = part.get("mscale"), part.get("mscale_all_dim")
+    if part.get("attention_factor") is not None:
+        return part.positive("attention_factor")
+    if above and below:
+        return _sharper(factor, part.positive("mscale")) / _sharper(factor, part.positive("mscale_all_dim"))
+    return _sharper(factor, 1.0)
+
+
+def _sharper(factor: float, scale: float) -> float:
+    """Peng 2023, eq. 22, with DeepSeek's scale of the logarithm."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _original(part: Keys, max_tokens: int) -> int:
+    key = "original_max_position_embeddings"
+    return max_tokens if part.get(key) is None else part.whole(key)
+
+
+def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys of a ``config.json``, for transformers of any age."""
+    rope: dict[str, Any]
+    match scaling:
+        case None:
+            rope = {"rope_type": "default"}
+        case LinearRope(factor=factor):
+            rope = {"rope_type": "linear", "factor": factor}
+        case Llama3Rope():
+            rope = {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_tokens,
+            }
+        case YarnRope():
+            rope = {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_tokens,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
+                "attention_factor": scaling.attention_factor,
+            }
+    rope["rope_theta"] = theta
+    return {"rope_theta": theta, "rope_parameters": rope, "rope_scaling": rope if scaling else None}

@@ -1,0 +1,98 @@
+"""Keys: a JSON object that is read key by key, so that what nobody has read is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from superstep.errors import ConfigError
+
+
+class Keys:
+    """The keys of one object.
+
+    Args:
+        raw: the object.
+        told: what an error says before a key: the file, and the keys that lead to the object.
+        defaults: what a key means that is left out.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], told: str, defaults: Mapping[str, Any]) -> None:
+        self._raw, self._told, self._defaults = raw, told, defaults
+        self._read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._raw
+
+    def get(self, key: str) -> Any:  # noqa: ANN401
+        """A value as it is, or its default.
+
+        Raises:
+            ConfigError: it is left out and has none.
+        """
+        self._read.add(key)
+        if key not in self._raw and key not in self._defaults:
+            raise ConfigError(f"{self._told}{key} is missing.")
+        return self._raw.get(key, self._defaults.get(key))
+
+    def whole(self, key: str, *, least: int = 1) -> int:
+        """A whole number."""
+        value = self.get(key)
+        if not _is_number(value) or value != int(value) or value < least:
+            raise self.refusal(key, f"must be a whole number of at least {least}")
+        return int(value)
+
+    def number(self, key: str) -> float:
+        """A number."""
+        value = self.get(key)
+        if not _is_number(value) or value < 0:
+            raise self.refusal(key, "must be a number of at least 0")
+        return float(value)
+
+    def positive(self, key: str) -> float:
+        """A number above 0."""
+        value = self.number(key)
+        if value == 0:
+            raise self.refusal(key, "must be above 0")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "must be true or false")
+        return value
+
+    def require(self, only: Mapping[str, tuple[Any, ...]]) -> None:
+        """See that keys, where they say anything, say one of the values that they may.
+
+        Raises:
+            ConfigError: one of them does not.
+        """
+        for key, values in only.items():
+            self._read.add(key)
+            value = self._raw.get(key)
+            if value is not None and value not in values:
+                choices = " or ".join(map(json.dumps, values or (None,)))
+                raise self.refusal(key, f"is not supported; it must be {choices}")
+
+    def require_read(self, harmless: Collection[str]) -> None:
+        """See that every key was read, or is of no matter, or null and so asks for nothing.
+
+        Raises:
+            ConfigError: one was not: it may change the model.
+        """
+        for key, value in self._raw.items():
+            if key not in self._read and key not in harmless and value is not None:
+                raise self.refusal(key, "is not known and may change the model; take it out if it does not")
+
+    def refusal(self, key: str, rule: str) -> ConfigError:
+        """An error about one key's value."""
+        found = json.dumps(self._raw.get(key, self._defaults.get(key)))
+        return ConfigError(f"{self._told}{key} = {found} {rule}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,96 @@
+"""What makes a checkpoint a Hugging Face folder: configurations beside the weights, so that generation ends where a
+document does.
+
+    config.json              the decoder, and its special tokens
+    generation_config.json   which tokens end a text
+    tokenizer.json           text to ids
+    tokenizer_config.json    which of its tokens are special
+
+A run on a foreign ``tokenizer.json`` keeps what lies beside it, and on a ``config.json`` of that vocabulary its ids:
+those that end a text there go on doing so, and the token that ends this run's documents joins them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from superstep.data.tokenizer import load_tokenizer
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+from superstep.plan.model.hf_config import TOKEN_IDS, to_hf_config
+from superstep.plan.model.shape import ModelShape
+
+
+def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> dict[str, str]:
+    """The files by name.
+
+    Args:
+        config: the run's.
+        shape: the decoder's; None for a model of the user's own, which no other loader knows.
+        tokenizer: the ``tokenizer.json`` that made the run's tokens.
+
+    Raises:
+        ConfigError: a file beside a foreign one cannot be read.
+    """
+    loaded = load_tokenizer(tokenizer)
+    found = {
+        "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
+        "tokenizer_config.json": _text(_tokenizer_config(config, shape, loaded.core.id_to_token(loaded.end_of_text))),
+    }
+    if shape is None:
+        return found
+    # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
+    is_foreign = config.data.tokenizer is not None and config.model.name.endswith(".json")
+    foreign = Path(config.model.name) if is_foreign else None
+    told = _object(foreign)
+    generation = _object(foreign and foreign.with_name("generation_config.json"))
+    ends = _with(_with(_ends(told), _ends(generation)), [loaded.end_of_text])
+    ids = {name: told.get(name) for name in TOKEN_IDS} | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    # generate pads the rows of a batch that ended before others.
+    padding = {"pad_token_id": loaded.end_of_text} if ids["pad_token_id"] is None else {}
+    return found | {
+        "config.json": _text({**to_hf_config(shape), **ids}),
+        "generation_config.json": _text({**_said(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}),
+    }
+
+
+def _tokenizer_config(config: RunConfig, shape: ModelShape | None, end: str | None) -> dict[str, Any]:
+    beside = None if config.data.tokenizer is None else Path(config.data.tokenizer).with_name("tokenizer_config.json")
+    ours: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": end,
+    }
+    if shape is not None:
+        ours["model_max_length"] = shape.max_tokens
+    return ours | _object(beside)
+
+
+def _ends(raw: dict[str, Any]) -> list[int]:
+    ends = raw.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _with(ends: list[int], more: list[int]) -> list[int]:
+    return ends + [each for each in more if each not in ends]
+
+
+def _said(ids: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _object(path: Path | None) -> dict[str, Any]:
+    """The object in a file; of a file that is not there, or holds none, an empty one."""
+    if path is None or not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); mend it, or take it out of the folder.") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def _text(raw: dict[str, Any]) -> str:
+    return json.dumps(raw, indent=2) + "\n"

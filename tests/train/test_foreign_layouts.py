@@ -1,0 +1,90 @@
+"""What foreign models bring, biases and a sliding window, on every kind of layout: as one device computes it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+from superstep.plan.model.hf_config import to_hf_config
+from superstep.plan.model.named import shape_of
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.exact import Relay, prove_exact, write_bits
+
+pytestmark = pytest.mark.multiproc
+
+OF = {"qwen2": {"qkv_bias": True}, "mistral": {"window": 6}}
+LAYOUTS = [
+    ("qwen2", {"tp": 2}),
+    ("qwen2", {"tp": 2, "sequence_parallel": False, "recompute": "full"}),
+    ("qwen2", {"dp": 2, "zero": 3, "recompute": "selective"}),
+    ("qwen2", {"pp": 2, "schedule": "zb-h1"}),
+    ("qwen2", {"cp": 2}),
+    ("mistral", {"dp": 2, "zero": 2, "recompute": "selective"}),
+    ("mistral", {"tp": 2, "recompute": "full"}),
+    ("mistral", {"cp": 2, "context": "ulysses"}),
+]
+
+
+def _config(kind, folder, **plan):
+    """A small run on a config.json of this kind."""
+    run = small.config(layers=3, qk_norm=False, tied=False, **plan)
+    path = Path(folder) / f"{kind}.json"
+    path.write_text(json.dumps(to_hf_config(replace(shape_of(run.model), **OF[kind]))))
+    return replace(run, model=replace(type(run.model)(), name=str(path)))
+
+
+def _prove_all(rank, world, cases):
+    one = World(rank, world, Device("cpu"))
+    return [prove(one, run, small.batches(), Path(folder), reruns=False) for run, folder in cases]
+
+
+def test_every_kind_of_layout_computes_what_one_device_does(pool, tmp_path):
+    for kind in OF:
+        run = resolve(_config(kind, tmp_path))
+        assert run.shape.qkv_bias == (kind == "qwen2")
+        assert run.shape.window == (6 if kind == "mistral" else None)
+        (tmp_path / kind).mkdir()
+        torch.set_num_threads(1)
+        write_reference(run.shape, run.config.train, small.batches(), tmp_path / kind)
+    cases = [(resolve(_config(kind, tmp_path, **plan)), str(tmp_path / kind)) for kind, plan in LAYOUTS]
+    verdicts = pool.run(2, _prove_all, cases, timeout_s=300)[0]
+    for case, verdict in zip(LAYOUTS, verdicts, strict=True):
+        assert verdict.compared > 0
+        assert verdict.is_proven, (case, verdict.first and verdict.first.describe())
+
+
+EXACT = [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}]
+
+
+def _exact(folder, **plan):
+    found = _config("qwen2", folder, **plan)
+    return resolve(replace(found, numerics=replace(found.numerics, exact=True, exact_chunks=4)))
+
+
+def _write(rank, world, run, folder):
+    return write_bits(World(rank, world, Device("cpu")), run, small.batches(), Path(folder), stop=1)
+
+
+def _prove_exact(rank, world, runs, folder):
+    left, verdicts = Path(folder) / "checkpoint", []
+    for number, run in enumerate(runs):
+        relay = Relay(take=left, leave=Path(folder) / f"left-{number}", step=1)
+        verdicts.append(prove_exact(World(rank, world, Device("cpu")), run, small.batches(), Path(folder), relay))
+        left = relay.leave
+    return verdicts
+
+
+def test_biases_have_the_same_bits_on_every_layout(pool, tmp_path):
+    folder = tmp_path / "bits"
+    folder.mkdir()
+    pool.run(1, _write, _exact(tmp_path), str(folder), timeout_s=120)
+    runs = [_exact(tmp_path, **plan) for plan in EXACT]
+    for plan, verdict in zip(EXACT, pool.run(2, _prove_exact, runs, str(folder), timeout_s=300)[0], strict=True):
+        assert verdict.compared > 0
+        assert verdict.is_proven, (plan, verdict)
