@@ -15,11 +15,13 @@ Module names are Hugging Face's, so that a parameter's global name is its name h
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from superstep.model.exchange import Exchange, Local
 from superstep.model.feedforward import FeedForward
@@ -45,9 +47,9 @@ def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
 class Rope:
     """The rotary position embedding (Su 2021), with Llama 3.1's stretch of the long wavelengths.
 
-    One object serves all blocks, so that the tables of a sequence length, and those of the positions that came last,
-    are made once. It is no module and holds no parameter: tables are made on the device of what they turn, when it
-    first comes by.
+    One object serves all blocks, so that the tables of a sequence length are made once, and those of given positions
+    once for as long as these are there: what is computed again finds the tables that it had. It is no module and holds
+    no parameter: tables are made on the device of what they turn, when it first comes by.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -55,7 +57,7 @@ class Rope:
         self.theta = shape.rope_theta
         self.scaling = shape.rope_scaling
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._given: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+        self._given: MutableMapping[Tensor, dict[torch.dtype, tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
 
     def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
@@ -89,10 +91,11 @@ class Rope:
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             return self.tables(positions, dtype)
-        if self._given is None or self._given[0] is not positions or self._given[1] != dtype:
+        made = self._given.setdefault(positions, {})
+        if dtype not in made:
             with torch.inference_mode(mode=False):
-                self._given = positions, dtype, self.tables(positions, dtype)
-        return self._given[2]
+                made[dtype] = self.tables(positions, dtype)
+        return made[dtype]
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians a position, [H/2], fp32."""

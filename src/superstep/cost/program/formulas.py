@@ -112,7 +112,9 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
 
 
 def _attention(run: Resolved, d: LocalDims) -> Attention:
-    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it."""
+    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it, and as if
+    each sequence was one document.
+    """
     return Attention(
         heads=d.N * (d.T // (d.S // run.plan.mesh.cp)), queries=d.S // run.plan.mesh.cp, keys=d.S, head_dim=d.H
     )
