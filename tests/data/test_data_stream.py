@@ -168,3 +168,36 @@ def test_training_is_shuffled_by_the_seed_and_validation_is_in_plain_order():
     assert order("validation", 1, epoch=1) == order("validation", 1)
     shuffled = {tuple(order("train", seed, epoch)) for seed in range(5) for epoch in range(3)}
     assert len(shuffled | {tuple(order("validation", 0))}) == 16
+
+
+@check
+@given(lengths, st.integers(1, 8), st.integers(1, 6), st.sampled_from(["train", "validation"]), st.integers(0, 100))
+def test_with_a_document_mask_starts_and_targets_are_those_of_each_document(
+    document_lengths, length, batch_sequences, split, sample
+):
+    def stream(document_mask: bool) -> Stream:
+        return Stream(
+            corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=batch_sequences,
+            seed=1, document_mask=document_mask,
+        )  # fmt: skip
+
+    plain, masked = read(stream(False), sample), read(stream(True), sample)
+    assert plain.starts_BS is None
+    assert torch.equal(plain.tokens_BS, masked.tokens_BS)
+    # Ids are places of the stream, from 1 on: the document of each token, and of the one after it.
+    document = np.repeat(np.arange(len(document_lengths)), document_lengths)
+    here, after = (document[ids.numpy() - 1] for ids in (masked.tokens_BS, plain.targets_BS))
+    assert torch.equal(masked.targets_BS, plain.targets_BS.masked_fill(torch.from_numpy(here != after), IGNORE))
+    assert masked.valid_tokens == int((here == after).sum())
+    starts = [[row.tolist().index(one) for one in row] for row in here]
+    assert masked.starts_BS.tolist() == starts
+    assert masked.starts_BS.dtype == torch.int64
+    parts = [stream(True).batch(sample, rows) for rows in ranks_rows(batch_sequences, 3)]
+    assert torch.equal(torch.cat([part.starts_BS for part in parts]), masked.starts_BS)
+
+
+def test_a_document_mask_has_nothing_to_keep_apart_where_each_sequence_is_of_one_document():
+    stream = Stream(
+        corpus_of([5, 9]), "train", sequence_tokens=4, packed=False, batch_sequences=2, seed=1, document_mask=True
+    )
+    assert read(stream, 0).starts_BS is None

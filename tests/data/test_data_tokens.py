@@ -226,6 +226,21 @@ def test_settings_and_texts_that_cannot_work_are_errors(config, tmp_path):
     assert prepare(replace(config, sequence_tokens=5000, packed=False), 300, folder)
 
 
+def test_documents_cannot_be_kept_apart_where_there_is_one(config, tmp_path):
+    masked = replace(config, document_mask=True)
+    assert prepare(masked, 300, tmp_path / "many")
+    path = tmp_path / "one.txt"
+    path.write_text("".join(DOCUMENTS))
+    one = replace(masked, corpus=(str(path),))
+    with pytest.raises(DataError, match=r"data.document_mask = true .* is one document; give each its own file"):
+        prepare(one, 300, tmp_path / "one")
+    assert not (tmp_path / "one" / "corpus.json").exists()
+    prepare(replace(one, document_mask=False), 300, tmp_path / "one")
+    with pytest.raises(DataError, match=r"set data.document_mask = false"):
+        prepare(one, 300, tmp_path / "one")
+    prepare(replace(one, packed=False), 300, tmp_path / "one")
+
+
 def test_a_manifest_of_another_format_is_refused(config, tmp_path):
     folder = tmp_path / "data"
     manifest = prepare(config, 300, folder).manifest

@@ -121,3 +121,18 @@ def test_equal_operations_are_counted_together():
     found = collected([product, view, replace(product, count=2), send, view])
     assert found == (replace(product, count=3), replace(view, count=2), send)
     assert flops(found) == 3 * 2 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("plan", [{}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"recompute": "selective"}], ids=str)
+def test_documents_count_as_if_each_sequence_was_one(plan):
+    plain, masked = (
+        [attention for unit in operations_of(run, units(run.shape)) for attention in _attention(unit)]
+        for run in (resolve(small.config(masked=masked, **{"dp": 1} | plan)) for masked in (False, True))
+    )
+    assert masked == plain
+    assert masked
+
+
+def _attention(unit):
+    every = (*unit.forward, *unit.backward)
+    return [operation for operation in every if isinstance(operation, Attention)]

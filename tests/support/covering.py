@@ -47,6 +47,7 @@ def settings(run: Resolved) -> dict[str, Hashable]:
         "microbatch": plan.microbatch > 1,
         "tied": run.shape.tied,
         "packed": run.config.data.packed,
+        "masked": run.config.data.is_masked,
     }
 
 
@@ -91,6 +92,7 @@ def _drawn(dice: random.Random, world: int) -> RunConfig:
         sequences=16 if world > 4 else 8,
         tied=dice.choice([True, False]),
         packed=dice.choice([True, False]),
+        masked=dice.choice([True, False]),
         **{name: getattr(plan, name) for name in PlanConfig.__slots__},
     )
 

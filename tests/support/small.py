@@ -11,7 +11,9 @@ TOKENS = 16
 SEQUENCES = 8
 
 
-def config(*, layers=5, sequences=SEQUENCES, tied=True, packed=True, compute="fp32", qk_norm=True, **plan):
+def config(
+    *, layers=5, sequences=SEQUENCES, tied=True, packed=True, masked=False, compute="fp32", qk_norm=True, **plan
+):
     return RunConfig(
         model=ModelConfig(
             name="tiny",
@@ -25,15 +27,17 @@ def config(*, layers=5, sequences=SEQUENCES, tied=True, packed=True, compute="fp
             tied=tied,
             qk_norm=qk_norm,
         ),
-        data=DataConfig(sequence_tokens=TOKENS, packed=packed),
+        data=DataConfig(sequence_tokens=TOKENS, packed=packed, document_mask=masked),
         train=TrainConfig(batch_sequences=sequences, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),
         plan=PlanConfig(**plan),
         numerics=NumericsConfig(compute=compute),
     )
 
 
-def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS):
-    """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets."""
+def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS, masked=False):
+    """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets. Masked,
+    each row has documents of its own, from one to one for every other token, and no target at their ends.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(steps):
@@ -42,5 +46,10 @@ def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS)
         if not packed:
             for row in range(sequences):
                 targets[row, tokens - (row * 5) % (tokens - 1) :] = IGNORE
-        found.append(Batch(row_tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum())))
+        starts = None
+        if masked:
+            is_first = torch.rand(sequences, tokens + 1, generator=generator) < torch.arange(sequences)[:, None] / 14
+            targets[is_first[:, 1:]] = IGNORE
+            starts = (torch.arange(tokens) * is_first[:, :-1]).cummax(dim=1).values
+        found.append(Batch(row_tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum()), starts))
     return tuple(found)

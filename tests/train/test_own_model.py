@@ -321,6 +321,44 @@ FILES = [
 ]
 
 
+ATTENDS = """
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.zeros(16, 8))
+
+    def forward(self, x, attend=None, positions=None):
+        q = (x if positions is None else x + self.places[positions]{and_so}).view(*x.shape[:2], 2, 4)
+        return (attend(q, q, q) if attend else q).flatten(2)
+
+units = lambda config: [EMBED, UnitSpec(name="mid", build=Attends, params={{}}, takes={takes}), HEAD]
+"""
+
+MASKED = [
+    ("('positions',)", "", ["data.document_mask = true needs units that take attention", "take 'attend', or set"]),
+    (
+        "('attend',)",
+        "",
+        ["needs units that take positions", "which begin at 0", "let those that use it take 'pos"],
+    ),
+    ("('attend', 'positions')", ".view(1, 16, 8)", ["unit 'mid' does not run", "positions [2, 16]"]),
+]
+
+
+@pytest.mark.parametrize(("takes", "and_so", "words"), MASKED, ids=lambda value: None)
+def test_a_file_that_cannot_keep_documents_apart_is_refused(takes, and_so, words, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + ATTENDS.format(takes=takes, and_so=and_so), encoding="utf-8")
+    wanted = config(path, rules=(), dp=1)
+    wanted = replace(wanted, data=replace(wanted.data, packed=True))
+    resolved(wanted)
+    with pytest.raises(ConfigError) as caught:
+        resolved(replace(wanted, data=replace(wanted.data, document_mask=True)))
+    assert [word for word in [*words, str(path)] if word not in str(caught.value)] == []
+    # Where no sequence has two documents there is nothing to keep apart.
+    resolved(replace(wanted, data=replace(wanted.data, document_mask=True, packed=False)))
+
+
 @pytest.mark.parametrize(("body", "plan", "words"), FILES, ids=lambda value: None)
 def test_a_file_is_refused_in_one_line(body, plan, words, tmp_path):
     path = tmp_path / "mine.py"

@@ -22,24 +22,29 @@ def references(tmp_path_factory):
     root = tmp_path_factory.mktemp("references")
 
     def folder(run):
-        shape, packed = run.shape, run.config.data.packed
-        sequences = run.config.train.batch_sequences
-        found = root / f"{shape.layers}-{shape.tied}-{shape.qk_norm}-{packed}-{sequences}"
+        shape, kind = run.shape, _kind(run)
+        found = root / "-".join(map(str, (shape.layers, shape.tied, shape.qk_norm, *kind.values())))
         if not found.exists():
             found.mkdir()
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            write_reference(shape, run.config.train, small.batches(packed=packed, sequences=sequences), found)
+            write_reference(shape, run.config.train, small.batches(**kind), found)
             torch.set_num_threads(threads)
         return str(found)
 
     return folder
 
 
+def _kind(run):
+    """The batches of a run."""
+    data = run.config.data
+    return {"packed": data.packed, "masked": data.is_masked, "sequences": run.config.train.batch_sequences}
+
+
 def _prove_all(rank, world, cases):
     found = []
     for number, (run, folder) in enumerate(cases):
-        batches = small.batches(packed=run.config.data.packed, sequences=run.config.train.batch_sequences)
+        batches = small.batches(**_kind(run))
         verdict = prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=number % 5 == 0)
         found.append(verdict)
     return found

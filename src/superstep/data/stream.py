@@ -7,6 +7,15 @@ cursor alone, never on how many ranks read or have read::
     cursor 30, 4 sequences in the batch      rank 0 of 2        rank 1 of 2
     samples 30 31 32 33                      rows 0:2 = 30 31   rows 2:4 = 32 33
 
+With a document mask a packed sequence is its documents side by side, each as if it stood alone: every token comes with
+the place where its document starts, and the last token of a document has no target, since nothing that it may see tells
+which document comes next::
+
+    bounds of the stream  ... 5 8 ...    sequence of tokens 4 to 11      place   0 1 2 3 4 5 6 7
+                                         documents a, b, c               token   a b b b c c c c
+                                                                         starts  0 1 1 1 4 4 4 4
+                                                                         target  - b b - c c c c
+
 Dims: B the rows asked for, S sequence_tokens, N any number of sequences.
 """
 
@@ -33,11 +42,18 @@ class Batch:
         tokens_BS: int64 ids.
         targets_BS: int64, the id that follows each token; IGNORE where there is no loss.
         valid_tokens: targets with a loss in the *whole* global batch, whatever rows these are: its divisor.
+        starts_BS: int64, where in its row each token's document starts; None where attention goes across documents.
     """
 
     tokens_BS: Tensor  # noqa: N815 - the suffix names the dims
     targets_BS: Tensor  # noqa: N815
     valid_tokens: int
+    starts_BS: Tensor | None = None  # noqa: N815
+
+    def rows(self, chosen: slice) -> Batch:
+        """Some rows of these."""
+        starts_BS = None if self.starts_BS is None else self.starts_BS[chosen]
+        return Batch(self.tokens_BS[chosen], self.targets_BS[chosen], self.valid_tokens, starts_BS)
 
 
 class Cut(Protocol):
@@ -56,20 +72,53 @@ class Cut(Protocol):
 
 
 class PackedCut:
-    """One stream of documents, cut every S tokens. A sequence's last target is the next one's first token."""
+    """One stream of documents, cut every S tokens. A sequence's last target is the next one's first token.
 
-    def __init__(self, split: Split, sequence_tokens: int) -> None:
+    Args:
+        split: the stream.
+        sequence_tokens: S.
+        is_masked: whether the last token of a document has no target.
+    """
+
+    def __init__(self, split: Split, sequence_tokens: int, *, is_masked: bool = False) -> None:
         self._tokens = split.tokens
+        self._bounds = split.bounds
         self._length = sequence_tokens
+        self._is_masked = is_masked
         self.sequences = (len(split.tokens) - 1) // sequence_tokens
 
     def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
         start = number * self._length
         tokens_S[:] = self._tokens[start : start + self._length]
         targets_S[:] = self._tokens[start + 1 : start + 1 + self._length]
+        if self._is_masked:
+            first, stop = self._bounds_after(np.array([start]))
+            targets_S[self._bounds[first[0] : stop[0]] - start - 1] = IGNORE
 
     def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
-        return len(numbers_N) * self._length
+        total = len(numbers_N) * self._length
+        if not self._is_masked:
+            return total
+        first_N, stop_N = self._bounds_after(numbers_N * self._length)
+        return total - int((stop_N - first_N).sum())
+
+    def starts(self, number: int) -> NDArray[np.int64]:
+        """Where in the sequence each token's document starts: 0 for what goes on from the sequence before."""
+        start = number * self._length
+        first, stop = self._bounds_after(np.array([start]))
+        places = self._bounds[first[0] : stop[0]] - start
+        starts_S = np.zeros(self._length, np.int64)
+        inside = places[places < self._length]
+        starts_S[inside] = inside
+        return np.maximum.accumulate(starts_S)
+
+    def _bounds_after(self, starts_N: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Of sequences by their first tokens: the bounds between it and where the next sequence begins, as a range.
+
+        A bound at the sequence's first token ends no document in it, one at the next sequence's does.
+        """
+        first_N = np.searchsorted(self._bounds, starts_N, side="right")
+        return first_N, np.searchsorted(self._bounds, starts_N + self._length, side="right")
 
 
 class DocumentCut:
@@ -115,9 +164,13 @@ class Stream:
         packed: bool,
         batch_sequences: int,
         seed: int,
+        document_mask: bool = False,
     ) -> None:
         files = corpus.train if split == "train" else corpus.validation
-        self._cut: Cut = (PackedCut if packed else DocumentCut)(files, sequence_tokens)
+        packed_cut = PackedCut(files, sequence_tokens, is_masked=document_mask) if packed else None
+        self._cut: Cut = packed_cut or DocumentCut(files, sequence_tokens)
+        # A sequence that is no packed one has one document, and there is nothing to keep apart.
+        self._masked = packed_cut if document_mask else None
         self._padding = corpus.manifest.end_of_text
         self._is_shuffled = split == "train"
         self._seed = seed
@@ -138,8 +191,18 @@ class Stream:
         targets_BS = np.full_like(tokens_BS, IGNORE)
         for row, number in enumerate(chosen):
             self._cut.read(int(number), tokens_BS[row], targets_BS[row])
-        valid_tokens = self._cut.valid_tokens(numbers)
-        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), valid_tokens)
+        return Batch(
+            tokens_BS=torch.from_numpy(tokens_BS),
+            targets_BS=torch.from_numpy(targets_BS),
+            valid_tokens=self._cut.valid_tokens(numbers),
+            starts_BS=self._starts(chosen),
+        )
+
+    def _starts(self, numbers: NDArray[np.int64]) -> Tensor | None:
+        if self._masked is None:
+            return None
+        rows = [self._masked.starts(int(number)) for number in numbers]
+        return torch.from_numpy(np.stack(rows) if rows else np.empty((0, self.sequence_tokens), np.int64))
 
     def _numbers(self, sample: int) -> NDArray[np.int64]:
         """The sequence numbers of the global batch: shuffled for training, in plain order for validation."""

@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 
 from superstep.data.corpus import documents, source_files
 from superstep.data.order import mix64
+from superstep.data.refuse import refuse_one_document, refuse_settings, refuse_short
 from superstep.data.tokenizer import PASSAGE_CHARS, Tokenizer, load_tokenizer, passages, train_tokenizer
 from superstep.data.turn import turn, unheard
-from superstep.errors import ConfigError, DataError, Fault
+from superstep.errors import DataError, Fault
 from superstep.plan.config import DataConfig
 
 SplitName = Literal["train", "validation"]
@@ -130,7 +131,7 @@ def prepare(config: DataConfig, vocab: int, folder: Path, *, tell: Callable[[str
         ConfigError, DataError: where the settings, the text or the tokenizer cannot be used.
         Fault: where the folder cannot be written, or the disk is full.
     """
-    _refuse_settings(config)
+    refuse_settings(config)
     tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
     if tokenizer is not None and tokenizer.vocab > vocab:
         raise DataError(
@@ -142,7 +143,8 @@ def prepare(config: DataConfig, vocab: int, folder: Path, *, tell: Callable[[str
             if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
                 _build(config, tokenizer, vocab, folder, _fingerprint(config, vocab))
     corpus = open_corpus(folder)
-    _refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
+    refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
+    refuse_one_document(config, corpus.manifest.train_documents)
     return corpus
 
 
@@ -213,7 +215,8 @@ def _build(config: DataConfig, tokenizer: Tokenizer | None, vocab: int, folder: 
             for block in _blocks(documents(config.corpus, config.text_field)):
                 files.append(block, config.validation_fraction)
         files.hold_out_tail(config.validation_fraction)
-        _refuse_short(config, files.tokens("train"), files.tokens("validation"))
+        refuse_short(config, files.tokens("train"), files.tokens("validation"))
+        refuse_one_document(config, files.documents("train"))
         files.finish(fingerprint)
         files.publish()
 
@@ -268,6 +271,10 @@ class _PartialFiles:
     def tokens(self, split: SplitName) -> int:
         """Tokens of the split so far."""
         return self._tokens[split]
+
+    def documents(self, split: SplitName) -> int:
+        """Documents of the split so far."""
+        return len(self._bounds[split]) - 1
 
     def expected_bytes(self, source_bytes: int) -> int:
         """About how large the token files will be; before any text is encoded, two bytes of text a token."""
@@ -347,9 +354,9 @@ class _PartialFiles:
             vocab=self.tokenizer.vocab,
             end_of_text=self.tokenizer.end_of_text,
             train_tokens=self.tokens("train"),
-            train_documents=len(self._bounds["train"]) - 1,
+            train_documents=self.documents("train"),
             validation_tokens=self.tokens("validation"),
-            validation_documents=len(self._bounds["validation"]) - 1,
+            validation_documents=self.documents("validation"),
             text_bytes=self.text_bytes,
             bytes_per_token=self.text_bytes / (self.tokens("train") + self.tokens("validation")),
             unigram_nats=float(nats_of_id @ validation / validation.sum()),
@@ -383,26 +390,3 @@ def _writing(files: _PartialFiles, config: DataConfig) -> Iterator[None]:
     except BaseException:
         files.discard()
         raise
-
-
-def _refuse_settings(config: DataConfig) -> None:
-    if not 0 < config.validation_fraction < 1:
-        raise ConfigError(
-            f"data.validation_fraction = {config.validation_fraction} is no share of the documents; "
-            "set it between 0 and 1, for example 0.02."
-        )
-    if config.sequence_tokens < 1:
-        raise ConfigError(f"data.sequence_tokens = {config.sequence_tokens} is no length; set it to 1 or more.")
-
-
-def _refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) -> None:
-    """Raises a DataError where a split is shorter than one sequence and the token after it."""
-    length = config.sequence_tokens
-    need = length + 1 if config.packed else 2
-    for split, tokens, mend in (("train", train_tokens, "lower"), ("validation", validation_tokens, "raise")):
-        if tokens < need:
-            raise DataError(
-                f"data.corpus has {tokens} {split} tokens, but data.sequence_tokens = {length} needs {need} "
-                f"for a sequence and its targets; lower data.sequence_tokens, add text, or {mend} "
-                f"data.validation_fraction = {config.validation_fraction}."
-            )

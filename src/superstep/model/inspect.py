@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,13 @@ def _layer(layer: nn.Module) -> Layer:
     return "embedding" if isinstance(layer, nn.Embedding) else "other"
 
 
-def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, where: str) -> tuple[Passed, ...]:
+def passed(
+    specs: Sequence[UnitSpec],
+    example: Tensor,
+    compute: torch.dtype,
+    where: str,
+    given: Mapping[str, Any] = GIVEN,
+) -> tuple[Passed, ...]:
     """The input of each unit in turn, and the output of the last, for an input like ``example``.
 
     Args:
@@ -147,6 +154,7 @@ def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, whe
         example: of the input's shape and dtype, on any device.
         compute: the dtype of parameters and activations.
         where: where the units come from.
+        given: what units take.
 
     Raises:
         ConfigError: a unit does not run, gives no tensor, or changes what it must not.
@@ -155,10 +163,10 @@ def passed(specs: Sequence[UnitSpec], example: Tensor, compute: torch.dtype, whe
     found = [Passed(x.shape, x.dtype)]
     for number, spec in enumerate(specs):
         module = build(spec, where).to(compute)
-        given = {name: GIVEN[name] for name in spec.takes}
+        here = {name: given[name] for name in spec.takes}
         row = x
-        x = run(module, spec, x, given, where, is_first=number == 0)
-        check_rows(spec, row, given, where)
+        x = run(module, spec, x, here, where, is_first=number == 0)
+        check_rows(spec, row, here, where)
         found.append(Passed(x.shape, x.dtype))
     return tuple(found)
 

@@ -7,9 +7,11 @@ S  positions    H  width of one head
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
 from superstep.plan.model.shape import ModelShape
@@ -18,9 +20,9 @@ from superstep.plan.model.shape import ModelShape
 class Rope:
     """The rotary position embedding (Su 2021), with the stretches of ``plan.model.rope``.
 
-    One object serves all blocks, so that the tables of a sequence length, and those of the positions that came last,
-    are made once. It is no module and holds no parameter: tables are made on the device of what they turn, when it
-    first comes by.
+    One object serves all blocks, so that the tables of a sequence length are made once, and those of given positions
+    once for as long as these are there: what is computed again finds the tables that it had. It is no module and holds
+    no parameter: tables are made on the device of what they turn, when it first comes by.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -29,7 +31,7 @@ class Rope:
         self.scaling = shape.rope_scaling
         self.scale = self.scaling.attention_factor if isinstance(self.scaling, YarnRope) else 1.0
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._given: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+        self._given: MutableMapping[Tensor, dict[torch.dtype, tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
 
     def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
@@ -63,10 +65,11 @@ class Rope:
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             return self.tables(positions, dtype)
-        if self._given is None or self._given[0] is not positions or self._given[1] != dtype:
+        made = self._given.setdefault(positions, {})
+        if dtype not in made:
             with torch.inference_mode(mode=False):
-                self._given = positions, dtype, self.tables(positions, dtype)
-        return self._given[2]
+                made[dtype] = self.tables(positions, dtype)
+        return made[dtype]
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians a position, [H/2], fp32."""

@@ -122,8 +122,8 @@ class Row(nn.Module):
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The last unit's output."""
+    def forward(self, x: Tensor, **others: Any) -> Tensor:  # noqa: ANN401
+        """The last unit's output; ``others`` are given in the place of what one device gives."""
         for module, given in zip(self.units, self.given, strict=True):
-            x = module(x, **given)
+            x = module(x, **given | {name: value for name, value in others.items() if name in given})
         return x

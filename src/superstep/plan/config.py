@@ -73,12 +73,20 @@ class DataConfig:
     """Tokens in a sequence."""
     packed: bool = True
     """True cuts one stream of documents into full sequences; false pads each document's own sequences."""
+    document_mask: bool = False
+    """Packed sequences: each document as if it stood alone. Attention stays within it, its positions begin at 0, and
+    its last token has no target."""
     validation_fraction: float = 0.02
     """The share of the documents that is held out."""
     cache: str | None = None
     """Where token files are kept; none means the folder `data` of the run directory."""
     prefetch_steps: int = 2
     """Batches read ahead in the background."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether there is something to mask: only packed sequences hold several documents."""
+        return self.packed and self.document_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

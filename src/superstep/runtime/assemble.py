@@ -17,7 +17,7 @@ from superstep.plan.model.outline import Outline
 from superstep.plan.resolve import Plan, Resolved
 from superstep.plan.split.parameters import columns_of, has_cut_output
 from superstep.runtime.accumulate import Adder, Sink, Sums
-from superstep.runtime.attention import build_attend
+from superstep.runtime.attention import Sight, build_sight
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.exact.modules import Exact, build_exact_loss, grid_of
 from superstep.runtime.executor import Machine
@@ -71,9 +71,7 @@ def assemble(
     }
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
-    attend, positions = build_attend(run, mesh, excess)
-    given = {"attend": attend, "positions": positions, "exchange": exchange}
-    compute = {unit: _with_given(module, specs[unit], given) for unit, module in modules.items()}
+    compute = {unit: _computed(module, specs[unit], exchange) for unit, module in modules.items()}
     return Machine(
         mesh=mesh,
         buffers=buffers,
@@ -86,6 +84,7 @@ def assemble(
         boundaries=_boundaries(run, specs, compute_dtype, example),
         begin=begin,
         excess=excess,
+        sight=build_sight(run, mesh, excess),
     )
 
 
@@ -100,9 +99,15 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
     return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
 
 
-def _with_given(module: torch.nn.Module, spec: UnitSpec, given: Mapping[str, object]) -> Compute:
+def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: Exchange) -> Compute:
     """The module with the keyword arguments that it takes."""
-    return functools.partial(module, **{name: given[name] for name in spec.takes}) if spec.takes else module
+
+    def compute(x: torch.Tensor, sight: Sight) -> torch.Tensor:
+        given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
+        out: torch.Tensor = module(x, **{name: given[name] for name in spec.takes})
+        return out
+
+    return compute
 
 
 def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:

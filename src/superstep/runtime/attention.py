@@ -1,7 +1,8 @@
-"""Which attention a rank runs, and which positions of the sequence it holds."""
+"""Which attention a rank runs, and which positions its tokens have: those of the sequence, or of their documents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from superstep.model.decoder import Attend, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
+from superstep.runtime.documents import DocumentAttend
 from superstep.runtime.exact.attention import Alone, ExactAttend
 from superstep.runtime.mesh import Group, Mesh
 from superstep.runtime.parallel.context import gather_kv, scatter_sum
@@ -33,21 +35,48 @@ class Gathered:
         return scatter_sum(x_BSKH, self.group)
 
 
-def build_attend(run: Resolved, mesh: Mesh, excess: Excess) -> tuple[Attend, Tensor | None]:
-    """The attention of the plan, and the positions of this rank's tokens where they are not 0, 1, 2, ...
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the units of a rank see of a microbatch's sequences.
 
-    What exact sums have no room for is noted in ``excess``.
+    Attributes:
+        attend: the attention of the plan.
+        positions: of this rank's tokens, [S] or [B, S], where they are not 0, 1, 2, ...
     """
+
+    attend: Attend
+    positions: Tensor | None
+
+
+def build_sight(run: Resolved, mesh: Mesh, excess: Excess) -> Callable[[Tensor | None], Sight]:
+    """The sight of a microbatch, by where the documents of its sequences start: int64 [B, S] on the host, of the whole
+    sequences on every rank; None where attention goes across documents. What exact sums have no room for is noted in
+    ``excess``.
+    """
+    tokens, cp = run.config.data.sequence_tokens, mesh.shape.cp
+    held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
+    across = Sight(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
+
+    def sight(starts: Tensor | None) -> Sight:
+        if starts is None:
+            return across
+        # One tensor for all units: they make the tables of their positions once.
+        return Sight(_attend(run, mesh, starts, excess), (held - starts[:, held]).to(mesh.device.torch))
+
+    return sight
+
+
+def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
     grain, group = run.plan.grain, mesh.cp
-    grid = ACTIVATION.of(grain.chunks if grain else 2, "the gradient of a key or a value", excess)
-    alone = flash if run.decoder is None else attention_of(run.decoder)
-    whole: Attend = alone if grain is None else ExactAttend(range(grain.chunks), Alone(), grid)
-    if group is None:
-        return whole, None
-    cp, tokens = mesh.shape.cp, run.config.data.sequence_tokens
-    held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp), device=mesh.device.torch)
-    if run.plan.context == "ulysses":
-        return UlyssesAttend(group, whole), held
     if grain is None:
-        return RingAttend(group), held
-    return ExactAttend(positions(grain.chunks, cp=cp, rank=mesh.at.cp), Gathered(group), grid), held
+        if group is not None and run.plan.context == "ring":
+            return RingAttend(group, starts)
+        across = flash if run.decoder is None else attention_of(run.decoder)
+        whole: Attend = across if starts is None else DocumentAttend(starts)
+        return whole if group is None else UlyssesAttend(group, whole)
+    there = None if starts is None else starts.to(mesh.device.torch)
+    grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)
+    if group is not None and run.plan.context == "ring":
+        return ExactAttend(positions(grain.chunks, cp=mesh.shape.cp, rank=mesh.at.cp), Gathered(group), grid, there)
+    whole = ExactAttend(range(grain.chunks), Alone(), grid, there)
+    return whole if group is None else UlyssesAttend(group, whole)

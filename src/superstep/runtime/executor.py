@@ -36,6 +36,7 @@ from superstep.program.instructions import (
     Wire,
 )
 from superstep.runtime.accumulate import Adder, Sum, Sums, input_gradient
+from superstep.runtime.attention import Sight
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import (
     DONE,
@@ -70,6 +71,7 @@ class Machine:
         boundaries: shape and dtype of each unit's input.
         begin: told the number of a microbatch before any computation with it.
         excess: where exact sums note what they have no room for.
+        sight: attention and positions of a microbatch, by where its documents start.
     """
 
     mesh: Mesh
@@ -83,16 +85,22 @@ class Machine:
     boundaries: Sequence[Passed]
     begin: Callable[[int], None]
     excess: Excess
+    sight: Callable[[Tensor | None], Sight]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
     """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class
     numbers [microbatch].
+
+    Attributes:
+        starts: with a document mask: where in its row each token's document starts, of the whole sequences and on the
+            host, whichever tokens this rank holds: int64 [microbatch, cp · S].
     """
 
     tokens: Tensor
     targets: Tensor
+    starts: Tensor | None = None
 
 
 @dataclass
@@ -122,6 +130,7 @@ class Executor:
         self._step = step
         self._flight = _Flight()
         self._microbatches: Sequence[Microbatch] = ()
+        self._sights: Sequence[Sight] = ()
         self._scale = 1.0
         self.loss = torch.zeros((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
         self._one = torch.ones_like(self.loss)
@@ -144,6 +153,7 @@ class Executor:
             record: what notes when each instruction ran, if anything.
         """
         self._microbatches, self._scale = microbatches, scale
+        self._sights = [self._machine.sight(microbatch.starts) for microbatch in microbatches]
         self.loss = torch.zeros_like(self.loss)
         self._flight = _Flight()
         self._last_unit = len(program.units) - 1
@@ -158,6 +168,7 @@ class Executor:
                 record.end(instruction, self._under_way(instruction))
         for pending, _ in self._flight.leaving:
             pending.wait()
+        self._sights = ()  # with them go the tables of their positions
 
     def _ready(self, instruction: Instruction) -> None:
         """Wait for what the instruction needs from the other lanes."""
@@ -255,7 +266,7 @@ class Executor:
             # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
             if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
                 x.requires_grad_()
-            y = module(x)
+            y = module(x, self._sights[m])
             if unit == self._last_unit:
                 y = self._machine.loss(y, self._microbatches[m].targets, self._scale)
         return y

@@ -14,20 +14,22 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-import superstep.runtime.parallel.ring  # noqa: F401 - the operator that selective recomputation keeps
+import superstep.runtime.documents
+import superstep.runtime.parallel.ring  # noqa: F401
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
+from superstep.runtime.attention import Sight
 from superstep.runtime.exact.modules import Exact, make_exact
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.expert import split_tokens
 from superstep.runtime.parallel.sequence_split import part
 from superstep.runtime.parallel.tensor import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
 
-Compute = Callable[[Tensor], Tensor]
+Compute = Callable[[Tensor, Sight], Tensor]
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -96,6 +98,7 @@ _SAVED = frozenset(
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
+        torch.ops.superstep.document_attention.default,
         torch.ops.superstep.ring_attention.default,
     }
 )
@@ -112,9 +115,9 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
     """
 
-    def compute(x: Tensor) -> Tensor:
+    def compute(x: Tensor, sight: Sight) -> Tensor:
         contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
-        out: Tensor = checkpoint(module, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+        out: Tensor = checkpoint(module, x, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
         return out
 
     return compute

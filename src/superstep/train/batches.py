@@ -16,11 +16,18 @@ def rows(plan: Plan, mesh: Mesh) -> slice:
     return slice(mesh.at.dp * count, (mesh.at.dp + 1) * count)
 
 
-def microbatches(tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """This rank's tokens of its rows, cut into microbatches on its device."""
+def microbatches(
+    tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh, starts_BS: Tensor | None = None
+) -> list[Microbatch]:
+    """This rank's tokens of its rows, cut into microbatches on its device.
+
+    Each has ``starts_BS`` of its rows whole, on the host, whichever tokens the rank holds.
+    """
     device = mesh.device.torch
     if mesh.shape.cp > 1:
         held = list(positions(tokens_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
         tokens_BS, targets_BS = tokens_BS[:, held], targets_BS[:, held]
-    pairs = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), strict=True)
-    return [Microbatch(tokens=tokens.to(device), targets=targets.to(device)) for tokens, targets in pairs]
+    count = len(tokens_BS) // plan.microbatch
+    starts = [None] * count if starts_BS is None else starts_BS.split(plan.microbatch)
+    parts = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), starts, strict=True)
+    return [Microbatch(tokens=x.to(device), targets=y.to(device), starts=at) for x, y, at in parts]

@@ -13,7 +13,7 @@ from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
 from superstep.model.source import load_units
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
@@ -35,6 +35,8 @@ def resolved(config: RunConfig, world: int | None = None) -> Resolved:
     rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
     between = passed(specs, rows, torch.float32, source)
     _check_logits(config, between[-1].shape)
+    if config.data.is_masked:
+        _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
         rehearse(run, specs, between, source)
     return run
@@ -52,6 +54,21 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
             f"{source}: the last unit gives {shape[2]} logits, and model.vocab = {config.model.vocab}, which the "
             f"tokenizer is made for; set model.vocab to {shape[2]}."
         )
+
+
+def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
+    """See that the units can be told of documents: by their attention, and by positions of each sequence's own."""
+    source, tokens = config.model.source, config.data.sequence_tokens
+    needs = {"attend": "attention as an argument", "positions": "positions, which begin at 0 in each document"}
+    for name, what in needs.items():
+        if not any(name in spec.takes for spec in specs):
+            raise ConfigError(
+                f"{source}: data.document_mask = true needs units that take {what}, and none takes '{name}'; "
+                f"let those that use it take '{name}', or set data.document_mask = false."
+            )
+    rows = torch.empty(2, tokens, dtype=torch.long, device="meta")
+    given = {**GIVEN, "positions": torch.empty_like(rows)}
+    passed(specs, rows, torch.float32, f"{source}, data.document_mask = true, positions {list(rows.shape)}", given)
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:

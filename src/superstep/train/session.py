@@ -169,6 +169,7 @@ class Session:
                 packed=run.config.data.packed,
                 batch_sequences=run.config.train.batch_sequences,
                 seed=run.config.train.seed,
+                document_mask=run.config.data.document_mask,
             )
             for split in SPLITS
         )
@@ -208,7 +209,7 @@ class Session:
         self._record = recorder_for(self._device, is_kept=self._is_saved(step))
         try:
             return self._engine.train_step(
-                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh),
+                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh, batch.starts_BS),
                 valid_tokens=batch.valid_tokens,
                 lr=lr,
                 record=self._record,
@@ -263,7 +264,7 @@ class Session:
         for number in range(count):
             batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
             loss, valid = self._engine.evaluate(
-                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh)
+                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh, batch.starts_BS)
             )
             total, tokens = total + loss, tokens + valid
         self._memory_bytes = max(gather(self._device.memory_bytes()))

@@ -197,6 +197,7 @@ def _batches(run: Resolved, corpus: Corpus, steps: int) -> tuple[Batch, ...]:
         packed=config.data.packed,
         batch_sequences=config.train.batch_sequences,
         seed=config.train.seed,
+        document_mask=config.data.document_mask,
     )
     size = config.train.batch_sequences
     return tuple(stream.batch(step * size, slice(0, size)) for step in range(steps))

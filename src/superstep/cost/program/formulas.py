@@ -114,8 +114,8 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
 
 
 def _attention(run: Resolved, d: LocalDims) -> Attention:
-    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it. In a
-    sliding window a block of queries meets two of keys.
+    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it, and as if
+    each sequence was one document. In a sliding window a block of queries meets two of keys.
     """
     keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
     queries = d.S // run.plan.mesh.cp

@@ -59,7 +59,8 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
     embed
       tokens; the gradient of what they gave                                              T·8; T·D·e
 
-Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; a collective's own
+Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; the rotary tables, which
+with ``data.document_mask`` each microbatch has for itself until the step ends, 2·T·H·e; a collective's own
 buffers; the batch read ahead; torch itself; what exact mode has besides (gradients of 8 bytes, attention in fp32).
 Compiled units keep less than this; scores are kept whole on a GPU whose attention kernels take no fp32 with grouped
 heads.

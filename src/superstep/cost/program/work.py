@@ -20,7 +20,8 @@ so that k + s of them count for a token, as if none was dropped.
 
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
 sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
-convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that. Tensor parallelism cuts
+convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that, and with
+``data.document_mask`` what lies between documents is skipped too, which counts all the same. Tensor parallelism cuts
 every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
 everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
 """

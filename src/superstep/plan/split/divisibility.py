@@ -43,17 +43,22 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Whether attention may slide: within sequences longer than the window, a ring and exact mode let it see all.
+    """Whether attention may slide: within sequences longer than the window, a ring, exact mode and documents kept apart
+    let it see all.
 
     Raises:
         ConfigError: it would.
     """
     tokens, is_ring = config.data.sequence_tokens, plan.cp > 1 and plan.context == "ring"
-    if shape.window is None or tokens <= shape.window or not (is_ring or config.numerics.exact):
+    without = {
+        "numerics.exact = true": (config.numerics.exact, "numerics.exact to false"),
+        f"plan.cp = {plan.cp} with plan.context = 'ring'": (is_ring, "plan.context to 'ulysses'"),
+        "data.document_mask = true": (config.data.is_masked, "data.document_mask to false"),
+    }
+    found = [(field, mend) for field, (is_asked, mend) in without.items() if is_asked]
+    if shape.window is None or tokens <= shape.window or not found:
         return
-    field, mend = "numerics.exact = true", "numerics.exact to false"
-    if not config.numerics.exact:
-        field, mend = f"plan.cp = {plan.cp} with plan.context = 'ring'", "plan.context to 'ulysses'"
+    field, mend = found[0]
     raise ConfigError(
         f"{field} has no sliding window, and model.name = '{config.model.name}' has one of {shape.window} tokens, "
         f"shorter than data.sequence_tokens = {tokens}; set data.sequence_tokens to {shape.window} or less, or {mend}."

@@ -4,6 +4,8 @@ The sequence is cut into chunks, the same on every layout. A chunk's queries mee
 so that every sum over keys has one length and one order, whichever rank holds the chunk and however many heads. A key
 serves the queries of several chunks: their parts of its gradient are put on a fixed grid and added as integers.
 
+With a document mask the products stay as they are, and scores across documents are struck out with those of later keys.
+
     B  sequences      N  query heads              P  the keys that a chunk's queries may see
     C  a chunk        K  key and value heads      G  query heads of one key head, N / K
 """
@@ -50,16 +52,28 @@ class ExactAttend:
         chunks: numbers of the chunks that this rank's queries are of, in the order in which they lie.
         exchange: how it gets the keys and values of the others.
         grid: of the gradients of keys and values, to which every chunk of a sequence may add.
+        starts: with a document mask: for each position of the whole sequences, where its document starts: [B, S].
     """
 
     chunks: Sequence[int]
     exchange: Exchange
     grid: Grid = ACTIVATION
+    starts: Tensor | None = None
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
         out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self)  # type: ignore[no-untyped-call]
         return out
+
+    def hidden(self, chunk: int, length: int, device: torch.device) -> Tensor:
+        """Which keys a query of a chunk does not see: [B, C, P], or without documents, of the last keys: [1, C, C]."""
+        later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None]
+        if self.starts is None:
+            return later
+        first = chunk * length
+        earlier = torch.arange(first + length, device=device) < self.starts[:, first : first + length, None]
+        earlier[..., first:] |= later
+        return earlier
 
 
 class _Attend(torch.autograd.Function):
@@ -72,7 +86,7 @@ class _Attend(torch.autograd.Function):
         out = torch.empty_like(q)
         for at, chunk in enumerate(how.chunks):
             here, seen = slice(at * length, (at + 1) * length), (chunk + 1) * length
-            p = _probabilities(_rows(q[:, here], kv_heads), keys[:, :seen], length)
+            p = _probabilities(_rows(q[:, here], kv_heads), keys[:, :seen], how.hidden(chunk, length, q.device))
             out[:, here] = _unrows(torch.bmm(p, values[:, :seen]), q[:, here]).to(q.dtype)
         return out
 
@@ -86,7 +100,7 @@ class _Attend(torch.autograd.Function):
         for at, chunk in enumerate(how.chunks):
             here, seen = slice(at * length, (at + 1) * length), (chunk + 1) * length
             rows, drows = _rows(q[:, here], kv_heads), _rows(grad[:, here], kv_heads)
-            p = _probabilities(rows, keys[:, :seen], length)
+            p = _probabilities(rows, keys[:, :seen], how.hidden(chunk, length, q.device))
             dp = torch.bmm(drows, values[:, :seen].transpose(1, 2))
             dvalues[:, :seen] += how.grid.put_(torch.bmm(p.transpose(1, 2), drows))
             ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
@@ -123,10 +137,11 @@ def _unrows(rows: Tensor, like_BCNH: Tensor) -> Tensor:
     return rows.view(B, kv_heads, N // kv_heads, C, H).permute(0, 3, 1, 2, 4).reshape(B, C, N, H)
 
 
-def _probabilities(rows: Tensor, keys: Tensor, length: int) -> Tensor:
-    """[B·K, G·C, P]: the softmax of the scores; of the last ``length`` keys a query sees those up to its own."""
+def _probabilities(rows: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """[B·K, G·C, P]: the softmax of the scores but for those that are hidden, of the last keys."""
     scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(rows.shape[-1] ** -0.5)
-    last = scores[..., -length:].unflatten(1, (-1, length))
-    last.masked_fill_(torch.ones(length, length, dtype=torch.bool, device=rows.device).triu_(1), float("-inf"))
+    sequences, length, last = hidden.shape
+    seen = scores[..., -last:].unflatten(0, (sequences, -1)).unflatten(2, (-1, length))
+    seen.masked_fill_(hidden[:, None, None], float("-inf"))
     p: Tensor = torch.softmax(scores, dim=-1)
     return p

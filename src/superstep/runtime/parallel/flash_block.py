@@ -25,7 +25,7 @@ def attend_block(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: b
     if not q_BNSH.is_cuda:
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
         return out, lse
-    if _is_half(q_BNSH):
+    if has_flash(q_BNSH):
         out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
         return out, lse
     k_BNTH, v_BNTH = _expand(k_BKTH, q_BNSH), _expand(v_BKTH, q_BNSH)
@@ -67,7 +67,7 @@ def attend_block_backward(
         dq, dk, dv = op(grad_BNSH, q, k, v, out, lse, 0.0, is_causal)
         return dq, dk, dv
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # without dropout the kernels do not look at it
-    if _is_half(q):
+    if has_flash(q):
         op = _ATEN._scaled_dot_product_flash_attention_backward
         longest = q.shape[2], k.shape[2]
         dq, dk, dv = op(grad_BNSH, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed)
@@ -80,9 +80,12 @@ def attend_block_backward(
     return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
 
 
-def _is_half(x: Tensor) -> bool:
-    # The flash kernel takes 16-bit numbers alone, in heads of a multiple of 8; it knows grouped queries itself.
-    return x.element_size() == 2 and x.shape[-1] % 8 == 0
+def has_flash(x: Tensor) -> bool:
+    """Whether a GPU's flash kernel takes it: 16-bit numbers alone, in heads of a multiple of 8.
+
+    It knows grouped queries itself.
+    """
+    return x.is_cuda and x.element_size() == 2 and x.shape[-1] % 8 == 0
 
 
 def _expand(x_BKTH: Tensor, q_BNSH: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ everything again), and a compiler sees one opaque call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from superstep.plan.split.documents import Held, tiles
 from superstep.plan.split.sequence import Block, blocks
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward, merge
+from superstep.runtime.parallel.flash_parts import attend_parts, attend_parts_backward, bounds
 
 # Both rings are under way at once, on one group.
 _KEYS_TAG, _GRADIENTS_TAG = 0, 1
@@ -42,10 +44,12 @@ class RingAttend:
     """
 
     group: Group
+    starts: Tensor | None = None
+    """With a document mask: where each token's document starts, of the whole sequences and on the host: [B, cp · S]."""
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
-        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, self.group.group_name)[0]
+        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.group.group_name)[0]
         return out_BSNH
 
 
@@ -77,13 +81,61 @@ class _Hop:
 
 
 def _round(kv: Tensor, group: Group) -> Iterator[tuple[Block, Tensor]]:
-    """Each block with the keys and values of its source, [2, B, K, T, H]; meanwhile the next ones are coming."""
+    """Each block with all keys and values of its source, [2, B, T, K, H]; meanwhile the next ones are coming."""
     mine = blocks(group.rank(), group.size())
     for block in mine:
         hop = None if block is mine[-1] else _Hop.start(kv, group, _KEYS_TAG)
-        yield block, kv[:, :, block.keys(kv.shape[2])].transpose(2, 3)
+        yield block, kv
         if hop is not None:
             kv = hop.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """Where each row's documents start, and what that leaves of a rank's blocks."""
+
+    rows: Sequence[Sequence[int]]
+    cp: int
+    rank: int
+
+    @classmethod
+    def of(cls, starts: Tensor | None, group: Group) -> Self | None:
+        return None if starts is None else cls(bounds(starts), group.size(), group.rank())
+
+    @property
+    def cuts(self) -> list[tuple[int, ...]]:
+        """The own tokens of each document."""
+        return [Held(row[-1], self.cp, self.rank).cuts(row) for row in self.rows]
+
+    def rectangles(self, block: Block) -> Iterator[_Rectangle]:
+        for number, row in enumerate(self.rows):
+            for tile in tiles(block, row, cp=self.cp, rank=self.rank):
+                yield _Rectangle(slice(number, number + 1), tile.queries, tile.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rectangle:
+    """Rows, queries of the own tokens, and keys of a source's that come before all of these."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def asking(self, x: Tensor) -> Tensor:
+        """Out of the own [B, N, S, ...]."""
+        return x[self.rows, :, self.queries]
+
+    def answering(self, kv: Tensor) -> Tensor:
+        """Out of the source's [2, B, T, K, H]."""
+        return kv[:, self.rows, self.keys]
+
+
+def _rectangles(block: Block, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
+    """What is computed with another rank's keys."""
+    if documents is not None:
+        yield from documents.rectangles(block)
+    else:
+        yield _Rectangle(slice(None), block.queries(tokens), block.keys(tokens))
 
 
 def _named(group: str) -> Group:
@@ -92,74 +144,101 @@ def _named(group: str) -> Group:
 
 
 @torch.library.custom_op("superstep::ring_attention", mutates_args=())
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32; ``group`` is the name of a process group."""
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32.
+
+    Args:
+        q, k, v: the own ones.
+        starts: see ``RingAttend``.
+        group: the name of a process group.
+    """
+    ring = _named(group)
+    documents = _Documents.of(starts, ring)
     q_BNSH = q.transpose(1, 2)
     out_BNSH: Tensor | None = None
-    for block, (k_BKTH, v_BKTH) in _round(torch.stack((k, v)), _named(group)):
-        part, part_lse = attend_block(_asking(q_BNSH, block), k_BKTH, v_BKTH, is_causal=block.is_causal)
+    for block, kv in _round(torch.stack((k, v)), ring):
         if out_BNSH is None:  # the own keys come first, and every query sees itself
+            part, part_lse = _own(q_BNSH, kv, documents)
             out_BNSH, lse_BNS = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
-        else:
-            merge(_asking(out_BNSH, block), _asking(lse_BNS, block), part, part_lse)
+            continue
+        for at in _rectangles(block, q.shape[1], documents):
+            k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
+            part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False)
+            merge(at.asking(out_BNSH), at.asking(lse_BNS), part, part_lse)
     assert out_BNSH is not None
     return out_BNSH.transpose(1, 2).to(q.dtype).contiguous(), lse_BNS
 
 
-def _asking(x: Tensor, block: Block) -> Tensor:
-    """The queries of a block out of all: dim 2 of [B, N, S, ...]."""
-    return x[:, :, block.queries(x.shape[2])]
+def _own(q_BNSH: Tensor, kv: Tensor, documents: _Documents | None) -> tuple[Tensor, Tensor]:
+    k_BKSH, v_BKSH = kv.transpose(2, 3)
+    if documents is None:
+        return attend_block(q_BNSH, k_BKSH, v_BKSH, is_causal=True)
+    return attend_parts(q_BNSH, k_BKSH, v_BKSH, documents.cuts)
 
 
 @torch.library.custom_op("superstep::ring_attention_backward", mutates_args=())
-def _ring_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: str
+def _ring_attention_backward(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, and of k and v stacked."""
     ring = _named(group)
+    documents = _Documents.of(starts, ring)
     grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
-    dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
     hop: _Hop | None = None
-    for block, (k_BKTH, v_BKTH) in _round(torch.stack((k, v)), ring):
-        dq, dk, dv = attend_block_backward(
-            _asking(grad_BNSH, block),
-            (_asking(q_BNSH, block), k_BKTH, v_BKTH),
-            _asking(out_BNSH, block),
-            _asking(lse, block),
-            is_causal=block.is_causal,
-        )
-        _asking(dq_BNSH, block).add_(dq)
-        share = torch.stack((dk.transpose(1, 2), dv.transpose(1, 2))).float()
+    for block, kv in _round(torch.stack((k, v)), ring):
         if hop is None:  # the own keys come first, whole
-            dkv = share
+            dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents)
+            dq_BNSH, dkv = dq_BNSH.float(), _stacked(dk, dv)
         else:
             dkv = hop.finish()
-            dkv[:, :, block.keys(dkv.shape[2])] += share
+            for at in _rectangles(block, q.shape[1], documents):
+                k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
+                inputs = at.asking(q_BNSH), k_BKTH, v_BKTH
+                whole = at.asking(out_BNSH), at.asking(lse)
+                dq, dk, dv = attend_block_backward(at.asking(grad_BNSH), inputs, *whole, is_causal=False)
+                at.asking(dq_BNSH).add_(dq)
+                at.answering(dkv).add_(_stacked(dk, dv))
         hop = _Hop.start(dkv, ring, _GRADIENTS_TAG)
     assert hop is not None
     return dq_BNSH.transpose(1, 2).to(q.dtype).contiguous(), hop.finish().to(k.dtype)
 
 
+def _own_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, documents: _Documents | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    k_BKSH, v_BKSH = kv.transpose(2, 3)
+    if documents is None:
+        return attend_block_backward(grad, (q, k_BKSH, v_BKSH), out, lse, is_causal=True)
+    return attend_parts_backward(grad, (q, k_BKSH, v_BKSH), out, lse, documents.cuts)
+
+
+def _stacked(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
+    """Gradients as they travel: [2, B, T, K, H], fp32."""
+    return torch.stack((dk_BKTH.transpose(1, 2), dv_BKTH.transpose(1, 2))).float()
+
+
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
     B, S, N, _ = q.shape
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(B, N, S, dtype=torch.float32)
 
 
 @_ring_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: str) -> tuple[Tensor, Tensor]:
+def _(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(2, *k.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    *qkv, ctx.group = inputs
-    ctx.save_for_backward(*qkv, *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    q, k, v, starts, ctx.group = inputs
+    ctx.save_for_backward(q, k, v, *output, starts)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
     dq, dkv = _ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group)
-    return dq, dkv[0], dkv[1], None
+    return dq, dkv[0], dkv[1], None, None
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep)

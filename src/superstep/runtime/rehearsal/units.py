@@ -161,6 +161,10 @@ class _Unit:
         self._compute = (machine.selective if is_selective else machine.compute)[unit]
         tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
         self._targets = torch.zeros(run.plan.microbatch, tokens, dtype=torch.long)
+        data = run.config.data
+        # One document fills the sequence: what others there will be is not known yet, and they make for less to do.
+        starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None
+        self._sight = machine.sight(starts)
 
     def operations(self) -> UnitOperations:
         """All of them."""
@@ -198,7 +202,7 @@ class _Unit:
         if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
             x.requires_grad_()
         with self._recorder.noting() as noted:
-            y = self._compute(x)
+            y = self._compute(x, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, self._targets, 1.0)
         self._exchange.told()  # lets go of the counts, which stay until they are asked for

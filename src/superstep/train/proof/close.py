@@ -158,10 +158,10 @@ def _run(
     bits = hashlib.blake2b(digest_size=16)
     for step, batch in enumerate(batches):
         compare = _Compare(run, specs, step, folder)
-        mine = rows(run.plan, mesh)
+        mine = batch.rows(rows(run.plan, mesh))
         lr = rate(train, step)
         result = engine.train_step(
-            microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh),
+            microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
             valid_tokens=batch.valid_tokens,
             lr=lr,
             inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), bits.update)),  # noqa: B023

@@ -216,9 +216,9 @@ class _Bits:
 def _train_step(
     engine: Engine, mesh: Mesh, run: Resolved, batch: Batch, step: int, inspect: Callable[[], None]
 ) -> StepResult:
-    mine = rows(run.plan, mesh)
+    mine = batch.rows(rows(run.plan, mesh))
     return engine.train_step(
-        microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh),
+        microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
         valid_tokens=batch.valid_tokens,
         lr=rate(run.config.train, step),
         inspect=inspect,

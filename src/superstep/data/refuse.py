@@ -1,0 +1,39 @@
+"""Corpora that cannot be trained on as asked, each refused in one line."""
+
+from __future__ import annotations
+
+from superstep.errors import ConfigError, DataError
+from superstep.plan.config import DataConfig
+
+
+def refuse_settings(config: DataConfig) -> None:
+    """Raises a ConfigError where no corpus could be made as asked."""
+    if not 0 < config.validation_fraction < 1:
+        raise ConfigError(
+            f"data.validation_fraction = {config.validation_fraction} is no share of the documents; "
+            "set it between 0 and 1, for example 0.02."
+        )
+    if config.sequence_tokens < 1:
+        raise ConfigError(f"data.sequence_tokens = {config.sequence_tokens} is no length; set it to 1 or more.")
+
+
+def refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) -> None:
+    """Raises a DataError where a split is shorter than one sequence and the token after it."""
+    length = config.sequence_tokens
+    need = length + 1 if config.packed else 2
+    for split, tokens, mend in (("train", train_tokens, "lower"), ("validation", validation_tokens, "raise")):
+        if tokens < need:
+            raise DataError(
+                f"data.corpus has {tokens} {split} tokens, but data.sequence_tokens = {length} needs {need} "
+                f"for a sequence and its targets; lower data.sequence_tokens, add text, or {mend} "
+                f"data.validation_fraction = {config.validation_fraction}."
+            )
+
+
+def refuse_one_document(config: DataConfig, train_documents: int) -> None:
+    """Raises a DataError where documents are to be kept apart and the whole text is one."""
+    if config.is_masked and train_documents < 2:
+        raise DataError(
+            "data.document_mask = true keeps documents apart, and data.corpus is one document; give each its own file, "
+            "or a line of a .jsonl file, or set data.document_mask = false."
+        )

@@ -1,0 +1,261 @@
+"""Attention within documents: what a dense mask gives in fp64, for each way to attend and each gradient."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from superstep.numerics.tolerance import TOLERANCE
+from superstep.plan.split.sequence import places, positions
+from superstep.runtime import documents
+from superstep.runtime.attention import Gathered
+from superstep.runtime.documents import DocumentAttend
+from superstep.runtime.exact.attention import Alone, ExactAttend
+from superstep.runtime.parallel import flash_parts, ring
+from superstep.runtime.parallel.ring import RingAttend
+from superstep.runtime.parallel.ulysses import UlyssesAttend
+
+NAMES = ("out", "dq", "dk", "dv")
+TOKENS = 32
+# Chunks of 4 ranks are of 4 tokens, those of 2 ranks of 8: documents end at their edges and one token beside, are
+# of one token, span several chunks, and one row has no more than one.
+ROWS = ([0, 3, 4, 5, 8, 9, 23, 24, 31], [0], [0, 7, 12, 16, 17, 25], [0, *range(1, TOKENS)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The sizes of one attention."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self):
+        """q, k, v and the gradient of the output, whole; the same in every process."""
+        generator = torch.Generator().manual_seed(7)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(len(ROWS), TOKENS, n, self.head_dim) for n in heads]
+        return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+
+CASES = [Case(), Case(heads=8, kv_heads=8, head_dim=4), Case(kv_heads=4, head_dim=64, dtype=torch.bfloat16)]
+
+
+def starts():
+    """[B, S]: where each token's document starts."""
+    rows = [[max(first for first in row if first <= at) for at in range(TOKENS)] for row in ROWS]
+    return torch.tensor(rows)
+
+
+def dense(case, dtype=torch.float64):
+    """Output and gradients by a softmax under a mask that is written out."""
+    *qkv, grad = (x.to(dtype) for x in case.inputs())
+    q, k, v = (x.requires_grad_() for x in qkv)
+    at = torch.arange(TOKENS)
+    sees = (at[:, None] >= at) & (at >= starts()[..., None])
+    keys, values = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bqnh,bknh->bnqk", q, keys) / case.head_dim**0.5
+    p = scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bnqk,bknh->bqnh", p, values)
+    return [x.detach() for x in (out, *torch.autograd.grad(out, (q, k, v), grad))]
+
+
+def alone(group):
+    return DocumentAttend(starts())
+
+
+def around_a_ring(group):
+    return RingAttend(group, starts())
+
+
+def by_heads(group):
+    return UlyssesAttend(group, DocumentAttend(starts()))
+
+
+def exactly(group):
+    cp = group.size()
+    return ExactAttend(positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else Alone(), starts())
+
+
+def exactly_by_heads(group):
+    return UlyssesAttend(group, ExactAttend(range(8), Alone(), starts()))
+
+
+def attend_own(rank, world, kind, cases, fault=nullcontext):
+    """Each case's output and gradients on this rank."""
+    at, found = list(positions(TOKENS, cp=world, rank=rank)), []
+    for case in cases:
+        *qkv, grad = (x[:, at].contiguous() for x in case.inputs())
+        qkv = [x.requires_grad_() for x in qkv]
+        with fault(rank):
+            out = kind(dist.group.WORLD)(*qkv)
+            found.append([x.detach() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+    return found
+
+
+def errors(pool, world, kind, cases, **kw):
+    """For each case and each of NAMES: the difference from the dense mask in fp64, and the difference allowed."""
+    ranks = pool.run(world, partial(attend_own, **kw), kind, cases)
+    for number, case in enumerate(cases):
+        reference = dense(case)
+        # In bf16 the dense softmax has an error itself: rounding what goes in and out of each product.
+        plain = dense(case, case.dtype) if case.dtype == torch.bfloat16 else None
+        for at, name in enumerate(NAMES):
+            ours = torch.cat([rank[number][at] for rank in ranks], dim=1)[:, list(places(TOKENS, world))]
+            assert ours.dtype == case.dtype
+            bound = 2 * error(plain[at], reference[at]) if plain else ALLOWED
+            yield case, name, error(ours, reference[at]), bound
+
+
+ALLOWED = TOLERANCE["fp32"].gradient
+
+
+def error(ours, reference):
+    return ((ours.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("world", "kinds"),
+    [
+        (1, [alone, exactly]),
+        (2, [around_a_ring, by_heads, exactly, exactly_by_heads]),
+        (4, [around_a_ring, by_heads, exactly]),
+    ],
+)
+def test_every_way_to_attend_computes_what_a_dense_mask_gives(pool, world, kinds):
+    for kind in kinds:
+        # Exact mode hands out whole key heads.
+        cases = CASES if kind is not exactly_by_heads else [case for case in CASES if case.kv_heads % world == 0]
+        for case, name, found, bound in errors(pool, world, kind, cases):
+            assert found <= bound, (kind.__name__, case, name)
+
+
+def _shifted(by):
+    """Every document begins one token late or early, but for the first."""
+
+    def bounds(starts):
+        return [[0, *(at + by for at in row[1:-1] if 0 < at + by < row[-1]), row[-1]] for row in found(starts)]
+
+    found = flash_parts.bounds
+    return bounds
+
+
+def _one_late(rank):
+    return mock.patch.object(ring, "bounds", _shifted(1))
+
+
+def _one_late_whole(rank):
+    return mock.patch.object(documents, "bounds", _shifted(1))
+
+
+def _one_early_in_the_chunks(rank):
+    inner = ExactAttend.hidden
+
+    def hidden(self, chunk, length, device):
+        return inner(replace(self, starts=(self.starts - 1).clamp_min(0)), chunk, length, device)
+
+    return mock.patch.object(ExactAttend, "hidden", hidden)
+
+
+def _no_mask_in_one_turn(rank):
+    """Of another rank's keys all are seen."""
+    inner = ring._rectangles
+    return mock.patch.object(ring, "_rectangles", lambda block, tokens, _: inner(block, tokens, None))
+
+
+def _no_mask_on_one_rank(rank):
+    inner = ring.bounds
+    return mock.patch.object(ring, "bounds", lambda at: [[0, TOKENS]] * len(at) if rank == 1 else inner(at))
+
+
+def _no_rectangles(rank):
+    return mock.patch.object(ring, "_rectangles", return_value=())
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (around_a_ring, _one_late),
+        (around_a_ring, _no_mask_in_one_turn),
+        (around_a_ring, _no_mask_on_one_rank),
+        (around_a_ring, _no_rectangles),
+        (by_heads, _one_late_whole),
+        (exactly, _one_early_in_the_chunks),
+    ],
+)
+def test_a_planted_fault_is_seen(pool, kind, fault):
+    found = errors(pool, 2, kind, CASES[:1], fault=fault)
+    assert {name for _, name, error, bound in found if error > 100 * bound} == set(NAMES)
+
+
+def _scores_of_a_rank(rank, world, kind):
+    """The scores that the kernels are asked for."""
+    asked = []
+
+    def count(q, k, v, *, is_causal):
+        queries, keys = q.shape[2], k.shape[2]
+        asked.append(q.shape[0] * (queries * (queries + 1) // 2 if is_causal else queries * keys))
+        return inner(q, k, v, is_causal=is_causal)
+
+    inner = flash_parts.attend_block
+    with mock.patch.object(flash_parts, "attend_block", count), mock.patch.object(ring, "attend_block", count):
+        attend_own(rank, world, kind, CASES[:1])
+    return sum(asked)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("world", "kind"), [(1, alone), (2, around_a_ring), (4, around_a_ring)])
+def test_no_score_between_documents_is_computed(pool, world, kind):
+    needed = (torch.arange(TOKENS) - starts() + 1).sum().item()
+    assert sum(pool.run(world, _scores_of_a_rank, kind)) == needed
+
+
+def _wrapped(compiled):
+    """Gradients of a layer twice, the second time with other documents: how many graphs a compiler makes of it."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def layer(q, k, v, attend):
+        return attend(q * 2, k * 2, v * 2) * 3
+
+    found = []
+    torch._dynamo.reset()
+    run = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False) if compiled else layer
+    for at in (starts(), starts().roll(1, 0)):
+        *qkv, grad = CASES[0].inputs()
+        qkv = [x.requires_grad_() for x in qkv]
+        found += torch.autograd.grad(run(*qkv, DocumentAttend(at)), qkv, grad)
+    return found, len(graphs)
+
+
+def test_a_compiler_makes_one_graph_whatever_the_documents():
+    plain, _ = _wrapped(False)
+    ours, graphs = _wrapped(True)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert graphs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_what_a_dense_mask_gives(dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case = Case(dtype=dtype)
+    *qkv, grad = (x.cuda() for x in case.inputs())
+    qkv = [x.requires_grad_() for x in qkv]
+    out = DocumentAttend(starts())(*qkv)
+    found = [out, *torch.autograd.grad(out, qkv, grad)]
+    reference, plain = dense(case), dense(case, dtype)
+    for ours, exact, same in zip(found, reference, plain, strict=True):
+        allowed = 2 * error(same, exact) if dtype == torch.bfloat16 else ALLOWED
+        assert error(ours.detach().cpu(), exact) <= allowed
