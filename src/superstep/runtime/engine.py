@@ -24,6 +24,7 @@ from superstep.runtime.mesh import Mesh
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.router_counts import RouterCounts
+from superstep.runtime.stop import Stop
 from superstep.state.piece import Kind, Piece
 
 
@@ -35,11 +36,13 @@ class StepResult:
         loss: nats per valid token of the global batch.
         grad_norm: the global gradient norm before clipping.
         tokens: valid tokens of the global batch.
+        is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
     """
 
     loss: float
     grad_norm: float
     tokens: int
+    is_stop_asked: bool = False
 
 
 class Engine:
@@ -104,6 +107,8 @@ class Engine:
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
+        self._stop = Stop()
+        self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
 
     def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
@@ -139,6 +144,7 @@ class Engine:
         lr: float,
         inspect: Callable[[], None] | None = None,
         record: list[Ran] | None = None,
+        stop: Stop | None = None,
     ) -> StepResult:
         """Run the step program.
 
@@ -148,7 +154,9 @@ class Engine:
             lr: the learning rate.
             inspect: called when the gradients are final, before the update.
             record: where to note when each instruction ran.
+            stop: whether this rank is asked to stop; asked for at the end of the step.
         """
+        self._stop = stop or Stop()
         self._lr, self._tokens, self._inspect, self._is_training = lr, valid_tokens, inspect, True
         for _, b in self._each():
             b.zero_gradient()
@@ -156,10 +164,12 @@ class Engine:
         if self.routers is not None:
             self.routers.add(self._exchange.told())
         loss, norm = self._result
-        return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
+        return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens, is_stop_asked=self._is_stop_asked)
 
     def _update(self) -> None:
-        square, loss_sum = self.optimizer.sums(self._counted_loss())
+        square, loss_sum, self._is_stop_asked = self.optimizer.sums(
+            self._counted_loss(), is_stop_asked=self._stop.is_asked
+        )
         self._result = (loss_sum / self._tokens, math.sqrt(square))
         if self._inspect is not None:
             self._inspect()

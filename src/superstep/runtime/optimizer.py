@@ -63,22 +63,26 @@ class AdamW:
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
-    def sums(self, loss: Tensor) -> tuple[float, float]:
-        """The squared gradient norm and the loss, each summed over all ranks in one collective."""
+    def sums(self, loss: Tensor, *, is_stop_asked: bool = False) -> tuple[float, float, bool]:
+        """The squared gradient norm and the loss, each summed over all ranks, and whether any rank is asked to stop: in
+        the one collective that a step needs anyhow, so that all ranks stop after the same step.
+        """
         for unit in self._units:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(2, dtype=torch.int64, device=loss.device)
+            squares = torch.zeros(3, dtype=torch.int64, device=loss.device)
             for part in parts:
-                squares += square_sum(part)
-            return from_square_sum(sum_over_all(squares)), float(sum_over_all(loss.double()))
+                squares[:2] += square_sum(part)
+            squares[2] = is_stop_asked
+            squares = sum_over_all(squares)
+            return from_square_sum(squares[:2]), float(sum_over_all(loss.double())), bool(squares[2])
         square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for part in parts:
             square += _square(part)
-        both = torch.stack((square, loss.double()))
-        total = sum_over_all(both).tolist()
-        return total[0], total[1]
+        all_three = torch.stack((square, loss.double(), square.new_tensor(float(is_stop_asked))))
+        total = sum_over_all(all_three).tolist()
+        return total[0], total[1], total[2] > 0
 
     def step(self, lr: float, norm: float) -> None:
         """Update the master weights.
