@@ -163,6 +163,7 @@ def call(place, monkeypatch):
 
     monkeypatch.setattr(rundir, "choose", begin)
     monkeypatch.setattr(prove, "prepare", begin)
+    monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(measure, "launch", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
