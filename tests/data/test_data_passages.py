@@ -91,6 +91,6 @@ def test_only_long_runs_are_cut_for_training():
     assert list(short_words([normal])) == [normal]
     long = f"start {'x' * 2000} middle {' ' * 2000}end"
     cut = list(short_words([long]))
-    assert [cut[0], cut[9], cut[-1]] == ["start ", " middle ", "end"]
+    assert [cut[0], cut[9], cut[-1]] == ["start ", " middle", "end"]
     assert "".join(cut).count("x") == 8 * 64
     assert max(len(word) for part in cut for word in re.findall(r"\S+|\s+", part)) <= 64

@@ -31,7 +31,7 @@ def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="superstep view",
-        usage="superstep view [WHAT] [--FLAG ...]",
+        usage="superstep view [WHAT] [--FLAG]...",
         description=DESCRIPTION,
         epilog="Any field of a run is a flag as well; superstep train --help lists them.",
         allow_abbrev=False,
