@@ -9,6 +9,7 @@ from pyarrow import parquet
 from superstep.cli.preparing import LOG_S, REDRAW_S, ProgressLine, prepared
 from superstep.data import prepare as module
 from superstep.data.prepare import Progress
+from superstep.errors import Fault
 from superstep.plan.config import DataConfig
 
 
@@ -82,3 +83,18 @@ def test_one_long_line_is_told_of_megabyte_by_megabyte(tmp_path, monkeypatch):
         assert seen == sorted(seen)
         assert seen[-1] == path.stat().st_size == told[0].total_bytes
     assert [progress.stage for progress in told if not progress.done_bytes] == ["training a tokenizer"]
+
+
+def test_output_that_nobody_reads_is_one_fault_and_leaves_nothing(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            if text.startswith("Preparing"):
+                return 0
+            raise BrokenPipeError
+
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat on the mat.\n" * 40)
+    data = DataConfig(corpus=(str(path),), sequence_tokens=8, validation_fraction=0.2)
+    with pytest.raises(Fault, match=r"^standard output cannot be written: its reader has left\."):
+        prepared(data, 300, tmp_path / "data", Closed())
+    assert not (tmp_path / "data").exists()

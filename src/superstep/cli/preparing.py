@@ -12,6 +12,7 @@ from rich.console import Console
 from superstep.cli.figures import bytes_text, count_text
 from superstep.data.prepare import Progress, prepare
 from superstep.data.tokens import Corpus, Manifest
+from superstep.errors import Fault
 from superstep.plan.config import DataConfig
 
 LOG_S = 10.0
@@ -23,15 +24,13 @@ REDRAW_S = 0.2
 
 def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO) -> Corpus:
     """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log."""
-    stream.write(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {folder} ...\n")
-    stream.flush()
+    _write(stream, f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {folder} ...\n")
     line = ProgressLine(stream)
     try:
         corpus = prepare(data, vocab, folder, line.show, tell=lambda text: _write(stream, f"{text}\n"))
     finally:
         line.close()
-    stream.write(f"  {summary(corpus.manifest)}\n")
-    stream.flush()
+    _write(stream, f"  {summary(corpus.manifest)}\n")
     return corpus
 
 
@@ -52,14 +51,26 @@ class ProgressLine:
         if not is_new and now_s - self._shown_s < (REDRAW_S if self._is_live else LOG_S):
             return
         self._stage, self._shown_s = progress.stage, now_s
-        self._stream.write(f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
-        self._stream.flush()
+        _write(self._stream, f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
 
     def close(self) -> None:
         """Leave an empty line to write on."""
         if self._is_live:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            _write(self._stream, "\r\x1b[K")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write at once.
+
+    Raises:
+        Fault: nobody reads any more, or what takes the output is full; said so, and not of the tokens' folder.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+        raise Fault(f"standard output cannot be written: {reason}. Send it to a file, and start again.") from error
 
 
 def _text(progress: Progress) -> str:
