@@ -8,7 +8,7 @@ import pytest
 from superstep.cli.train import verb
 from superstep.plan.config import RunConfig, TrainConfig
 from superstep.plan.toml import write_config
-from superstep.state.checkpoint import Position
+from superstep.state.manifest import Position
 from superstep.train import rundir
 from superstep.train.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from superstep.runtime.stop import STOPPED
-from superstep.state.checkpoint import checkpoints
+from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 
 INTERRUPTED = 130
