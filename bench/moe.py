@@ -24,7 +24,7 @@ import torch
 
 from bench.machine import machine_facts
 from superstep.cost.program.work import model_flops_per_token, parameters
-from superstep.data.tokens import prepare
+from superstep.data.prepare import prepare
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
@@ -32,7 +32,8 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.state.manifest import Position
 from superstep.train.loop import evaluate, routers, steps
-from superstep.train.session import RunFolder, Session
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Session
 
 DENSE = ModelConfig(name="demo")
 SWITCH = replace(DENSE, experts=8, router="switch")

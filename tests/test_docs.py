@@ -38,7 +38,7 @@ from superstep.state.manifest import MANIFEST
 from superstep.state.tensor_file import FILES
 from superstep.train import rundir
 from superstep.train.model import resolved
-from superstep.train.session import RunFolder
+from superstep.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -163,6 +163,7 @@ def call(place, monkeypatch):
 
     monkeypatch.setattr(rundir, "choose", begin)
     monkeypatch.setattr(prove, "prepare", begin)
+    monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)

@@ -26,6 +26,10 @@ def read(*argv):
         (["--data.packed", "true"], "data", "packed", True),
         (["--data.corpus", "a.txt", "b c.txt"], "data", "corpus", ("a.txt", "b c.txt")),
         (["--data.corpus"], "data", "corpus", ()),
+        (["--plan.stages", "1", "3"], "plan", "stages", (1, 3)),
+        (["--plan.stages", "[1,3]"], "plan", "stages", (1, 3)),
+        (["--plan.stages", "[1,", "3]"], "plan", "stages", (1, 3)),
+        (["--data.corpus=['a.txt', \"b.txt\"]"], "data", "corpus", ("a.txt", "b.txt")),
         (["--data.cache", "x=y"], "data", "cache", "x=y"),
         (["--train.lr", "-1"], "train", "lr", -1.0),
         (["--train.lr", "1e-4", "--train.lr", "2e-4"], "train", "lr", 2e-4),
@@ -73,6 +77,9 @@ def test_a_wrong_flag_is_refused_with_the_mend(argv, message):
         ([], 2, ""),
         (["trian"], 2, "unknown verb 'trian'; did you mean 'train'?"),
         (["train", "nofile.toml"], 2, "nofile.toml cannot be read"),
+        (["train", "a.txt"], 2, "'a.txt' is no .toml file; name a run.toml, or train on the text of a file"),
+        (["prove", "a.txt"], 2, "'a.txt' is no .toml file"),
+        (["view", "a.txt"], 2, "'a.txt' is no .toml file"),
         (["train", "."], 2, ". cannot be read"),
         (["train", "--tp", "2"], 2, "did you mean '--plan.tp'?"),
         (["train", "--plan.tp", "3"], 2, "plan.tp"),
@@ -84,6 +91,8 @@ def test_a_wrong_flag_is_refused_with_the_mend(argv, message):
         (["prove", "--all", "--world", "0"], 2, "--world = 0 must be at least 1."),
         (["prove", "--wrld", "2"], 2, "did you mean '--world'?"),
         (["view", "--width", "broad"], 2, "argument --width"),
+        (["view", "--width", "-5"], 2, "--width = -5 must be at least 1."),
+        (["view", "--width", "0"], 2, "--width = 0 must be at least 1."),
         (["sample"], 2, "name a run and a prompt"),
         (["sample", "runs/none"], 2, "name a run and a prompt"),
         (["sample", "runs/none", "def"], 2, "'runs/none' is no run directory"),
@@ -96,13 +105,16 @@ def test_a_wrong_flag_is_refused_with_the_mend(argv, message):
 )
 def test_a_wrong_command_line_ends_with_one_line(argv, status, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    if "a.txt" in argv:
+        (tmp_path / "a.txt").touch()
+    before = list(tmp_path.iterdir())
     assert main(argv) == status
     said = capsys.readouterr()
     assert message in said.err
     assert said.err.count("\n") == bool(message)
     assert said.err.startswith("superstep: " if message else "")
     assert ("usage" in said.out) is not bool(message)
-    assert not list(tmp_path.iterdir()), "nothing is made for a command that cannot run"
+    assert list(tmp_path.iterdir()) == before, "nothing is made for a command that cannot run"
 
 
 @pytest.mark.parametrize(

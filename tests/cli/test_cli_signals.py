@@ -20,6 +20,10 @@ pytestmark = pytest.mark.multiproc
 
 COMMAND = [sys.executable, "-m", "superstep", "train", "run.toml", "--plan.dp", "2"]
 KILLED = "superstep: fault: rank 0: the process was killed by SIGKILL, as the system does where memory runs out."
+GO_ON = (
+    "The newest checkpoint is run/checkpoints/{newest}; go on with: "
+    "superstep train --state.dir run --state.existing resume"
+)
 LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 
 
@@ -96,8 +100,21 @@ ENDINGS = {
         1,
         f"{KILLED}\r\n",
     ),
-    "Ctrl-C": (lambda terminal, ranks: os.write(terminal.stream, b"\x03"), 130, "superstep: interrupted.\r\n"),
-    "SIGTERM": (lambda terminal, ranks: os.kill(terminal.pid, signal.SIGTERM), 143, ""),
+    "Ctrl-C": (
+        lambda terminal, ranks: os.write(terminal.stream, b"\x03"),
+        130,
+        f"superstep: interrupted. {GO_ON}\r\n",
+    ),
+    "SIGTERM": (
+        lambda terminal, ranks: os.kill(terminal.pid, signal.SIGTERM),
+        143,
+        f"superstep: stopped by SIGTERM. {GO_ON}\r\n",
+    ),
+    "SIGTERM to a rank": (
+        lambda terminal, ranks: ranks[1].send_signal(signal.SIGTERM),
+        143,
+        f"superstep: stopped by SIGTERM. {GO_ON}\r\n",
+    ),
 }
 
 
@@ -109,9 +126,14 @@ def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
     ranks = terminal.ranks()
     assert len(ranks) == 2
     end(terminal, ranks)
-    assert terminal.end() == (wanted, said)
+    status, line = terminal.end()
+    newest = checkpoints(place / "run" / "checkpoints")[-1]
+    assert (status, line) == (wanted, said.format(newest=newest.name))
     # What was whole is whole: one rank goes on from there.
-    step = read_position(checkpoints(place / "run" / "checkpoints")[-1]).step
+    step = read_position(newest).step
+    if "SIGTERM" in name:
+        assert runs.events(place / "run", "stopped")[-1]["step"] == step
+        assert step == runs.events(place / "run", "step")[-1]["step"], "the last step is saved"
     assert main(["train", "run.toml", "--state.existing", "resume", "--train.steps", str(step + 1)]) == 0
     assert [line["step"] for line in runs.events(place / "run", "step")] == list(range(1, step + 2))
 
@@ -186,3 +208,26 @@ def test_torchruns_ranks_join(tmp_path, monkeypatch):
     assert [line.split(". ")[0] for line in said] == ["superstep: state.dir = 'run' already holds a run"]
     assert "exitcode  : 2" in done.stderr
     assert runs.files(tmp_path / "run") == before
+
+
+def test_torchruns_ranks_stop_together(tmp_path, monkeypatch):
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = subprocess.Popen(
+        [*torchrun, "-m", "superstep", "train", "run.toml", "--plan.dp", "2", *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while not (tmp_path / "run/checkpoints/step-000005/manifest.json").exists():
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.terminate()
+    _, said = command.communicate(timeout=120)
+    newest = checkpoints(tmp_path / "run" / "checkpoints")[-1].name
+    lines = [line for line in said.splitlines() if line.startswith("superstep:")]
+    go_on = GO_ON.format(newest=newest)
+    assert lines == [f"superstep: stopped by SIGTERM. {go_on}"]
+    assert runs.events(tmp_path / "run", "stopped")[-1]["step"] == int(newest.removeprefix("step-"))

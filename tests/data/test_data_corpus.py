@@ -1,19 +1,41 @@
 """The corpus reads what it is told to, in a fixed order, and says what is wrong with the rest."""
 
+import codecs
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from superstep.data.corpus import documents, source_files
+from superstep.data import records
+from superstep.data.corpus import Reader, source_files
+from superstep.data.passages import Part
+from superstep.data.text_files import BLOCK_BYTES
 from superstep.errors import DataError
+from superstep.plan.config import DataConfig
+
+
+def reader(*paths: Path | str, text_field: str = "text", nulls: str = "skip") -> Reader:
+    return Reader(DataConfig(corpus=tuple(map(str, paths)), text_field=text_field, nulls=nulls))
+
+
+def whole(parts: Iterable[Part]) -> list[str]:
+    """The documents, put together again."""
+    found, text = [], ""
+    for part in parts:
+        text += part.text
+        if part.is_last:
+            found.append(text)
+            text = ""
+    assert not text, "a document has an end"
+    return found
 
 
 def read(*paths: Path, text_field: str = "text") -> list[str]:
-    return list(documents(tuple(str(path) for path in paths), text_field))
+    return whole(reader(*paths, text_field=text_field).parts())
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -82,7 +104,7 @@ def test_a_library_file_that_is_not_utf8_is_left_out(tmp_path, monkeypatch):
         ("a.jsonl", '{"text": "a"}\n{"text": ', "a.jsonl:2' is not JSON (Expecting value"),
         ("b.jsonl", "[1]", "b.jsonl:1' is a list, not an object; put one JSON object on each line."),
         ("c.jsonl", '{"txt": "a", "id": 1}', "c.jsonl:1, whose fields are: txt, id; did you mean 'txt'?"),
-        ("d.jsonl", '{"text": null}', "data.text_field = 'text' is null in "),
+        ("d.jsonl", '{"text": [1]}', "data.text_field = 'text' is a list in "),
         ("e.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "e.jsonl:2' is not UTF-8 at byte 24"),
         ("f.jsonl", '{"text": "\\ud800"}', "f.jsonl:1' holds half a surrogate pair (\\ud800)"),
         ("g.jsonl", "{}", "g.jsonl:1, whose fields are: none; leave the empty object out."),
@@ -104,24 +126,120 @@ def test_paths_that_cannot_be_read_are_errors(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"nowhere.txt' does not exist; name a text"):
         read(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match="is no path"):
-        list(documents(("",), "text"))
+        list(reader("").parts())
     with pytest.raises(DataError, match="is neither a file nor a folder"):
-        list(documents(("/dev/null",), "text"))
+        list(reader("/dev/null").parts())
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "broken.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match=r"broken.txt' does not exist"):
         read(tmp_path / "links")
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     path = write(tmp_path / "secret.txt", "x")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"secret.txt' cannot be read \(Permission denied\); grant access"):
         read(path)
 
 
 def test_jsonl_is_read_a_line_at_a_time(tmp_path):
     lines = [json.dumps({"text": "x"}), "not json"]
-    first = next(documents((str(write(tmp_path / "a.jsonl", "\n".join(lines))),), "text"))
-    assert first == "x"
+    first = next(reader(write(tmp_path / "a.jsonl", "\n".join(lines))).parts())
+    assert first == Part("x", is_last=True)
+
+
+TEXT = "caf\xe9 \U0001f642\r\nsecond line\u2028still it\n"
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding"),
+    [
+        (codecs.BOM_UTF8, "utf-8"),
+        (codecs.BOM_UTF16_LE, "utf-16-le"),
+        (codecs.BOM_UTF16_BE, "utf-16-be"),
+        (codecs.BOM_UTF32_LE, "utf-32-le"),
+    ],
+    ids=str,
+)
+def test_a_mark_at_the_start_says_how_the_text_is_written_and_is_none_of_it(tmp_path, mark, encoding):
+    assert read(write(tmp_path / "a.txt", mark + TEXT.encode(encoding))) == [TEXT]
+    line = json.dumps({"text": TEXT}, ensure_ascii=False) + "\n"
+    path = write(tmp_path / "b.jsonl", mark + (line * 3).encode(encoding))
+    assert read(path) == [TEXT] * 3
+    write(tmp_path / "c.txt", mark + "ab".encode(encoding) + b"\xd8")
+    with pytest.raises(DataError, match=rf"c.txt' is not {encoding.upper()} at byte \d+;") as caught:
+        read(tmp_path / "c.txt")
+    assert ("iconv" in str(caught.value)) is (encoding == "utf-8")
+
+
+def test_the_place_of_a_wrong_byte_is_counted_over_blocks(tmp_path):
+    for content, place in (
+        ("é".encode() * BLOCK_BYTES + b"\xff", 2 * BLOCK_BYTES),
+        (b"a" + "é".encode() * BLOCK_BYTES + b"\xc3", 2 * BLOCK_BYTES + 1),
+    ):
+        with pytest.raises(DataError, match=f"is not UTF-8 at byte {place};"):
+            read(write(tmp_path / "a.txt", content))
+
+
+def test_a_file_is_read_in_parts_and_a_late_nul_makes_it_binary(tmp_path):
+    text = "é" * (2 * BLOCK_BYTES)
+    path = write(tmp_path / "folder" / "a.txt", text)
+    parts = list(reader(path).parts())
+    assert len(parts) > 2
+    assert whole(parts) == [text]
+    found = reader(tmp_path / "folder", path)
+    assert whole(found.parts()) == [text, text]
+    assert found.read_bytes == 2 * path.stat().st_size
+    write(path, text + "\0")
+    write(tmp_path / "folder" / "b.txt", "b")
+    assert read(tmp_path / "folder") == ["b"]
+    with pytest.raises(DataError, match=rf"a.txt' is binary \(a NUL at byte {4 * BLOCK_BYTES}\)"):
+        read(path)
+
+
+def nulls(folder: Path) -> list[Path]:
+    lines = [{"text": "one"}, {"text": None}, {"text": ""}, {"text": "two"}]
+    jsonl = write(folder / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    parquet.write_table(pyarrow.table({"text": [line["text"] for line in lines]}), folder / "a.parquet")
+    return [jsonl, folder / "a.parquet"]
+
+
+def test_records_of_null_are_passed_over_and_counted_or_refused(tmp_path):
+    for path in nulls(tmp_path):
+        found = reader(path)
+        assert whole(found.parts()) == ["one", "two"]
+        assert found.nulls == 1
+        with pytest.raises(DataError, match=rf"is null in record 2 of .*{path.name}; set data.nulls to 'skip'"):
+            list(reader(path, nulls="refuse").parts())
+
+
+def test_a_long_record_comes_in_parts_and_one_too_long_is_refused(tmp_path, monkeypatch):
+    text = "word " * 600_000
+    jsonl = write(tmp_path / "a.jsonl", json.dumps({"text": text}) + "\n" + json.dumps({"text": "next"}))
+    parquet.write_table(pyarrow.table({"text": [text, "next"]}), tmp_path / "a.parquet", compression="none")
+    for path in (jsonl, tmp_path / "a.parquet"):
+        parts = list(reader(path).parts())
+        assert len(parts) > 2
+        assert whole(parts) == [text, "next"]
+    monkeypatch.setattr(records, "LONGEST_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "LONGEST_CELL_BYTES", 1 << 20)
+    for path in (jsonl, tmp_path / "a.parquet"):
+        with pytest.raises(DataError, match=r"is one record of [12] MiB or more, and one is held whole; cut it"):
+            read(path)
+
+
+def test_a_parquet_file_of_long_rows_is_decoded_a_few_rows_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "READ_BYTES", 1000)
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"{i}" * 500 for i in range(100)]}), path, compression="none")
+    asked = []
+    inner = parquet.ParquetFile.iter_batches
+
+    def iter_batches(self, size, **rest):
+        asked.append(size)
+        return inner(self, size, **rest)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
+    assert len(read(path)) == 100
+    assert asked == [1]

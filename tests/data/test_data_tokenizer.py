@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from superstep.data.tokenizer import load_tokenizer, passages, spread_sample, train_tokenizer
+from superstep.data.passages import spread_sample
+from superstep.data.tokenizer import load_tokenizer, train_tokenizer
 from superstep.errors import DataError
 
 TEXT = [
@@ -25,14 +26,6 @@ texts = st.text(alphabet=st.one_of(st.sampled_from("ab'.1 \n\r\t\x85\u3000é🙂
 @given(texts)
 def test_decoding_gives_the_text_back(text):
     assert TRAINED.decode(TRAINED.encode(text)) == text
-
-
-@settings(deadline=None, max_examples=300)
-@given(texts, st.integers(1, 5))
-def test_passages_are_the_text_and_have_its_tokens(text, chars):
-    cut = list(passages(text, chars))
-    assert "".join(cut) == text
-    assert [token for passage in cut for token in TRAINED.encode(passage)] == TRAINED.encode(text)
 
 
 def test_a_batch_has_the_ids_of_each_text():

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from superstep.data import tokens as module
+from superstep.data import prepare as module
+from superstep.data.passages import passages
+from superstep.data.prepare import prepare
 from superstep.data.tokenizer import load_tokenizer, train_tokenizer
-from superstep.data.tokens import FILES, Manifest, open_corpus, prepare
+from superstep.data.tokens import FILES, Manifest, open_corpus
 from superstep.errors import ConfigError, DataError, Fault
 from superstep.plan.config import DataConfig
 
@@ -58,6 +60,7 @@ def test_the_files_do_not_depend_on_how_much_is_encoded_at_once(config, tmp_path
     whole = prepare(config, 300, tmp_path / "whole")
     monkeypatch.setattr(module, "PASSAGE_CHARS", 10)
     monkeypatch.setattr(module, "BLOCK_CHARS", 25)
+    monkeypatch.setattr(passages, "__defaults__", (60,))  # the slack
     prepare(config, 300, tmp_path / "parts")
     for name in FILES:
         assert (tmp_path / "parts" / name).read_bytes() == (whole.folder / name).read_bytes()
@@ -82,7 +85,7 @@ def test_equal_inputs_are_read_once_and_changed_ones_again(config, tmp_path, mon
     folder = tmp_path / "data"
     first = prepare(config, 300, folder)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "documents", None)  # reading anything would be a TypeError
+        patch.setattr(module, "Reader", None)  # reading anything would be a TypeError
         assert prepare(replace(config, sequence_tokens=8, packed=False), 300, folder).manifest == first.manifest
         with pytest.raises(TypeError):
             prepare(config, 301, folder)
@@ -121,7 +124,7 @@ def test_a_failure_leaves_the_corpus_that_was_there(config, tmp_path, monkeypatc
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.os, "fsync", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare(config, 280, folder)
     assert open_corpus(folder).manifest == whole

@@ -16,10 +16,10 @@ PREPARE = """
 import sys
 from pathlib import Path
 from unittest import mock
-from superstep.data import tokens
+from superstep.data import prepare
 from superstep.plan.config import DataConfig
 
-built = tokens._build
+built = prepare._Preparation.build
 
 def build(*args):
     print("building", flush=True)
@@ -29,8 +29,8 @@ def build(*args):
     print("built", flush=True)
 
 config = DataConfig(corpus=("good.txt",), sequence_tokens=32)
-with mock.patch.object(tokens, "_build", build):
-    corpus = tokens.prepare(config, 300, Path("cache/of/two"), tell=lambda line: print(line, flush=True))
+with mock.patch.object(prepare._Preparation, "build", build):
+    corpus = prepare.prepare(config, 300, Path("cache/of/two"), tell=lambda line: print(line, flush=True))
 print("open", corpus.manifest.train_tokens, flush=True)
 """
 

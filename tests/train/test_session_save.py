@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import runs
-from superstep.data.tokens import prepare
+from superstep.data.prepare import prepare
 from superstep.errors import Fault
 from superstep.plan.config import ModelConfig
 from superstep.runtime.device import Device
@@ -20,7 +20,8 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.train import session as module
 from superstep.train.model import resolved
-from superstep.train.session import Rate, RunFolder, Session
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Rate, Session
 
 SOURCE = """
 import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import runs
-from superstep.data.tokens import prepare
+from superstep.data.prepare import prepare
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -15,7 +15,8 @@ from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.loop import train
-from superstep.train.session import Rate, RunFolder, Session
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Rate, Session
 
 pytestmark = pytest.mark.multiproc
 

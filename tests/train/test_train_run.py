@@ -22,7 +22,7 @@ from superstep.program.text import read_program
 from superstep.runtime.executor import Executor
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
-from superstep.train.session import write_whole
+from superstep.train.run_folder import write_whole
 
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
 

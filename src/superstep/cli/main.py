@@ -2,46 +2,80 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
-from superstep.cli import sample, view
-from superstep.cli.measure import verb as measure
-from superstep.cli.plan import verb as plan
-from superstep.cli.prove import verb as prove
-from superstep.cli.scaling import verb as scaling
-from superstep.cli.train import verb as train
+import superstep
+from superstep.cli.options import asks_for_help
 from superstep.errors import SuperstepError, UserError, did_you_mean
 
-VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (train.main, "train a model; with no argument, a demo on the source text of Python's library"),
-    "plan": (plan.main, "rank every layout of a model on a cluster: step time, memory, days, price"),
-    "prove": (prove.main, "compare a layout with a one-process reference, tensor by tensor"),
-    "view": (view.main, "show a step as a timeline, from a run.toml or as a run recorded it"),
-    "measure": (measure.main, "measure this machine, and write what was found as a cluster file"),
-    "scaling": (scaling.main, "fit laws of the loss to your runs; the best model for a budget"),
-    "sample": (sample.main, "write text with a trained run"),
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb, by name: nothing of it is imported before it is asked for, because most of them bring torch.
+
+    Attributes:
+        module: its ``main`` takes the arguments and gives the exit status.
+        help: in this module ``read`` takes arguments that ask for help; none where ``main`` does, at no cost.
+    """
+
+    what: str
+    module: str
+    help: str | None = None
+
+
+VERBS = {
+    "train": Verb(
+        "train a model; with no argument, a demo on the source text of Python's library",
+        "superstep.cli.train.verb",
+        "superstep.cli.arguments.train",
+    ),
+    "plan": Verb(
+        "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.verb"
+    ),
+    "prove": Verb(
+        "compare a layout with a one-process reference, tensor by tensor",
+        "superstep.cli.prove.verb",
+        "superstep.cli.arguments.prove",
+    ),
+    "view": Verb(
+        "show a step as a timeline, from a run.toml or as a run recorded it",
+        "superstep.cli.view",
+        "superstep.cli.arguments.view",
+    ),
+    "measure": Verb(
+        "measure this machine, and write what was found as a cluster file",
+        "superstep.cli.measure.verb",
+        "superstep.cli.arguments.measure",
+    ),
+    "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.verb"),
+    "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
 
-USAGE = "\n".join(
-    [
-        "usage: superstep VERB ...",
-        "",
-        *(f"  {verb:8}{what}" for verb, (_, what) in VERBS.items()),
-        "",
-        "superstep VERB --help says more.",
+
+def usage() -> str:
+    """The page that names the verbs, as wide as the terminal."""
+    columns = max(24, min(shutil.get_terminal_size().columns, 100))
+    lines = [
+        textwrap.fill(verb.what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+        for name, verb in VERBS.items()
     ]
-)
+    last = textwrap.fill("superstep VERB --help says more, superstep --version which one this is.", columns)
+    return "\n".join(["usage: superstep VERB ...", "", *lines, "", last])
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb.
 
     Returns:
-        The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted.
+        The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted, 143 told to end.
     """
     try:
         return _reported(argv)
@@ -54,11 +88,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        print(usage())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"superstep {superstep.__version__}")
+        return 0
     if argv[0] not in VERBS:
         raise UserError(f"unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}")
-    return VERBS[argv[0]][0](argv[1:])
+    verb, rest = VERBS[argv[0]], argv[1:]
+    if verb.help is not None and asks_for_help(rest):
+        importlib.import_module(verb.help).read(rest)
+    status: int = importlib.import_module(verb.module).main(rest)
+    return status
 
 
 def _reported(argv: Sequence[str]) -> int:

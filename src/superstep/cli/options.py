@@ -3,26 +3,46 @@
     --plan.tp 2   --plan.tp=2   --data.corpus a.txt b.txt   --data.text-field body   --plan.dp None
     --plan.rules.ffn none                                       one entry of a table
 
-Flags are read here, so that a wrong one is refused in one line and in the words that a run.toml is refused in; tyro
-writes the help.
+A wrong one is refused in one line, and in the words that a run.toml is refused in.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-import tyro
-
+from superstep.cli.help import write_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
+from superstep.plan.resolve import Resolved
 from superstep.plan.toml import alternatives, describe_type, read_config, table_entry
 
 T = TypeVar("T")
+
+COMMON = (
+    "model.name",
+    "data.corpus",
+    "train.steps",
+    "train.batch_sequences",
+    "train.lr",
+    "plan.dp",
+    "plan.pp",
+    "plan.tp",
+    "plan.zero",
+    "numerics.compute",
+    "state.dir",
+    "state.existing",
+)
+"""Fields of a run that its help begins with."""
+
+YIELDING = ("plan.microbatch", "plan.microbatch_group", "plan.schedule", "plan.zero", "plan.dp")
+"""Fields that a demo proposes and a saved run has filled in: where nobody asks for them, they stand in nobody's way."""
 
 DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(dir="runs/demo"))
 """Two ranks, each with half of the gradients and of the optimizer."""
@@ -36,36 +56,69 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help says more.")
 
 
-def parse(verb: str, argv: Sequence[str], *, description: str) -> tuple[RunConfig, bool]:
-    """The run that a command line asks for, and whether it named a file.
+def read_run(path: Path) -> RunConfig:
+    """The run of a TOML file.
 
     Raises:
-        ConfigError: the file cannot be used, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        ConfigError: it cannot be used, or it is some other file: an empty one would be the demo.
     """
-    has_file = bool(argv) and not argv[0].startswith("-")
-    base = read_config(Path(argv[0])) if has_file else DEMO
-    return flags(verb, base, argv[1:] if has_file else argv, description=description), has_file
+    if path.is_file() and path.suffix != ".toml":
+        raise ConfigError(
+            f"'{path}' is no .toml file; name a run.toml, or train on the text of a file: "
+            f"superstep train --data.corpus {shlex.quote(str(path))}."
+        )
+    return read_config(path)
+
+
+def settled(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig], Resolved]) -> Resolved:
+    """A run whose settings the flags in ``argv`` change, and the user has not written himself, resolved.
+
+    As few of the ``YIELDING`` fields as possible become automatic again, of those that no flag names.
+
+    Raises:
+        ConfigError: what the flags ask for cannot work; it speaks of no yielding field that nobody named.
+    """
+    named = {flag.replace("-", "_") for flag, _ in _groups(argv)}
+    free = [name for name in YIELDING if name not in named and _plan_field(config.plan, name) is not None]
+    for count in range(len(free)):
+        for names in combinations(free, count):
+            try:
+                return resolve(_automatic(config, names))
+            except ConfigError:
+                continue
+    return resolve(_automatic(config, free))
+
+
+def _plan_field(plan: PlanConfig, name: str) -> object:
+    """The value of a field, None where it is automatic already."""
+    key = name.removeprefix("plan.")
+    value: object = getattr(plan, key)
+    return None if value == getattr(PlanConfig(), key) else value
+
+
+def _automatic(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    keys = [name.removeprefix("plan.") for name in names]
+    return replace(config, plan=replace(config.plan, **{key: getattr(PlanConfig(), key) for key in keys}))
 
 
 def flags(verb: str, base: RunConfig, argv: Sequence[str], *, description: str) -> RunConfig:
-    """``base`` with the fields that flags name replaced; raises as ``parse`` does."""
-    return read_flags(base, argv, prog=f"superstep {verb} [run.toml]", description=description)
+    """``base`` with the fields that flags name replaced; raises as ``read_flags`` does."""
+    return read_flags(base, argv, prog=f"superstep {verb} [run.toml]", description=description, common=COMMON)
 
 
-def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str) -> T:
-    """A dataclass, whose fields may be dataclasses, with the fields that flags name replaced; raises as ``parse``
-    does.
+def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, common: Sequence[str] = ()) -> T:
+    """A dataclass, whose fields may be dataclasses, with the fields that flags name replaced.
+
+    Args:
+        common: names of fields that its help begins with.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        SystemExit: help was asked for, and has been given.
     """
-    if "-h" in argv or "--help" in argv:
-        tyro.cli(
-            type(base),
-            default=base,
-            args=["--help"],
-            prog=prog,
-            description=description,
-            config=(tyro.conf.FlagConversionOff,),
-        )
+    if asks_for_help(argv):
+        print(write_help(base, usage=f"{prog} [--FLAG VALUE ...]", description=description, common=common), end="")
+        raise SystemExit(0)
     hints = dict(_hints(type(base), ""))
     for flag, words in _groups(argv):
         name = flag.replace("-", "_")
@@ -77,6 +130,11 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str) -> 
             raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
         base = _with(base, name.split("."), _value(flag, words, hints[name]))
     return base
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether to print a page instead."""
+    return "-h" in argv or "--help" in argv
 
 
 def _hints(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -137,9 +195,18 @@ def _value(flag: str, words: list[str], hint: object) -> object:
     raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.")
 
 
+def _listed(words: Sequence[str]) -> Sequence[str]:
+    """The items of a list, which may also be written as a run.toml has it: [1, 3]."""
+    whole = " ".join(words)
+    if not (whole.startswith("[") and whole.endswith("]")):
+        return words
+    return [item.strip().strip("\"'") for item in whole[1:-1].split(",") if item.strip()]
+
+
 def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa: ANN401
     """Whether the words are a value of the type, and the value."""
     if typing.get_origin(option) is tuple:
+        words = _listed(words)
         items = [_convert([word], typing.get_args(option)[0]) for word in words]
         return all(found for found, _ in items), tuple(value for _, value in items)
     (word,) = words

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from torch import Tensor
 
-from superstep.cli.options import read_flags
+from superstep.cli.arguments.sample import read
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.axes import units
@@ -24,45 +20,14 @@ from superstep.plan.config import RunConfig
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.toml import read_config
 from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model, generate
-from superstep.train.session import RunFolder
-
-DESCRIPTION = "Write text with a trained run."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Which run, and how to draw."""
-
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
-    """The run directory."""
-    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")] = ""
-    """What the text starts with."""
-    tokens: int = 200
-    """The most tokens to write."""
-    temperature: float = 0.8
-    """How freely to draw; 0 takes the likeliest token each time."""
-    seed: int = 0
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the prompt and what follows."""
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(Options(), argv[len(words) :], prog="superstep sample", description=DESCRIPTION)
-    if len(words) != 2:
-        raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
-    run, prompt = words
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
-    if not options.temperature >= 0:
-        raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
-    written = text(
-        Path(run),
-        prompt,
-        tokens=options.tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    run, prompt, options = read(argv)
+    written = text(run, prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed)
     sys.stdout.write(written + "\n")
     return 0
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from superstep.cli.arguments.view import DESCRIPTION
+from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.figures import bytes_text, seconds_text
-from superstep.cli.options import DEMO, Parser, flags
+from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
@@ -32,9 +34,7 @@ from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
 from superstep.runtime.measure.here import measure
 from superstep.train.model import operations, resolved
-from superstep.train.session import RunFolder
-
-DESCRIPTION = "Show a training step: of a run.toml as it would run here, of a run as it ran; of neither, the demo's."
+from superstep.train.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ class Picture:
 
 def main(argv: Sequence[str]) -> int:
     """Print the step of a configuration, or a run's recorded step and the predicted one below it."""
-    target = argv[0] if argv and not argv[0].startswith("-") else None
-    options, rest = _parser().parse_known_args(argv[1:] if target else argv)
+    target, options, rest = read_arguments(argv)
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     picture = Picture(
         width=options.width or shutil.get_terminal_size().columns,
@@ -80,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _say(_of_run(RunFolder(root=Path(target)), options, picture))
         return 0
-    config = flags("view", read_config(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
-    run = resolved(config)
+    config = flags("view", read_run(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
+    run = resolved(config) if target else settled(config, rest, resolved)
     if options.program:
         _say(write_program(compile_step(run.plan)))
     else:
@@ -93,24 +92,6 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) ->
     if options.program:
         return write_program(_program(folder))
     return _routers(folder, options.layer, picture) if options.router else _recorded(folder, picture)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="superstep view",
-        usage="superstep view [run.toml | RUN] [--text | --program | --memory | --router [--layer N]] [--width N]",
-        description=DESCRIPTION,
-        epilog="Any field of a run is a flag as well; superstep train --help lists them.",
-        allow_abbrev=False,
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
-    form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
-    form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
-    form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
-    parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
-    parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
-    return parser
 
 
 def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from superstep.errors import ConfigError, DataError
-from superstep.plan.config import DataConfig
+from superstep.plan.config import DataConfig, told
 
 
 def refuse_settings(config: DataConfig) -> None:
@@ -24,7 +24,7 @@ def refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) 
     for split, tokens, mend in (("train", train_tokens, "lower"), ("validation", validation_tokens, "raise")):
         if tokens < need:
             raise DataError(
-                f"data.corpus has {tokens} {split} tokens, but data.sequence_tokens = {length} needs {need} "
+                f"data.corpus has {tokens} {split} tokens, but {told('data.sequence_tokens', length)} needs {need} "
                 f"for a sequence and its targets; lower data.sequence_tokens, add text, or {mend} "
                 f"data.validation_fraction = {config.validation_fraction}."
             )

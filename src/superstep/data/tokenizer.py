@@ -5,14 +5,15 @@ Text never becomes a special token: a document that spells ``<|endoftext|>`` is 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from superstep.data.background import run_aside
+from superstep.data.passages import short_words, spread_sample
 from superstep.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -24,13 +25,6 @@ SMALLEST_VOCAB = 257
 
 SAMPLE_CHARS = 16_000_000
 """The most text a tokenizer is trained on: 3 s on two cores. A quarter of it costs 1 % of bytes per token."""
-
-PASSAGE_CHARS = 1 << 18
-"""The length of passages that long texts are cut into, to bound the memory and share the work."""
-
-# After a single line end between two characters that are no blanks. The patterns that cut text into words for
-# byte-level BPE (GPT-2's, Llama 3's, Qwen's) all end a word there, whether the text goes on or not.
-_LINE_START = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Byte-level BPE of at most ``vocab`` ids: fewer where the text has too few repeated pairs.
 
     Equal texts give equal tokenizers. Trains on at most ``SAMPLE_CHARS`` characters, spread evenly over
-    them.
+    them. Can be interrupted at any time.
 
     Raises:
         DataError: where the vocabulary cannot hold every byte.
@@ -87,7 +81,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(spread_sample(texts, SAMPLE_CHARS), trainer)
+    sample = list(short_words(spread_sample(texts, SAMPLE_CHARS)))
+    run_aside(lambda: core.train_from_iterator(sample, trainer))
     return _wrap(core, END_OF_TEXT)
 
 
@@ -123,35 +118,3 @@ def _wrap(core: tokenizers.Tokenizer, end: str) -> Tokenizer:
     end_of_text = core.token_to_id(end)
     assert end_of_text is not None
     return Tokenizer(core, end_of_text, 1 + max(core.get_vocab(with_added_tokens=True).values()))
-
-
-def passages(text: str, chars: int) -> Iterator[str]:
-    """The text in parts of ``chars`` characters or a little more, cut where a line starts without blanks.
-
-    Under byte-level BPE the parts have the ids of the whole. A tokenizer that adds a blank at the start of a
-    text (Llama 2) adds one at the start of each part.
-    """
-    start = 0
-    while len(text) - start > chars and (cut := _LINE_START.search(text, start + chars)):
-        yield text[start : cut.start()]
-        start = cut.start()
-    if start < len(text):
-        yield text[start:]
-
-
-def spread_sample(texts: Iterable[str], chars: int) -> list[str]:
-    """Every k-th passage of the texts, for the smallest power of two k that keeps to ``chars`` characters.
-
-    One pass, with never more than ``chars`` and a passage in memory: when full, every second passage goes.
-    """
-    kept: list[str] = []
-    kept_chars, stride = 0, 1
-    for number, passage in enumerate(passage for text in texts for passage in passages(text, PASSAGE_CHARS)):
-        if number % stride:
-            continue
-        kept.append(passage)
-        kept_chars += len(passage)
-        while kept_chars > chars and len(kept) > 1:
-            kept, stride = kept[::2], 2 * stride
-            kept_chars = sum(map(len, kept))
-    return kept

@@ -1,6 +1,6 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | RouterSeen | Evaluated | Saved)*  RunFinished
+    RunStarted  [Resumed]  (StepDone | RouterSeen | Evaluated | Saved)*  (RunFinished | RunStopped)
         │
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,9 @@ class RunStarted:
     """Nats per token of the validation text under its token frequencies: the best loss without context."""
     predicted_step_s: float | None = None
     predicted_memory_bytes: int | None = None
-    """The highest predicted peak of any rank."""
+    """The highest predicted peak of any rank: what its tensors take."""
+    memory: Literal["allocated", "resident"] = "allocated"
+    """What ``memory_bytes`` of a step is: what tensors take, or the whole process (a CPU's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class StepDone:
     mfu: float | None
     """Model FLOPs over peak FLOPs, as a share of 1; none where the peak is not known."""
     memory_bytes: int
-    """The highest peak of any rank so far."""
+    """The highest peak of any rank so far, of its tensors or of its whole process: see ``started``."""
     elapsed_s: float
     """Seconds since this process began to train."""
     tokens_seen: int
@@ -130,11 +132,21 @@ class RunFinished:
     """The median step of this process, without its first two; none of fewer than three. To be held against
     ``predicted_step_s``."""
     peak_bytes: int | None = None
-    """The most that any rank held beyond what its process had before it built the model. To be held against
-    ``predicted_memory_bytes``."""
+    """The most that tensors took on any rank, to be held against ``predicted_memory_bytes``; none on a CPU, where a
+    process grows by more than its tensors."""
 
 
-Event = RunStarted | Resumed | StepDone | RouterSeen | Evaluated | Saved | RunFinished
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopped:
+    """The run was asked to stop before its last step; what was done is saved."""
+
+    name: ClassVar[str] = "stopped"
+    step: int
+    elapsed_s: float
+    tokens_seen: int
+
+
+Event = RunStarted | Resumed | StepDone | RouterSeen | Evaluated | Saved | RunFinished | RunStopped
 
 
 class Sink(Protocol):

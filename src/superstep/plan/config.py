@@ -16,6 +16,7 @@ Dtype = Literal["fp32", "bf16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
+Nulls = Literal["skip", "refuse"]
 Rule = Literal["tp", "ep", "none"]
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -29,13 +30,19 @@ class ModelConfig:
     source: str | None = None
     """A Python file of your own, in the place of the named size: its function `units(config)` lists the units."""
     layers: int | None = None
+    """Blocks."""
     width: int | None = None
+    """Width of the residual stream (D)."""
     heads: int | None = None
+    """Query heads (N)."""
     kv_heads: int | None = None
+    """Key and value heads (K); divides the query heads."""
     head_dim: int | None = None
+    """Width of one head (H), even."""
     ffn: int | None = None
     """Inner width of the gated feed-forward, of one expert in a mixture (F)."""
     vocab: int | None = None
+    """Rows of the embedding (V); the tokenizer has at most as many ids."""
     tied: bool | None = None
     """Whether the head uses the embedding's matrix."""
     qk_norm: bool | None = None
@@ -69,6 +76,8 @@ class DataConfig:
     """A tokenizer.json; none trains a byte-level BPE of the model's vocabulary on the corpus."""
     text_field: str = "text"
     """The field of a JSONL object, or the column of a parquet file, that holds the text."""
+    nulls: Nulls = "skip"
+    """What to do with a record whose text is null: skip and count it, or refuse the corpus."""
     sequence_tokens: int = 256
     """Tokens in a sequence."""
     packed: bool = True
@@ -94,10 +103,13 @@ class TrainConfig:
     """The optimisation: what changes the result, whatever the layout."""
 
     steps: int = 600
+    """Optimizer steps of the whole run."""
     batch_sequences: int = 16
     """Sequences in the global batch of one step."""
     lr: float = 3e-3
+    """The highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = 30
+    """Steps in which the learning rate rises."""
     decay: Decay = "cosine"
     """cosine, or wsd: warm up, stay, then fall linearly over the last `decay_steps`."""
     decay_steps: int | None = None
@@ -105,12 +117,17 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     """The last learning rate as a share of `lr`."""
     weight_decay: float = 0.1
+    """AdamW's decay of matrices; the weights of norms take none."""
     beta1: float = 0.9
+    """AdamW's decay of the first moment."""
     beta2: float = 0.95
+    """AdamW's decay of the second moment."""
     eps: float = 1e-8
+    """AdamW's term beside the root of the second moment."""
     clip_norm: float = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it."""
     seed: int = 0
+    """Of the first values and of the sample order."""
     eval_every: int = 100
     """Steps between validations; the last step is always followed by one."""
     eval_batches: int = 8
@@ -196,6 +213,7 @@ class ObserveConfig:
     """What is reported."""
 
     tensorboard: bool = True
+    """Whether the run directory gets TensorBoard's event files."""
     log_every: int = 10
     """Steps between lines where the output is no terminal, and between reports of the routers."""
     peak_flops: float | None = None
@@ -213,3 +231,10 @@ class RunConfig:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+
+def told(name: str, value: object) -> str:
+    """``name = value`` for a message, which adds that it is the default: then perhaps nobody has set it."""
+    section, _, key = name.partition(".")
+    default = getattr(getattr(RunConfig(), section), key)
+    return f"{name} = {value} (the default)" if value == default else f"{name} = {value}"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
+from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
@@ -118,8 +118,8 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     _check_ranges(config)
     if shape is not None and config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
-            f"data.sequence_tokens = {config.data.sequence_tokens} is longer than model.name = '{config.model.name}' "
-            f"was made for; set data.sequence_tokens to {shape.max_tokens} or less."
+            f"{told('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
+            f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
         )
     plan = _fill(config, outline, world, is_ours=shape is not None)
     rules = rules_of(outline, plan)
@@ -289,7 +289,7 @@ def _microbatch(plan: PlanConfig, batch: int) -> int:
     assert plan.dp is not None
     if batch % plan.dp:
         raise ConfigError(
-            f"train.batch_sequences = {batch} does not split over plan.dp = {plan.dp}; "
+            f"{told('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; "
             f"set plan.dp to one of {divisors(batch)}, or "
             f"train.batch_sequences to a multiple of {plan.dp}."
         )

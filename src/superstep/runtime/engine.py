@@ -29,6 +29,7 @@ from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
+from superstep.runtime.stop import Stop
 from superstep.state.piece import Kind, Piece
 
 
@@ -40,11 +41,13 @@ class StepResult:
         loss: nats per valid token of the global batch.
         grad_norm: the global gradient norm before clipping.
         tokens: valid tokens of the global batch.
+        is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
     """
 
     loss: float
     grad_norm: float
     tokens: int
+    is_stop_asked: bool = False
 
 
 class Engine:
@@ -117,6 +120,8 @@ class Engine:
         self._lr = 0.0
         self._tokens = 0
         self._result = (0.0, 0.0)
+        self._stop = Stop()
+        self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
 
     def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
@@ -152,6 +157,7 @@ class Engine:
         lr: float,
         inspect: Callable[[], None] | None = None,
         record: Recorder | None = None,
+        stop: Stop | None = None,
     ) -> StepResult:
         """Run the step program.
 
@@ -161,7 +167,9 @@ class Engine:
             lr: the learning rate.
             inspect: called when the gradients are final, before the update.
             record: what notes when each instruction ran.
+            stop: whether this rank is asked to stop; asked for at the end of the step.
         """
+        self._stop = stop or Stop()
         self._lr, self._tokens, self._inspect, self._is_training = lr, valid_tokens, inspect, True
         for _, b in self._each():
             b.zero_gradient()
@@ -169,11 +177,13 @@ class Engine:
         if self.routers is not None:
             self.routers.add(self._exchange.told())
         loss, norm = self._result
-        return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens)
+        return StepResult(loss=loss, grad_norm=norm, tokens=valid_tokens, is_stop_asked=self._is_stop_asked)
 
     def _update(self) -> None:
         try:
-            square, loss_sum = self.optimizer.sums(self._counted_loss(), self._excess)
+            square, loss_sum, self._is_stop_asked = self.optimizer.sums(
+                self._counted_loss(), self._excess, is_stop_asked=self._stop.is_asked
+            )
         except OutOfRange as error:
             step = self.optimizer.steps + 1
             raise Fault(str(error), rank=self.mesh.rank, step=step, instruction=describe(Step())) from error

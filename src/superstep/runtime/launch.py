@@ -3,7 +3,9 @@
     launcher ──spawns──► rank 0, rank 1, ...    each reports once: what it returned, or why it could not
         │ first trouble
         ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
-        └── ends the ranks that are left: SIGTERM, and after END_S SIGKILL
+        └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
+
+SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them.
 
 What a rank writes to stderr goes to a file, from its first line on: where one rank fails, torch and Gloo print pages
 about the connections that break, and the launcher says the cause in one line. A rank ends with its launcher, however
@@ -24,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -39,8 +41,10 @@ from superstep.errors import Fault, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
+from superstep.runtime.stop import STOPPED, Stop, listening
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
@@ -54,6 +58,9 @@ END_S = 3.0
 POLL_S = 0.2
 """How often a rank asks whether rank 0 has prepared."""
 
+END = signal.SIGUSR2
+"""Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
+
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,6 +71,7 @@ class World:
     rank: int
     size: int
     device: Device
+    stop: Stop = field(default_factory=Stop)
 
 
 Worker = Callable[Concatenate[World, P], T]
@@ -100,6 +108,7 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
 
     Raises:
         UserError, Fault: the first cause, as the rank that met it said. No rank is left.
+        SystemExit: SIGTERM came, and the ranks do not listen to it or did not yet; or it came twice.
     """
     kind = choose(asked, world)
     if world == 1 and kind == "cpu":
@@ -115,15 +124,17 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
         _ranks(world, kind, Path(folder), call) as ranks,
     ):
-        value: T = _collect(ranks)
+        stop = Stop()
+        with listening(stop, lambda: _pass_on(ranks)):
+            value: T = _collect(ranks, stop)
         return value
 
 
 def join(
     prepare: Callable[[int], AbstractContextManager[T]],
-    worker: Callable[[World, T], None],
-    asked: Callable[[T], DeviceKind | None],
-) -> None:
+    worker: Callable[[World, T], R],
+    asked: Callable[[T], DeviceKind | None] = lambda _: None,
+) -> R:
     """Run ``worker`` as the one rank that torchrun's environment says this process is.
 
     Args:
@@ -132,13 +143,17 @@ def join(
         worker: what a rank does.
         asked: which device what was made asks for.
 
+    Returns:
+        What the worker returned.
+
     Raises:
         SystemExit: another rank has failed before this one, and reports it; one report is enough.
 
     After an error no group is waited for, and the process ends with that error's exit status.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-    with PeerWatch(store):
+    stop = Stop()
+    with PeerWatch(store, stop):
         try:
             with ExitStack() as stack:
                 value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
@@ -146,7 +161,7 @@ def join(
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
                 dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
-                worker(World(rank, size, device), value)
+                result = worker(World(rank, size, device, stop), value)
         except BaseException as error:
             status = status_of(error)
             if status:
@@ -157,6 +172,7 @@ def join(
             raise
         if dist.is_initialized():
             dist.destroy_process_group()
+    return result
 
 
 def _from_rank_0(store: dist.Store, rank: int, make: Callable[[], T]) -> T:  # type: ignore[name-defined]
@@ -243,10 +259,13 @@ def _start(context: SpawnContext, number: int, world: int, kind: DeviceKind, fol
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """End what still runs: gently, then not."""
+    """End what still runs: rank 0 gently, then not."""
     deadline_s = time.monotonic() + END_S
     for rank in ranks:
-        rank.process.terminate()
+        if rank.number == 0 and rank.process.is_alive() and rank.process.pid is not None:
+            os.kill(rank.process.pid, END)
+        else:
+            rank.process.kill()
     for rank in ranks:
         rank.process.join(max(0.0, deadline_s - time.monotonic()))
         rank.process.kill()
@@ -254,7 +273,12 @@ def _end(ranks: Sequence[_Rank]) -> None:
         rank.pipe.close()
 
 
-def _collect(ranks: Sequence[_Rank]) -> Any:  # noqa: ANN401
+def _pass_on(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.terminate()
+
+
+def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
     """Wait for every report; what rank 0 returned, or else the first cause is raised."""
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
@@ -275,7 +299,10 @@ def _collect(ranks: Sequence[_Rank]) -> Any:  # noqa: ANN401
             elif rank.number == 0:
                 (value,) = report
     if troubles:
-        raise min(troubles, key=lambda trouble: (trouble.order, trouble.at_s)).error
+        first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
+        if stop.is_asked and first.order == 1:
+            raise SystemExit(STOPPED)
+        raise first.error
     # A rank that has reported ends by itself: its groups are given back in an order that all keep.
     for rank in ranks:
         rank.process.join(END_S)
@@ -297,7 +324,7 @@ def _serve(pipe: Connection, rank: int, world: int, kind: DeviceKind, store: Pat
                 device.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
             )
             if rank == 0:
-                signal.signal(signal.SIGTERM, _leave)
+                signal.signal(END, _leave)
             value = worker(World(rank, world, device), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
@@ -309,7 +336,7 @@ def _serve(pipe: Connection, rank: int, world: int, kind: DeviceKind, store: Pat
 
 def _leave(number: int, frame: FrameType | None) -> None:
     # Rank 0 holds the terminal: an exception gives it back on the way out.
-    raise SystemExit(128 + number)
+    raise SystemExit(STOPPED)
 
 
 def _follow_launcher(folder: Path) -> None:
@@ -317,7 +344,7 @@ def _follow_launcher(folder: Path) -> None:
     assert launcher is not None
     launcher.join()
     shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), END)
     time.sleep(END_S)
     os._exit(1)
 

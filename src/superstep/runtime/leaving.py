@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from superstep.errors import SuperstepError
+from superstep.runtime.stop import AGAIN_S, Stop
 
 FAILED = "superstep/failed"
 """The key under which ranks that fail count themselves."""
@@ -39,10 +40,13 @@ _DEADLY = (signal.SIGTERM, signal.SIGHUP)
 class PeerWatch:
     """Ends this process where another rank has failed, or a signal says so, and the rank does not end by itself.
 
-    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be.
+    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be. While the
+    rank listens to a request to ``stop`` after its step, the first SIGTERM is no reason to end it.
     """
 
-    def __init__(self, store: dist.Store) -> None:  # type: ignore[name-defined]
+    def __init__(self, store: dist.Store, stop: Stop) -> None:  # type: ignore[name-defined]
+        self._stop = stop
+        self._asked_s: float | None = None
         # A connection of its own: what the rank asks of the store may keep it waiting.
         self._store = store.clone()
         self._is_over = threading.Event()
@@ -73,7 +77,15 @@ class PeerWatch:
         if not select.select([self._signals], [], [], POLL_S)[0]:
             return None
         came = set(os.read(self._signals, 64))
+        if signal.SIGTERM in came and self._stop.is_listening and not self._is_asked_again():
+            came.remove(signal.SIGTERM)
         return next((128 + number for number in _DEADLY if number in came), None)
+
+    def _is_asked_again(self) -> bool:
+        now_s = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now_s
+        return now_s - self._asked_s >= AGAIN_S
 
     def _failed(self) -> int | None:
         try:

@@ -64,8 +64,9 @@ class AdamW:
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
-    def sums(self, loss: Tensor, excess: Excess) -> tuple[float, float]:
-        """The squared gradient norm and the loss, each summed over all ranks in one collective.
+    def sums(self, loss: Tensor, excess: Excess, *, is_stop_asked: bool = False) -> tuple[float, float, bool]:
+        """The squared gradient norm and the loss, each summed over all ranks, and whether any rank is asked to stop: in
+        the one collective that a step needs anyhow, so that all ranks stop after the same step.
 
         Raises:
             OutOfRange: on every rank, where one has noted an ``excess``, or a sum itself is one.
@@ -74,20 +75,21 @@ class AdamW:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(4, dtype=torch.int64, device=loss.device)
-            squares[3] = bool(excess.found)
+            squares = torch.zeros(5, dtype=torch.int64, device=loss.device)
+            squares[3], squares[4] = bool(excess.found), is_stop_asked
             for part in parts:
                 squares[:3] += square_sum(part)
             summed = sum_over_all(squares)
             if int(summed[3]):
                 raise OutOfRange(next(found for found in gather(excess.found) if found))
-            return from_square_sum(summed[:3]), require_exact_loss(float(sum_over_all(loss.double())))
+            loss_sum = require_exact_loss(float(sum_over_all(loss.double())))
+            return from_square_sum(summed[:3]), loss_sum, bool(summed[4])
         square = torch.zeros((), dtype=torch.float64, device=loss.device)
         for part in parts:
             square += _square(part)
-        both = torch.stack((square, loss.double()))
-        total = sum_over_all(both).tolist()
-        return total[0], total[1]
+        all_three = torch.stack((square, loss.double(), square.new_tensor(float(is_stop_asked))))
+        total = sum_over_all(all_three).tolist()
+        return total[0], total[1], total[2] > 0
 
     def step(self, lr: float, norm: float) -> None:
         """Update the master weights.

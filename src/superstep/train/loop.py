@@ -7,34 +7,43 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from superstep.observe.events import Evaluated, RouterSeen, RunFinished, Saved, Sink, StepDone
+from superstep.observe.events import Evaluated, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
 from superstep.state.manifest import Position
 from superstep.train.session import Session
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished step, and where training stands after it."""
+    """A finished step, where training stands after it, and whether it shall stop there."""
 
     event: StepDone
     position: Position
+    is_stop_asked: bool = False
 
 
 def train(session: Session, position: Position, sink: Sink) -> Position:
-    """Train from ``position`` to the last step; validate and save on the way."""
+    """Train from ``position`` to the last step, or to the one that a rank is asked to stop in; validate and save on
+    the way.
+    """
     config = session.run.config
     last = config.train.steps
     for done in steps(session, position):
         position = done.position
-        is_saved = position.step % config.state.save_every == 0 or position.step == last
+        is_stopped = done.is_stop_asked and position.step < last
+        is_saved = is_stopped or position.step % config.state.save_every == 0 or position.step == last
         sink.write(done.event)
         # Also where a run may be gone on with, so that no step is lost or counted twice.
         if session.has_routers and (is_saved or position.step % config.observe.log_every == 0):
             sink.write(routers(session, position))
-        if position.step % config.train.eval_every == 0 or position.step == last:
+        # Who is asked to stop may have seconds to save in.
+        if not is_stopped and (position.step % config.train.eval_every == 0 or position.step == last):
             sink.write(evaluate(session, position))
         if is_saved:
             sink.write(save(session, position))
+        if is_stopped:
+            elapsed_s = session.elapsed_s()
+            sink.write(RunStopped(step=position.step, elapsed_s=elapsed_s, tokens_seen=position.tokens))
+            return position
     sink.write(
         RunFinished(
             step=position.step,
@@ -78,7 +87,7 @@ def steps(session: Session, position: Position) -> Iterator[Done]:
                 elapsed_s=session.elapsed_s(),
                 tokens_seen=position.tokens,
             )
-            yield Done(event, position)
+            yield Done(event, position, result.is_stop_asked)
 
 
 def routers(session: Session, position: Position) -> RouterSeen:

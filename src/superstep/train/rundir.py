@@ -16,7 +16,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config, write_config
 from superstep.state.folders import checkpoints
-from superstep.train.session import RunFolder, write_whole
+from superstep.train.run_folder import RunFolder, write_whole
 
 # What may not change within one run: the weights or the cursor would mean something else.
 _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens", "data.packed",

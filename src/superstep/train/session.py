@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,65 +35,12 @@ from superstep.state.together import together
 from superstep.train.batches import microbatches, rows
 from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
+from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.schedule import rate
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2
 MESH_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFolder:
-    """Where the parts of a run lie."""
-
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.root / "run.toml"
-
-    @property
-    def program(self) -> Path:
-        """The text of the step program."""
-        return self.root / "program.txt"
-
-    @property
-    def trace(self) -> Path:
-        """When each instruction of the last step ran."""
-        return self.root / "trace.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object for each event."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints."""
-        return self.root / "checkpoints"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of the run directory; it is the new one or still the old one, never a part of either.
-
-    Raises:
-        Fault: the disk is full or broken.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise unwritable(path, error) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +100,7 @@ class Session:
         self._start_s = time.perf_counter()
         self._device = world.device
         self._before_bytes = world.device.count_from_here()
+        self._stop = world.stop
         self._steps_s: list[float] = []
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
@@ -213,6 +161,7 @@ class Session:
                 valid_tokens=batch.valid_tokens,
                 lr=lr,
                 record=self._record,
+                stop=self._stop,
             )
         except RuntimeError as error:
             raise self._fault(error, step) from error
@@ -325,8 +274,14 @@ class Session:
         later = self._steps_s[WARM_UP_STEPS:]
         return statistics.median(later) if later else None
 
-    def peak_bytes(self) -> int:
-        """The most that any rank has held beyond what it had before its engine. Every rank calls this together."""
+    def peak_bytes(self) -> int | None:
+        """The most that tensors have taken on any rank since before its engine. Every rank calls this together.
+
+        None on a CPU: its process grows by libraries, by pages of the corpus and by what its allocator keeps as well,
+        by more than by a small model.
+        """
+        if self._device.kind == "cpu":
+            return None
         return max(gather(self._device.peak_bytes() - self._before_bytes))
 
     def elapsed_s(self) -> float:

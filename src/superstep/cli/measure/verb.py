@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -10,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.figures import bytes_text, rate_text, seconds_text
 from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
-from superstep.cli.options import Parser
 from superstep.cost.program.machine import Measured, seconds
 from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
-from superstep.errors import ConfigError
 from superstep.hardware.text import write_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -28,8 +26,6 @@ from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import measure_collectives
 from superstep.train.model import operations
 
-DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
-
 SIDES = (64, 256, 1024, 4096)
 """Sides of the products measured; a model's own shapes are measured beside them."""
 
@@ -41,14 +37,9 @@ LENGTHS = (128, 512, 2048)
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
-    asked = _parser().parse_args(argv)
-    for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
-        if path is not None and path.exists():
-            raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
+    asked = read_arguments(argv)
     most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
     ranks = most if asked.ranks is None else asked.ranks
-    if ranks < 1:
-        raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
     run = _run(asked.model, asked.dtype)
     seen = operations(run)
     assert seen is not None, "our own decoder always can be seen"
@@ -69,20 +60,6 @@ def main(argv: Sequence[str]) -> int:
         asked.out.write_text(write_cluster(cluster), encoding="utf-8")
         _say(f"cluster file in {asked.out}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="superstep measure", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
-    parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of its products (fp32)")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="measured at once; as many as GPUs, or cores, by default"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="measured; GPUs where there are any by default")
-    parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
-    return parser
 
 
 def _run(model: str, dtype: str) -> Resolved:

@@ -12,7 +12,7 @@ from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
 from superstep.planner.calibrate import Calibration, calibrated
 from superstep.program.text import read_program
-from superstep.train.session import RunFolder
+from superstep.train.run_folder import RunFolder
 
 
 def calibration_of(root: Path, cluster: Cluster) -> Calibration:

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from superstep.cli.options import read_flags
 from superstep.cli.plan.calibrate import calibration_of
@@ -46,8 +44,6 @@ DESCRIPTION = (
 class Options:
     """What to plan for, and what to tell."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A named size, the path of a config.json, or of a run.toml."""
     cluster: str = ""
     """Chips and their number, 128xH100 say, or the path of a cluster's TOML file."""
     tokens: float | None = None

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from superstep.cli.arguments.prove import Options, read
 from superstep.cli.describe import layout_text
-from superstep.cli.options import DEMO, read_flags
+from superstep.cli.options import settled
+from superstep.cli.preparing import prepared
 from superstep.cli.prove.exact import ExactCase, prove_bits
+from superstep.data.prepare import is_prepared, prepare
 from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import Corpus, is_prepared, open_corpus, prepare
+from superstep.data.tokens import Corpus, open_corpus
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config
 from superstep.runtime.device import choose
 from superstep.runtime.launch import World, launch_on
 from superstep.train.model import resolved, units_of, vocab_of
 from superstep.train.proof.close import Difference, Verdict, prove, write_reference
 from superstep.train.proof.sweep import layouts
-
-DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches, and compare every tensor."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(RunConfig):
-    """What to prove: a run, and how much of it."""
-
-    all: bool = False
-    """Sweep every layout that fits the world, tied and untied, packed and padded."""
-    world: int | None = None
-    """Ranks of the sweep; none takes the plan's."""
-    steps: int = 2
-    """Steps to compare."""
-    exact: bool = False
-    """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +40,12 @@ class Case:
 
 def main(argv: Sequence[str]) -> int:
     """Prove; the exit status is 0 where everything held."""
-    has_file = bool(argv) and not argv[0].startswith("-")
-    base = _base(Path(argv[0])) if has_file else DEMO
-    options = read_flags(
-        Options(**{section.name: getattr(base, section.name) for section in fields(base)}),
-        argv[1:] if has_file else argv,
-        prog="superstep prove [run.toml | RUN]",
-        description=DESCRIPTION,
-    )
-    for name, value in (("steps", options.steps), ("world", options.world)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} = {value} must be at least 1.")
+    options, yields_to = read(argv)
     if options.exact:
         options = replace(options, numerics=replace(options.numerics, exact=True))
-    run = resolved(options)
-    choose(
-        options.plan.device, options.world or run.plan.mesh.world
-    )  # refused before the reference has run for minutes
+    run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
+    # Refused before the reference has run for minutes.
+    choose(options.plan.device, options.world or run.plan.mesh.world)
     with _corpus(options, vocab_of(run)) as corpus:
         if options.exact:
             return _exact(options, run, corpus)
@@ -98,10 +74,6 @@ def _kind(run: Resolved) -> str:
     return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
 
 
-def _base(path: Path) -> RunConfig:
-    return read_config(path / "run.toml" if path.is_dir() else path)
-
-
 @contextmanager
 def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
     """The folder of tokens: where the run keeps them, else one made for now. A run's own tokens are not changed."""
@@ -111,7 +83,7 @@ def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
         yield kept
         return
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
-        prepare(config.data, vocab, Path(folder))
+        prepared(config.data, vocab, Path(folder), sys.stdout)
         yield Path(folder)
 
 

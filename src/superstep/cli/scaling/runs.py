@@ -12,7 +12,7 @@ from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
 from superstep.scaling.runs import Run, point_of, read_csv, run_of
 from superstep.scaling.shapes import non_embedding_parameters
-from superstep.train.session import RunFolder
+from superstep.train.run_folder import RunFolder
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

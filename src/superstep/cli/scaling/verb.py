@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from superstep.cli.options import read_flags
 from superstep.cli.scaling.plot import plot_svg
@@ -23,15 +21,16 @@ from superstep.scaling.budget import Throughput, best_for, best_of_flops, choice
 from superstep.scaling.shapes import LEAST_SHAPE, shape_of
 from superstep.scaling.study import Estimate, Study, estimate, study
 
-DESCRIPTION = "Fit the loss as a law of size and tokens to your runs, and find the best model for a budget."
+DESCRIPTION = (
+    "Fit the loss as a law of size and tokens to your runs, and find the best model for a budget. RUNS are CSV files "
+    "with the columns params, tokens, loss (and flops, run), and directories that train wrote."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Which runs, and what to ask of their law."""
 
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS")] = ()
-    """CSV files with the columns params, tokens, loss (and flops, run), and directories that train wrote."""
     budget_flops: float | None = None
     """Find the best model for so many FLOPs of training, by C = 6 N D."""
     budget: str | None = None
@@ -68,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the fits side by side, the answer, and what both rest on."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(Options(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
-    paths = [Path(word) for word in (*words, *options.runs)]
+    paths = [Path(word) for word in words]
     if not paths:
         raise ConfigError("name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21.")
     _check(options)

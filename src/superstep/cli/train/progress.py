@@ -11,7 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.observe.events import Evaluated, Event, Resumed, RouterSeen, RunFinished, RunStarted, Saved, StepDone
+from superstep.observe.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RouterSeen,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    Saved,
+    StepDone,
+)
 from superstep.observe.router_balance import busiest, dropped_share
 
 WIDEST = 100
@@ -36,6 +46,7 @@ class Progress:
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
         self.finished: RunFinished | None = None
+        self.stopped: RunStopped | None = None
         self.losses = Curve()
         self._arrived_s = 0.0
         self._recent: deque[tuple[int, float]] = deque(maxlen=100)
@@ -57,6 +68,8 @@ class Progress:
                 self.saved = event
             case RunFinished():
                 self.finished = event
+            case RunStopped():
+                self.stopped = event
             case Resumed():
                 pass
 
@@ -67,8 +80,8 @@ class Progress:
 
     def elapsed_s(self, now: float) -> float:
         """Seconds of training; the clock goes on between two steps."""
-        if self.finished:
-            return self.finished.elapsed_s
+        if ended := self.finished or self.stopped:
+            return ended.elapsed_s
         if not self.started and not self.step:
             return 0.0
         return (self.step.elapsed_s if self.step else 0.0) + now - self._arrived_s
@@ -135,7 +148,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
                 f"{count_text(event.tokens_per_s):>5} tokens/s",
                 f"MFU {_mfu(event)}",
                 f"data wait {_data_share(event):.1%}",
-                bytes_text(event.memory_bytes),
+                f"{'process ' if _is_resident(progress) else ''}{bytes_text(event.memory_bytes)}",
                 f"elapsed {duration_text(event.elapsed_s)}",
             ]
             if (left_s := progress.left_s(now)) is not None:
@@ -151,6 +164,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             tokens = count_text(event.tokens_seen)
             said = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
             return [said, *_compared(progress)]
+        case RunStopped():
+            return [f"stopped after step {event.step} of {progress.steps}, as it was asked to"]
     return ["  ".join([_place(event.step, progress), *parts])]
 
 
@@ -250,7 +265,7 @@ def _facts(progress: Progress, now: float) -> list[list[Fact]]:
         [
             ("tokens/s", count_text(step.tokens_per_s) if step else "-"),
             ("MFU", _mfu(step) if step else "-"),
-            ("memory", bytes_text(step.memory_bytes) if step else "-"),
+            ("process" if _is_resident(progress) else "memory", bytes_text(step.memory_bytes) if step else "-"),
             ("tokens seen", count_text(step.tokens_seen) if step else "-"),
         ],
         [
@@ -302,7 +317,7 @@ def _notes(progress: Progress) -> list[str]:
     if run and run.predicted_step_s is not None:
         predicted.append(f"{seconds_text(run.predicted_step_s)} a step")
     if run and run.predicted_memory_bytes is not None:
-        predicted.append(f"{bytes_text(run.predicted_memory_bytes)} on the fullest rank")
+        predicted.append(f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank")
     notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
     return [*notes, f"MFU: {progress.mfu_convention}"]
 
@@ -318,7 +333,7 @@ def _compared(progress: Progress) -> list[str]:
         parts.append(f"{seconds_text(run.predicted_step_s)} a step, took {seconds_text(done.step_s)} ({share:+.0%})")
     if run.predicted_memory_bytes is not None and done.peak_bytes is not None:
         parts.append(
-            f"{bytes_text(run.predicted_memory_bytes)} on the fullest rank, its process grew by "
+            f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank, took "
             f"{bytes_text(done.peak_bytes)}"
         )
     return [f"predicted: {'; '.join(parts)}"] if parts else []
@@ -332,6 +347,11 @@ def _beside_validation(progress: Progress) -> list[str]:
     if progress.evaluated and progress.evaluated.bits_per_byte is not None:
         notes.append(f"{progress.evaluated.bits_per_byte:.3f} bits per byte")
     return notes
+
+
+def _is_resident(progress: Progress) -> bool:
+    """Whether memory is that of whole processes, which the prediction does not speak of."""
+    return progress.started is not None and progress.started.memory == "resident"
 
 
 def _mfu(step: StepDone) -> str:

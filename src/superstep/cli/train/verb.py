@@ -10,35 +10,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cli import sample
+from superstep.cli.arguments.train import Asked, read
 from superstep.cli.describe import plan_text
-from superstep.cli.options import DEMO, flags, parse
+from superstep.cli.preparing import prepared
 from superstep.cli.prove import verb as prove
 from superstep.cli.train.display import open_display, restore
+from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cost.device_peak import peak_flops
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
 from superstep.cost.program.work import MFU_CONVENTION
-from superstep.data.tokens import Manifest, is_whole, open_corpus, prepare
+from superstep.data.prepare import is_prepared, prepare
+from superstep.data.tokens import Manifest, is_whole, open_corpus
 from superstep.errors import Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
-from superstep.plan.config import DeviceKind, RunConfig
+from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.device import Device, choose, gpus
 from superstep.runtime.launch import World, join, launch_on
 from superstep.runtime.measure.here import measure_here
+from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
 from superstep.state.manifest import Position
 from superstep.train import rundir
 from superstep.train.loop import train
 from superstep.train.model import flops_per_token, operations, resolved, vocab_of
-from superstep.train.session import Rate, RunFolder, Session
-
-DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Rate, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Job:
     folder: RunFolder
     corpus: Path
     checkpoint: Path | None
+    was_complete: bool
+    """Whether it goes on beyond what was its last step: then what follows a demo has been seen."""
     operations: tuple[UnitOperations, ...] | None
     """What the units do; None where it cannot be told before they run."""
     flops_per_token: float | None
@@ -57,42 +62,38 @@ class Job:
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join(lambda ranks: _prepared(resolved(_config(argv)[0], ranks)), _rank, _asked)
-        return 0
-    config, is_demo = _config(argv)
-    if is_demo:
-        config = _demo_on_few_gpus(config)
-    with _prepared(resolved(config)) as job:
+        return join(lambda ranks: _prepared(_run(read(argv), ranks)), _rank_of_torchrun, _asked)
+    asked = read(argv)
+    run = _run(asked)
+    with _prepared(_demo_on_few_gpus(run) if asked.is_demo else run) as job:
         if job is None:
             return 0
         try:
-            launch_on(_asked(job), job.run.plan.mesh.world, _rank, job)
-        except BaseException:
+            is_stopped = launch_on(_asked(job), job.run.plan.mesh.world, _rank, job)
+        except BaseException as error:
             restore(sys.stdout)
+            if (status := ended(error, job.folder)) is not None:
+                return status
             raise
-    if is_demo:
+    if is_stopped:
+        return stopped(job.folder)
+    if asked.is_demo and not job.was_complete:
         return _after_demo(job)
     _say(f"\nResults: {job.folder.root}")
     return 0
 
 
-def _config(argv: Sequence[str]) -> tuple[RunConfig, bool]:
-    """What to train, and whether it is the demo."""
-    config, has_file = parse("train", argv, description=DESCRIPTION)
-    saved = Path(config.state.dir) / "run.toml"
-    if config.state.existing == "resume" and not has_file and saved.is_file():
-        # A run that goes on keeps its own settings; flags still change them.
-        config = flags("train", read_config(saved), argv, description=DESCRIPTION)
-    return config, not has_file and config.model == DEMO.model and config.data.corpus == DEMO.data.corpus
+def _run(asked: Asked, ranks: int | None = None) -> Resolved:
+    return asked.resolved(lambda config: resolved(config, ranks))
 
 
-def _demo_on_few_gpus(config: RunConfig) -> RunConfig:
+def _demo_on_few_gpus(run: Resolved) -> Resolved:
     """The demo shows its two ranks on any machine: on the CPU, where there are GPUs, but not for each."""
-    ranks = resolved(config).plan.mesh.world
-    if config.plan.device is not None or not 0 < gpus() < ranks:
-        return config
+    ranks, plan = run.plan.mesh.world, run.config.plan
+    if plan.device is not None or not 0 < gpus() < ranks:
+        return run
     _say(f"{ranks} ranks and fewer GPUs: the demo computes on the CPU; with --plan.dp 1 it takes the GPU.")
-    return replace(config, plan=replace(config.plan, device="cpu"))
+    return replace(run, config=replace(run.config, plan=replace(plan, device="cpu")))
 
 
 def _asked(job: Job | None) -> DeviceKind | None:
@@ -139,6 +140,7 @@ def _prepared(run: Resolved) -> Iterator[Job | None]:
                 folder=folder,
                 corpus=_tokens(run, folder, checkpoint),
                 checkpoint=checkpoint,
+                was_complete=checkpoint is not None and step >= read_config(folder.config).train.steps,
                 operations=seen,
                 flops_per_token=flops_per_token(run, seen),
             )
@@ -149,29 +151,44 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
     data = run.config.data
     kept = Path(data.cache) if data.cache else folder.root / "data"
     if checkpoint is None or not is_whole(kept):
-        if not (kept / "corpus.json").is_file():
-            _say(f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {kept} ...")
-        prepare(data, vocab_of(run), kept, tell=_say)
+        if is_prepared(data, vocab_of(run), kept):
+            prepare(data, vocab_of(run), kept)
+        else:
+            prepared(data, vocab_of(run), kept, sys.stdout)
     if checkpoint is not None:
         rundir.check_tokens(checkpoint, kept)
     return kept
 
 
-def _rank(world: World, job: Job | None) -> None:
-    """One rank, from assembly to the last step, if there is any.
+def _rank_of_torchrun(world: World, job: Job | None) -> int:
+    """One rank's exit status; rank 0 speaks for all."""
+    if job is None:
+        return 0
+    try:
+        is_stopped = _rank(world, job)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if world.rank == 0 and (status := ended(error, job.folder)) is not None:
+            return status
+        raise
+    if is_stopped and world.rank == 0:
+        return stopped(job.folder)
+    return STOPPED if is_stopped else 0
+
+
+def _rank(world: World, job: Job) -> bool:
+    """One rank, from assembly to the last step; whether it was asked to stop before that, and has.
 
     Raises:
         Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
     """
-    if job is None:
-        return
     try:
-        _train(world, job)
+        with listening(world.stop):
+            return _train(world, job)
     except RuntimeError as error:
         raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
 
 
-def _train(world: World, job: Job) -> None:
+def _train(world: World, job: Job) -> bool:
     if world.device.kind == "cuda":
         require_fit(job.run, world.device, job.operations)
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
@@ -190,9 +207,10 @@ def _train(world: World, job: Job) -> None:
             sink.write(_started(job, world, open_corpus(job.corpus).manifest, machine))
             if is_resumed:
                 sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
-        train(session, position, sink)
+        position = train(session, position, sink)
     # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
     session.close()
+    return position.step < job.run.config.train.steps
 
 
 def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
@@ -228,6 +246,7 @@ def _started(job: Job, world: World, manifest: Manifest, machine: Measured | Non
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
+        memory="resident" if world.device.kind == "cpu" else "allocated",
     )
 
 

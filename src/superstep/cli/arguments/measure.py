@@ -1,0 +1,57 @@
+"""What superstep measure is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.options import Parser
+from superstep.errors import ConfigError
+
+DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        ConfigError: one of them is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    asked = _parser().parse_args(argv)
+    for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
+        if path is not None and path.exists():
+            raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag} = '{path}': the folder {path.parent} is not there; make it first.")
+    if asked.ranks is not None and asked.ranks < 1:
+        raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
+    return asked
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="superstep measure", usage="superstep measure [--FLAG ...]", description=DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
+    parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
+    parser.add_argument(
+        "--dtype",
+        default="fp32",
+        choices=("fp32", "bf16"),
+        metavar="DTYPE",
+        help="of its products: fp32 or bf16 (fp32)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="measured at once; as many as GPUs, or cores, by default"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        metavar="DEVICE",
+        help="measured: cpu or cuda; GPUs where there are any by default",
+    )
+    parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
+    return parser

@@ -1,0 +1,50 @@
+"""What superstep prove is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from superstep.cli.options import COMMON, DEMO, read_flags, read_run
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+
+DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches, and compare every tensor."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(RunConfig):
+    """What to prove: a run, and how much of it."""
+
+    all: bool = False
+    """Sweep every layout that fits the world, tied and untied, packed and padded."""
+    world: int | None = None
+    """Ranks of the sweep; none takes the plan's."""
+    steps: int = 2
+    """Steps to compare."""
+    exact: bool = False
+    """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
+
+
+def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
+    """The run and how much of it; and the flags, where they change settings that the user has not written himself.
+
+    Raises:
+        ConfigError: the file cannot be used, or a flag is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
+    flags = argv if path is None else argv[1:]
+    base = DEMO if path is None else read_run(path / "run.toml" if path.is_dir() else path)
+    options = read_flags(
+        Options(**{section.name: getattr(base, section.name) for section in fields(base)}),
+        flags,
+        prog="superstep prove [run.toml | RUN]",
+        description=DESCRIPTION,
+        common=COMMON,
+    )
+    for name, value in (("steps", options.steps), ("world", options.world)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} = {value} must be at least 1.")
+    return options, tuple(flags) if path is None or path.is_dir() else None

@@ -1,0 +1,44 @@
+"""What superstep sample is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from superstep.cli.options import read_flags
+from superstep.errors import ConfigError
+
+DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the text starts with."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to draw."""
+
+    tokens: int = 200
+    """The most tokens to write."""
+    temperature: float = 0.8
+    """How freely to draw; 0 takes the likeliest token each time."""
+    seed: int = 0
+    """Of the draws."""
+
+
+def read(argv: Sequence[str]) -> tuple[Path, str, Options]:
+    """The run, the prompt and the rest.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    options = read_flags(Options(), argv[len(words) :], prog="superstep sample RUN PROMPT", description=DESCRIPTION)
+    if len(words) != 2:
+        raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
+    run, prompt = words
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
+    if not options.temperature >= 0:
+        raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
+    return Path(run), prompt, options

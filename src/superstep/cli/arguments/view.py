@@ -1,0 +1,46 @@
+"""What superstep view is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from superstep.cli.options import Parser
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Show a training step: WHAT is a run.toml, the step as it would run here, or a run's folder, the step as it "
+    "ran; left out, the demo's."
+)
+
+
+def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]]:
+    """What to show, how, and the flags that are a run's.
+
+    Raises:
+        ConfigError: an option is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    target = argv[0] if argv and not argv[0].startswith("-") else None
+    options, rest = _parser().parse_known_args(argv[1:] if target else argv)
+    if options.width is not None and options.width < 1:
+        raise ConfigError(f"--width = {options.width} must be at least 1.")
+    return target, options, rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="superstep view",
+        usage="superstep view [WHAT] [--FLAG]...",
+        description=DESCRIPTION,
+        epilog="Any field of a run is a flag as well; superstep train --help lists them.",
+        allow_abbrev=False,
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
+    form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
+    form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
+    form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
+    parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
+    parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
+    return parser

@@ -1,0 +1,107 @@
+"""The page that --help prints: every field of a dataclass as a flag, what is asked for most first."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
+
+from superstep.plan.toml import alternatives, table_entry
+
+INDENT = 2
+WIDEST = 100
+"""Columns; the eye does not follow a longer line."""
+
+
+def write_help(base: object, *, usage: str, description: str, common: Sequence[str] = ()) -> str:
+    """The page for the flags that set the fields of ``base``, as wide as the terminal.
+
+    Args:
+        common: dotted names of the fields that most who ask are looking for.
+    """
+    width = max(20, min(shutil.get_terminal_size().columns, WIDEST))
+    sections = list(_sections(base, ""))
+    every = {name: entry for _, entries in sections for name, entry in entries.items()}
+    groups = [("Asked for most", {name: every.pop(name) for name in common})]
+    groups += [(title, {name: each for name, each in entries.items() if name in every}) for title, entries in sections]
+    blocks = [
+        _wrapped(f"usage: {usage}", width, later=7),
+        _wrapped(description, width),
+        *("\n".join(_group(title, entries, width)) for title, entries in groups if entries),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _sections(base: Any, prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:  # noqa: ANN401
+    """A title for each table of fields, and for each field how it is set and what it means."""
+    hints, docs = typing.get_type_hints(type(base)), field_docs(type(base))
+    own = {
+        f"{prefix}{field.name}": (
+            _value(hints[field.name]),
+            _meaning(docs.get(field.name, ""), getattr(base, field.name)),
+        )
+        for field in fields(base)
+        if not is_dataclass(hints[field.name])
+    }
+    about = inspect.getdoc(type(base)) or ""
+    title = about.partition("\n")[0]
+    yield f"{prefix.rstrip('.')}: {title}" if prefix else title, own
+    for field in fields(base):
+        if is_dataclass(hints[field.name]):
+            yield from _sections(getattr(base, field.name), f"{prefix}{field.name}.")
+
+
+def _group(title: str, entries: dict[str, tuple[str, str]], width: int) -> Iterator[str]:
+    yield _wrapped(title, width)
+    for name, (value, meaning) in entries.items():
+        flag = f"--{name.replace('_', '-')}"
+        yield _wrapped(f"{flag} {value}", width, first=INDENT, later=3 * INDENT)
+        if meaning:
+            yield _wrapped(meaning, width, first=3 * INDENT, later=3 * INDENT)
+
+
+def _wrapped(text: str, width: int, *, first: int = 0, later: int = 0) -> str:
+    return textwrap.fill(text, width, initial_indent=" " * first, subsequent_indent=" " * later, break_on_hyphens=False)
+
+
+def _meaning(doc: str, value: object) -> str:
+    """The field's docstring and its default, where it has one."""
+    text = " ".join(doc.split())
+    match value:
+        case None | () | "":
+            return text
+        case tuple():
+            return f"{text} ({' '.join(map(str, value))})".strip()
+        case _:
+            return f"{text} ({value})".strip()
+
+
+def _value(hint: object) -> str:
+    """What stands behind the flag."""
+    option = next(option for option in alternatives(hint) if option is not type(None))
+    if (entry := table_entry(option)) is not None:
+        return f".KEY {_value(entry)}"
+    if typing.get_origin(option) is tuple:
+        return f"{_value(typing.get_args(option)[0])} ..."
+    if typing.get_origin(option) is Literal:
+        return "|".join(map(str, typing.get_args(option)))
+    return {int: "INTEGER", float: "NUMBER", bool: "true|false"}.get(option, "TEXT")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass and of those that it is made from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(tree, ast.ClassDef)
+            for node, below in zip(tree.body, tree.body[1:], strict=False):
+                match node, below:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                        found[name] = doc
+    return found

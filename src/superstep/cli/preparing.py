@@ -1,0 +1,88 @@
+"""Tokens made, and told of while it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from superstep.cli.figures import bytes_text, count_text
+from superstep.data.prepare import Progress, prepare
+from superstep.data.tokens import Corpus, Manifest
+from superstep.errors import Fault
+from superstep.plan.config import DataConfig
+
+LOG_S = 10.0
+"""Seconds between two lines of a log."""
+
+REDRAW_S = 0.2
+"""Seconds between two drawings of the one line of a terminal."""
+
+
+def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO) -> Corpus:
+    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log."""
+    _write(stream, f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {folder} ...\n")
+    line = ProgressLine(stream)
+    try:
+        corpus = prepare(data, vocab, folder, line.show, tell=lambda text: _write(stream, f"{text}\n"))
+    finally:
+        line.close()
+    _write(stream, f"  {summary(corpus.manifest)}\n")
+    return corpus
+
+
+class ProgressLine:
+    """How far a preparation is."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._is_live = stream.isatty() and not Console(file=stream).is_dumb_terminal
+        self._stage = ""
+        self._shown_s = clock()
+
+    def show(self, progress: Progress) -> None:
+        """Show it if it is time to; a stage without a share is always worth a line."""
+        now_s = self._clock()
+        is_new = progress.stage != self._stage and (self._is_live or not progress.done_bytes)
+        if not is_new and now_s - self._shown_s < (REDRAW_S if self._is_live else LOG_S):
+            return
+        self._stage, self._shown_s = progress.stage, now_s
+        _write(self._stream, f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
+
+    def close(self) -> None:
+        """Leave an empty line to write on."""
+        if self._is_live:
+            _write(self._stream, "\r\x1b[K")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write at once.
+
+    Raises:
+        Fault: nobody reads any more, or what takes the output is full; said so, and not of the tokens' folder.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+        raise Fault(f"standard output cannot be written: {reason}. Send it to a file, and start again.") from error
+
+
+def _text(progress: Progress) -> str:
+    if not progress.done_bytes:
+        return f"{progress.stage} ..."
+    share = min(progress.done_bytes / max(progress.total_bytes, 1), 1.0)
+    return f"{progress.stage}: {share:.0%} of {bytes_text(progress.total_bytes)}"
+
+
+def summary(manifest: Manifest) -> str:
+    """What was prepared, and what was passed over."""
+    tokens = manifest.train_tokens + manifest.validation_tokens
+    nulls = manifest.null_records
+    over = f"; {nulls} record{'' if nulls == 1 else 's'} of null passed over" if nulls else ""
+    return f"{count_text(tokens)} tokens, {bytes_text(manifest.text_bytes)} of text{over}"

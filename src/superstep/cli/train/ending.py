@@ -1,0 +1,45 @@
+"""What is said when a run is ended from outside: by what, the newest checkpoint, and how to go on from it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from superstep.runtime.stop import STOPPED
+from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
+
+INTERRUPTED = 130
+
+
+def ended(error: BaseException, folder: RunFolder) -> int | None:
+    """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else."""
+    match error:
+        case KeyboardInterrupt():
+            return _told("interrupted", folder, INTERRUPTED)
+        case SystemExit(code=code) if code == STOPPED:
+            return _told("ended by SIGTERM, before the step was done", folder, STOPPED)
+        case _:
+            return None
+
+
+def stopped(folder: RunFolder) -> int:
+    """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
+    return _told("stopped by SIGTERM", folder, STOPPED)
+
+
+def _told(what: str, folder: RunFolder, status: int) -> int:
+    print(f"superstep: {what}. {how_to_go_on(folder)}", file=sys.stderr, flush=True)
+    return status
+
+
+def how_to_go_on(folder: RunFolder) -> str:
+    """The newest checkpoint and the command that goes on from it, as far as there are any."""
+    if not folder.config.is_file():
+        return "The run had not begun: there is nothing to go on from."
+    # The run's own settings are in its folder: the command needs no other flag.
+    command = f"superstep train --state.dir {shlex.quote(str(folder.root))} --state.existing resume"
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        return f"The run has no checkpoint yet; begin again with: {command}"
+    return f"The newest checkpoint is {found[-1]}; go on with: {command}"

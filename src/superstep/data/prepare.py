@@ -1,0 +1,181 @@
+"""Preparing a corpus: its text read, a tokenizer trained where none is named, every document encoded to files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from superstep.data.corpus import Reader, source_files
+from superstep.data.passages import PASSAGE_CHARS, Part, passages
+from superstep.data.refuse import refuse_one_document, refuse_settings, refuse_short
+from superstep.data.token_writer import PartialFiles, Passage
+from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from superstep.data.tokens import FORMAT, Corpus, is_whole, open_corpus
+from superstep.data.turn import turn, unheard
+from superstep.errors import DataError, Fault
+from superstep.plan.config import DataConfig
+
+BLOCK_CHARS = 1 << 20
+"""Text that is encoded and written at once: nothing interrupts it, and it takes under a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a corpus is prepared.
+
+    Attributes:
+        stage: reading to train a tokenizer, training it, or encoding.
+        done_bytes: of the files, in this stage.
+        total_bytes: of the files.
+    """
+
+    stage: Literal["reading", "training a tokenizer", "encoding"]
+    done_bytes: int
+    total_bytes: int
+
+
+Report = Callable[[Progress], None]
+
+
+def _unheard(progress: Progress) -> None:
+    pass
+
+
+def prepare(
+    config: DataConfig,
+    vocab: int,
+    folder: Path,
+    report: Report = _unheard,
+    *,
+    tell: Callable[[str], None] = unheard,
+) -> Corpus:
+    """Makes the token files of ``config`` in ``folder``, or opens those that an equal call has made.
+
+    One process at a time prepares a folder; another waits for it and opens what it made. A corpus that the
+    folder holds already stays whole until the new one is; what a killed call left is made again.
+
+    Args:
+        vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
+        report: told how far it is, about once for each megabyte.
+        tell: given a line for the user where another process is waited for.
+
+    Raises:
+        ConfigError, DataError: where the settings, the text or the tokenizer cannot be used.
+        Fault: where the folder cannot be written, or the disk is full.
+    """
+    refuse_settings(config)
+    tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
+    if tokenizer is not None and tokenizer.vocab > vocab:
+        raise DataError(
+            f"data.tokenizer = '{config.tokenizer}' has {tokenizer.vocab} ids, more than model.vocab = "
+            f"{vocab}; set model.vocab to {tokenizer.vocab} or more."
+        )
+    if not is_prepared(config, vocab, folder):
+        with turn(folder, tell):
+            if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
+                _Preparation(config, report).build(tokenizer, vocab, folder)
+    corpus = open_corpus(folder)
+    refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
+    refuse_one_document(config, corpus.manifest.train_documents)
+    return corpus
+
+
+def is_prepared(config: DataConfig, vocab: int, folder: Path) -> bool:
+    """Whether the folder holds the tokens that ``prepare`` would make of the same text; raises as it does."""
+    return is_whole(folder) and open_corpus(folder).manifest.fingerprint == _fingerprint(config, vocab)
+
+
+def _fingerprint(config: DataConfig, vocab: int) -> str:
+    tokenizer = vocab if config.tokenizer is None else _stamp(Path(config.tokenizer))
+    inputs = [_stamp(file.path) for file in source_files(config.corpus)]
+    shaped_by = [FORMAT, config.text_field, config.nulls, config.validation_fraction, tokenizer, inputs]
+    return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    """Differs when a file does: its path, bytes and time of change in nanoseconds; a broken link has none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path.absolute()), -1, -1
+    return str(path.absolute()), found.st_size, found.st_mtime_ns
+
+
+class _Preparation:
+    """One pass or two over the text of a corpus."""
+
+    def __init__(self, config: DataConfig, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._total_bytes = sum(max(_stamp(file.path)[1], 0) for file in source_files(config.corpus))
+
+    def build(self, tokenizer: Tokenizer | None, vocab: int, folder: Path) -> None:
+        """Writes every file under a partial name, then gives all of them their names."""
+        config = self._config
+        fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
+        files = PartialFiles(folder, tokenizer or self._trained(vocab))
+        reader = Reader(config)
+        with _writing(files, config):
+            with ExitStack() as stack:
+                files.open(stack)
+                for block in _blocks(passages(reader.parts(), PASSAGE_CHARS)):
+                    files.append(block, config.validation_fraction)
+                    self._report(Progress("encoding", reader.read_bytes, self._total_bytes))
+            files.hold_out_tail(config.validation_fraction)
+            refuse_short(config, files.tokens("train"), files.tokens("validation"))
+            refuse_one_document(config, files.documents("train"))
+            files.finish(fingerprint, reader.nulls)
+            files.publish()
+
+    def _trained(self, vocab: int) -> Tokenizer:
+        def texts() -> Iterator[str]:
+            reader = Reader(self._config)
+            for part in passages(reader.parts(), PASSAGE_CHARS):
+                self._report(Progress("reading", reader.read_bytes, self._total_bytes))
+                yield part.text
+            self._report(Progress("training a tokenizer", 0, self._total_bytes))
+
+        return train_tokenizer(texts(), vocab)
+
+
+def _blocks(parts: Iterator[Part]) -> Iterator[list[Passage]]:
+    """The documents as passages, in lists of about ``BLOCK_CHARS`` characters."""
+    block: list[Passage] = []
+    chars = document = 0
+    for part in parts:
+        block.append(Passage(part.text, document, part.is_last))
+        document += part.is_last
+        chars += len(part.text)
+        if chars >= BLOCK_CHARS:
+            yield block
+            block, chars = [], 0
+    if block:
+        yield block
+
+
+@contextmanager
+def _writing(files: PartialFiles, config: DataConfig) -> Iterator[None]:
+    """Discards the partial files after a failure, and turns the system's errors into Faults."""
+    try:
+        yield
+    except OSError as error:
+        files.discard()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise Fault(f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be.") from None
+        existing = next(path for path in (files.folder, *files.folder.absolute().parents) if path.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        source_bytes = sum(_stamp(file.path)[1] for file in source_files(config.corpus))
+        raise Fault(
+            f"no space left in '{files.folder}': tokens take about {files.expected_bytes(source_bytes)} "
+            f"bytes, {free_bytes} are free; set data.cache to a folder on a larger disk."
+        ) from None
+    except BaseException:
+        files.discard()
+        raise

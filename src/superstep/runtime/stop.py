@@ -1,0 +1,61 @@
+"""Being asked to stop: SIGTERM is what a scheduler sends before it ends a process for good."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPED = 128 + signal.SIGTERM
+"""The exit status of a process that has stopped because it was asked to."""
+
+AGAIN_S = 1.0
+"""A second request is one that comes so much later: torchrun and schedulers pass on what a process has had already."""
+
+
+class Stop:
+    """Whether this process was asked to stop once its step is done."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_s: float | None = None
+        self.is_listening = False
+        """Whether a request waits for the step to be done; else it ends the process."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody asked."""
+        return self._asked_s is not None
+
+    def ask(self) -> bool:
+        """Note a request; whether it is a second one, which does not wait for a step."""
+        if self._asked_s is None:
+            self._asked_s = self._clock()
+        return self._clock() - self._asked_s >= AGAIN_S
+
+
+@contextmanager
+def listening(stop: Stop, pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within the block SIGTERM asks to stop and is passed on; a second one raises SystemExit.
+
+    Only the main thread of a process can listen; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if stop.ask():
+            raise SystemExit(128 + number)
+        pass_on()
+
+    before = signal.signal(signal.SIGTERM, asked)
+    stop.is_listening = True
+    try:
+        yield
+    finally:
+        stop.is_listening = False
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,63 @@
+"""The run directory's files: where each lies, and how one is written whole."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.observe.append_file import unwritable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where the parts of a run lie."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "run.toml"
+
+    @property
+    def program(self) -> Path:
+        """The text of the step program."""
+        return self.root / "program.txt"
+
+    @property
+    def trace(self) -> Path:
+        """When each instruction of the last step ran."""
+        return self.root / "trace.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each event."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints."""
+        return self.root / "checkpoints"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of the run directory; it is the new one or still the old one, never a part of either.
+
+    Raises:
+        Fault: the disk is full or broken.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise unwritable(path, error) from error

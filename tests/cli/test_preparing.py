@@ -1,0 +1,100 @@
+"""What is said while tokens are made."""
+
+import io
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from superstep.cli.preparing import LOG_S, REDRAW_S, ProgressLine, prepared
+from superstep.data import prepare as module
+from superstep.data.prepare import Progress
+from superstep.errors import Fault
+from superstep.plan.config import DataConfig
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+READING = [Progress("reading", done << 20, 100 << 20) for done in range(1, 101)]
+TRAINING = Progress("training a tokenizer", 0, 100 << 20)
+
+
+def test_a_log_has_a_line_now_and_then_and_one_for_what_takes_long(clock):
+    stream = io.StringIO()
+    line = ProgressLine(stream, clock)
+    for progress in READING:
+        clock.now += LOG_S / 40
+        line.show(progress)
+    line.show(TRAINING)
+    line.close()
+    assert stream.getvalue() == ("  reading: 40% of 100 MiB\n  reading: 80% of 100 MiB\n  training a tokenizer ...\n")
+
+
+def test_a_terminal_has_one_line_that_redraws_itself(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    line = ProgressLine(stream, clock)
+    for progress in READING:
+        clock.now += REDRAW_S / 50
+        line.show(progress)
+    line.close()
+    drawn = ["  reading: 1% of 100 MiB", "  reading: 51% of 100 MiB"]
+    assert stream.getvalue() == "".join(f"\r\x1b[K{text}" for text in drawn) + "\r\x1b[K"
+
+
+def test_a_report_counts_what_was_passed_over(tmp_path):
+    text = "the cat sat on the mat.\n" * 40
+    parquet.write_table(pyarrow.table({"text": [text, None, text]}), tmp_path / "a.parquet")
+    data = DataConfig(corpus=(str(tmp_path / "a.parquet"),), sequence_tokens=8, validation_fraction=0.2)
+    stream = io.StringIO()
+    manifest = prepared(data, 300, tmp_path / "data", stream).manifest
+    assert manifest.null_records == 1
+    first, *_, last = stream.getvalue().splitlines()
+    assert first == f"Preparing the text of {tmp_path}/a.parquet in {tmp_path}/data ..."
+    assert last.endswith("1.88 KiB of text; 1 record of null passed over")
+
+
+def test_one_long_line_is_told_of_megabyte_by_megabyte(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_CHARS", 1 << 14)
+    monkeypatch.setattr(module, "PASSAGE_CHARS", 1 << 12)
+    path = tmp_path / "line.txt"
+    path.write_text("lorem ipsum dolor " * 150_000)
+    told = []
+    data = DataConfig(corpus=(str(path),), sequence_tokens=8)
+    module.prepare(data, 300, tmp_path / "data", told.append)
+    for stage in ("reading", "encoding"):
+        seen = [progress.done_bytes for progress in told if progress.stage == stage]
+        assert len(seen) > 100
+        assert seen == sorted(seen)
+        assert seen[-1] == path.stat().st_size == told[0].total_bytes
+    assert [progress.stage for progress in told if not progress.done_bytes] == ["training a tokenizer"]
+
+
+def test_output_that_nobody_reads_is_one_fault_and_leaves_nothing(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            if text.startswith("Preparing"):
+                return 0
+            raise BrokenPipeError
+
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat on the mat.\n" * 40)
+    data = DataConfig(corpus=(str(path),), sequence_tokens=8, validation_fraction=0.2)
+    with pytest.raises(Fault, match=r"^standard output cannot be written: its reader has left\."):
+        prepared(data, 300, tmp_path / "data", Closed())
+    assert not (tmp_path / "data").exists()
