@@ -40,8 +40,8 @@ _DEADLY = (signal.SIGTERM, signal.SIGHUP)
 class PeerWatch:
     """Ends this process where another rank has failed, or a signal says so, and the rank does not end by itself.
 
-    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be. While the
-    rank listens to a request to ``stop`` after its step, the first SIGTERM is no reason to end it.
+    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be. While
+    the rank listens to a request to ``stop`` after its step, the first SIGTERM is no reason to end it.
     """
 
     def __init__(self, store: dist.Store, stop: Stop) -> None:  # type: ignore[name-defined]
