@@ -97,7 +97,7 @@ def run_of(name):
 def without_reading(monkeypatch):
     """What a GPU does with experts, and what takes numbers back to the CPU left out."""
     monkeypatch.setattr(engine_module, "require_exact", lambda *args: None)
-    monkeypatch.setattr(AdamW, "sums", lambda self, loss: (1.0, 1.0))
+    monkeypatch.setattr(AdamW, "sums", lambda self, *args, **kwargs: (1.0, 1.0, False))
     monkeypatch.setattr(experts, "is_grouped", lambda x: True)
     count = lambda expert_R, minlength: expert_R.new_zeros(minlength)  # noqa: E731 - meta has no bincount
     monkeypatch.setattr(torch.Tensor, "bincount", count)
