@@ -16,7 +16,8 @@ from superstep.cli.train import verb as train_verb
 from superstep.errors import ConfigError
 from superstep.runtime import launch as launching
 from superstep.runtime.device import Device, choose, pick
-from superstep.runtime.launch import join, launch, launch_on
+from superstep.runtime.join import join
+from superstep.runtime.launch import launch, launch_on
 from superstep.runtime.measure import here
 
 GIB = 2**30

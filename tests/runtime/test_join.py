@@ -64,7 +64,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 import test_join
 from superstep.errors import SuperstepError
-from superstep.runtime.launch import join
+from superstep.runtime.join import join
 
 def terminate(number, frame):
     raise SystemExit(128 + number)

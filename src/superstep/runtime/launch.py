@@ -1,4 +1,4 @@
-"""Launching ranks: as processes of this one on this host, or joining those that torchrun has launched already.
+"""Launching ranks as processes of this one on this host; ``runtime.join`` joins those of torchrun.
 
     launcher ──spawns──► rank 0, rank 1, ...    each reports once: what it returned, or why it could not
         │ first trouble
@@ -25,14 +25,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ import torch.distributed as dist
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
-from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
 from superstep.runtime.stop import STOPPED, Stop, listening
 
 P = ParamSpec("P")
@@ -54,9 +52,6 @@ GRACE_S = 1.0
 
 END_S = 3.0
 """How long a rank may take to end when it is told to."""
-
-POLL_S = 0.2
-"""How often a rank asks whether rank 0 has prepared."""
 
 END = signal.SIGUSR2
 """Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
@@ -128,77 +123,6 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
         with listening(stop, lambda: _pass_on(ranks)):
             value: T = _collect(ranks, stop)
         return value
-
-
-def join(
-    prepare: Callable[[int], AbstractContextManager[T]],
-    worker: Callable[[World, T], R],
-    asked: Callable[[T], DeviceKind | None] = lambda _: None,
-) -> R:
-    """Run ``worker`` as the one rank that torchrun's environment says this process is.
-
-    Args:
-        prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
-            long as it takes.
-        worker: what a rank does.
-        asked: which device what was made asks for.
-
-    Returns:
-        What the worker returned.
-
-    Raises:
-        SystemExit: another rank has failed before this one, and reports it; one report is enough.
-
-    After an error no group is waited for, and the process ends with that error's exit status.
-    """
-    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-    stop = Stop()
-    with PeerWatch(store, stop):
-        try:
-            with ExitStack() as stack:
-                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
-                # srun, unlike torchrun, does not say how the ranks of a host are numbered.
-                device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
-                own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
-                dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
-                result = worker(World(rank, size, device, stop), value)
-        except BaseException as error:
-            status = status_of(error)
-            if status:
-                is_first = _is_first(store, error)
-                abandon(status)
-                if not is_first:
-                    raise SystemExit(status) from None
-            raise
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return result
-
-
-def _from_rank_0(store: dist.Store, rank: int, make: Callable[[], T]) -> T:  # type: ignore[name-defined]
-    """What rank 0 makes, on every rank; so too the error, if it cannot."""
-    if rank == 0:
-        answer: tuple[T | None, BaseException | None]
-        try:
-            answer = make(), None
-        except (SuperstepError, SystemExit) as error:
-            answer = None, error
-        store.set("superstep/prepared", pickle.dumps(answer))
-    else:
-        while not store.check(["superstep/prepared"]):
-            time.sleep(POLL_S)
-        answer = pickle.loads(store.get("superstep/prepared"))
-    value, problem = answer
-    if problem is not None:
-        raise problem
-    return cast(T, value)
-
-
-def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]
-    try:
-        return int(store.add(FAILED, 1)) == 1
-    except RuntimeError:  # the store's own process has ended, which says enough about a broken connection
-        return not _is_echo(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +275,7 @@ def _follow_launcher(folder: Path) -> None:
 
 def _trouble(rank: int, error: BaseException) -> Trouble:
     known: SuperstepError
-    order = 3 if _is_echo(error) else 2
+    order = 3 if is_echo(error) else 2
     match error:
         case UserError():
             known, order = UserError(str(error)), 0
@@ -368,7 +292,7 @@ def _trouble(rank: int, error: BaseException) -> Trouble:
     return Trouble(at_s=time.time(), order=order, error=known)
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether it came over a connection between ranks."""
     cause = error.__cause__ or error
     return isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))

@@ -32,7 +32,8 @@ from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.device import Device, choose, gpus
-from superstep.runtime.launch import World, join, launch_on
+from superstep.runtime.join import join
+from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
