@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 import runs
 from superstep.cli.main import main
+from superstep.cli.options import DEMO
 from superstep.cli.train import verb as train_verb
 from superstep.errors import ConfigError
+from superstep.plan.resolve import resolve
 from superstep.runtime import launch as launching
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.join import join
@@ -121,11 +123,11 @@ def test_the_launcher_of_ranks_on_gpus_has_no_context(host, tmp_path, monkeypatc
 
 
 def test_the_demo_runs_on_a_host_with_one_gpu(host):
+    demo = resolve(DEMO)
     host(1)
-    config = train_verb._demo_on_few_gpus(train_verb.DEMO)
-    assert config.plan.device == "cpu"
+    assert train_verb._demo_on_few_gpus(demo).config.plan.device == "cpu"
     host(2)
-    assert train_verb._demo_on_few_gpus(train_verb.DEMO) == train_verb.DEMO
+    assert train_verb._demo_on_few_gpus(demo) == demo
 
 
 @pytest.mark.parametrize(("environment", "index"), [({}, 5 % 4), ({"LOCAL_RANK": "2"}, 2)], ids=["srun", "torchrun"])
