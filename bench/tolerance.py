@@ -92,8 +92,7 @@ def _largest(values: Sequence[Difference]) -> dict[str, float]:
     found: dict[str, float] = {}
     for value in values:
         kind = value.kind if value.kind != "gradient" or value.step == 0 else "gradient_later"
-        kind = "loss" if kind == "norm" else kind
-        if value.kind != "norm":
+        if value.kind in ("loss", "gradient", "update"):  # norms and moments are allowed what gradients are
             found[kind] = max(found.get(kind, 0.0), value.relative)
     return found
 

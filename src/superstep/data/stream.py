@@ -56,6 +56,17 @@ class Batch:
         return Batch(self.tokens_BS[chosen], self.targets_BS[chosen], self.valid_tokens, starts_BS)
 
 
+class Source(Protocol):
+    """Where global batches come from; reading changes nothing."""
+
+    @property
+    def batch_sequences(self) -> int: ...
+
+    def batch(self, sample: int, rows: slice) -> Batch:
+        """These rows of the global batch that starts at cursor ``sample``."""
+        ...
+
+
 class Cut(Protocol):
     """How a split is cut into numbered sequences."""
 

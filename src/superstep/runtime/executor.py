@@ -132,8 +132,9 @@ class Executor:
         self._microbatches: Sequence[Microbatch] = ()
         self._sights: Sequence[Sight] = ()
         self._scale = 1.0
-        self.loss = torch.zeros((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
-        self._one = torch.ones_like(self.loss)
+        # fp64 whatever the unit's own dtype: microbatches may be many.
+        self.loss = torch.zeros((), dtype=torch.float64, device=machine.mesh.device.torch)
+        self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
 
     def run(
         self,

@@ -157,10 +157,9 @@ def build_loss(
     linear.forward = _same  # type: ignore[method-assign,assignment]
 
     def fused(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        if is_straight and torch.is_grad_enabled():
-            into = linear.weight.grad
-            return linear_cross_entropy_sum(h, linear.weight, targets, scale=scale, weight_grad_into=into)
-        return _scaled(linear_cross_entropy_sum(h, linear.weight, targets), scale)
+        # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
+        into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
+        return linear_cross_entropy_sum(h, linear.weight, targets, scale=scale, weight_grad_into=into)
 
     return fused
 

@@ -1,13 +1,29 @@
-"""From a global batch to a rank's microbatches."""
+"""From a corpus to global batches, and from these to a rank's microbatches."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from superstep.data.stream import Stream
+from superstep.data.tokens import Corpus, SplitName
+from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Plan
 from superstep.plan.split.sequence import positions
 from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
+
+
+def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> Stream:
+    """A split of the corpus, as the run reads it."""
+    return Stream(
+        corpus,
+        split,
+        sequence_tokens=config.data.sequence_tokens,
+        packed=config.data.packed,
+        batch_sequences=config.train.batch_sequences,
+        seed=config.train.seed,
+        document_mask=config.data.document_mask,
+    )
 
 
 def rows(plan: Plan, mesh: Mesh) -> slice:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from superstep.data.stream import Batch
 from superstep.observe.events import Evaluated, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
 from superstep.state.manifest import Position
 from superstep.train.session import Session
@@ -56,11 +57,15 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
     return position
 
 
-def steps(session: Session, position: Position) -> Iterator[Done]:
-    """One value for each step, until the last."""
+def steps(
+    session: Session, position: Position, seen: Callable[[Batch], None] | None = None
+) -> Generator[Done, None, None]:
+    """One value for each step, until the last; ``seen`` is told what a rank reads before it is trained on."""
     train_config = session.run.config.train
     with session.batches(position, train_config.steps - position.step) as batches:
         for batch, data_s in batches:
+            if seen is not None:
+                seen(batch)
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
             result = session.step(batch, lr, step=position.step + 1)

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from superstep.data.prefetch import Prefetcher
-from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import SPLITS, open_corpus
+from superstep.data.stream import Batch, Source
+from superstep.data.tokens import open_corpus
 from superstep.errors import Fault
 from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
@@ -30,9 +30,9 @@ from superstep.runtime.router_counts import Routed
 from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
+from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.together import together
-from superstep.train.batches import microbatches, rows
+from superstep.train.batches import microbatches, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
 from superstep.train.run_folder import RunFolder, write_whole
@@ -92,9 +92,19 @@ class Session:
         folder: the run directory, prepared.
         corpus: the folder of token files, prepared.
         rate: what MFU is measured by, where it is known.
+        through: what the batches of the training stream go through before they are read ahead.
     """
 
-    def __init__(self, world: World, run: Resolved, folder: RunFolder, corpus: Path, rate: Rate) -> None:
+    def __init__(
+        self,
+        world: World,
+        run: Resolved,
+        folder: RunFolder,
+        corpus: Path,
+        rate: Rate,
+        *,
+        through: Callable[[Source], Source] = lambda stream: stream,
+    ) -> None:
         self.run = run
         self.folder = folder
         self._start_s = time.perf_counter()
@@ -109,18 +119,8 @@ class Session:
         self._corpus = open_corpus(corpus)
         self._beside = _beside(run, corpus) if world.rank == 0 else {}
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
-        self._train, self._validation = (
-            Stream(
-                self._corpus,
-                split,
-                sequence_tokens=run.config.data.sequence_tokens,
-                packed=run.config.data.packed,
-                batch_sequences=run.config.train.batch_sequences,
-                seed=run.config.train.seed,
-                document_mask=run.config.data.document_mask,
-            )
-            for split in SPLITS
-        )
+        self._train = through(stream_of(run.config, self._corpus, "train"))
+        self._validation = stream_of(run.config, self._corpus, "validation")
         self._flops_per_token = rate.flops_per_token
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
@@ -135,6 +135,10 @@ class Session:
         position = load(checkpoint, self._engine.pieces(STATE), self._peers)
         self._engine.loaded(position.step)
         return position
+
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
+        """What this rank holds of the state."""
+        return self._engine.pieces(kinds)
 
     @contextmanager
     def batches(self, position: Position, steps: int) -> Iterator[Prefetcher]:

@@ -2,60 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.data.stream import Batch
-from superstep.model.unit import UnitSpec, global_specs, initial
-from superstep.numerics.tolerance import tolerance
+from superstep.model.unit import UnitSpec, global_specs
+from superstep.numerics.tolerance import SAME_ROUNDING, tolerance
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
-from superstep.runtime.engine import Engine, StepResult
+from superstep.program.compile import compile_step
+from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World, gather
-from superstep.runtime.mesh import Mesh, build_mesh
-from superstep.state.piece import Piece
+from superstep.runtime.mesh import build_mesh
+from superstep.state.manifest import Position
+from superstep.state.piece import STATE, Piece
 from superstep.train.batches import microbatches, rows
 from superstep.train.model import units_of
+from superstep.train.proof.blame import hints
+from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick
 from superstep.train.proof.reference import reference_steps, unit_steps
+from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hashed, piece_bits
 from superstep.train.schedule import rate
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One compared value of one step.
-
-    Attributes:
-        kind: loss, gradient, norm (of all gradients) or update.
-        name: the tensor's global name; empty for the loss and the norm.
-        relative: how far the layout lies from the reference, as ``numerics.tolerance`` defines it.
-        allowed: the tolerance.
-    """
-
-    step: int
-    kind: str
-    name: str
-    relative: float
-    allowed: float
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether it is more than rounding; a NaN is."""
-        return not self.relative <= self.allowed
-
-    def describe(self) -> str:
-        """One line for a person."""
-        what = self.kind if not self.name else f"{self.kind} of {self.name}"
-        return f"step {self.step}: {what} differs by {self.relative:.2e}, allowed is {self.allowed:.0e}"
+TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,37 +41,79 @@ class Verdict:
 
     Attributes:
         compared: values compared, over all steps and ranks.
-        worst: the largest difference of each kind, as a share of its tolerance decides.
-        first: the first value that is wrong, in the order loss, gradients, norm, updates of each step; None if none is.
-        is_deterministic: whether a second run gave the same bits; None where it was not asked.
+        worst: the largest difference of each kind from each yardstick, as a share of its tolerance decides.
+        first: the first value that is wrong, in the order of ``KINDS`` within each step; None if none is.
+        hints: what is told of it: one factor that all gradients share, the instructions that made it.
+        again: what a second run gave, and one that was stopped and resumed.
     """
 
     compared: int
     worst: tuple[Difference, ...]
     first: Difference | None
-    is_deterministic: bool | None
+    hints: tuple[str, ...]
+    again: Again
+
+    @property
+    def is_deterministic(self) -> bool | None:
+        """Whether a second run gave the same bits; None where it was not asked."""
+        return self.again.is_rerun_same
 
     @property
     def is_proven(self) -> bool:
         """Whether everything held."""
-        return self.first is None and self.is_deterministic is not False
+        return self.first is None and self.again.is_same
 
 
 def write_reference(
-    model: ModelShape | Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], folder: Path
-) -> None:
-    """Run the reference and keep each step's loss, gradients and weights in a file of its own."""
+    model: ModelShape | Sequence[UnitSpec],
+    train: TrainConfig,
+    batches: Sequence[Batch],
+    folder: Path,
+    *,
+    clips: bool = False,
+) -> TrainConfig:
+    """Run the reference and keep what each step gave in a file of its own.
+
+    Returns:
+        The optimisation as it was: ``clips`` lowers ``clip_norm`` where it would not be at work.
+    """
     steps = reference_steps if isinstance(model, ModelShape) else unit_steps
-    for step, result in enumerate(steps(model, train, batches)):  # type: ignore[arg-type]
+    clip_norm = train.clip_norm
+    for step, result in enumerate(steps(model, train, batches, clips=clips)):  # type: ignore[arg-type]
         tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
         tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
-        tensors["loss"] = torch.tensor(result.loss, dtype=torch.float64)
-        tensors["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
-        # A tied or shared memory would be refused by the format; every tensor is written whole.
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{step}.safetensors")
+        tensors |= {f"exp_avg/{name}": value for name, value in result.exp_avg.items()}
+        tensors |= {f"exp_avg_sq/{name}": value for name, value in result.exp_avg_sq.items()}
+        write_step(folder, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
+        clip_norm = result.clip_norm
+    return replace(train, clip_norm=clip_norm)
 
 
-def prove(
+def write_step(folder: Path, step: int, tensors: dict[str, Tensor], *, loss: float, grad_norm: float) -> None:
+    """The file of a step that ``Compare`` reads."""
+    numbers = {"loss": loss, "grad_norm": grad_norm}
+    single = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    # A tied or shared memory would be refused by the format; every tensor is written whole.
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(whole | single, folder / f"{step}.safetensors")
+
+
+def write_one_rank(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> None:
+    """Run the engine on its one rank, and keep what each step gave as ``write_reference`` does.
+
+    With the same dtype and the same microbatch it makes the same roundings as any layout that cuts no product, which a
+    reference in fp32 does not.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on every launched rank: products over more threads may sum in another order
+    try:
+        with world.device.deterministic() if _has_order(world, run) else nullcontext():
+            _straight(world, run, units_of(run), batches, (), folder)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def prove(  # noqa: PLR0913
     world: World,
     run: Resolved,
     batches: Sequence[Batch],
@@ -102,127 +121,149 @@ def prove(
     *,
     reruns: bool,
     specs: Sequence[UnitSpec] | None = None,
+    one_rank: Path | None = None,
+    corpus: Path | None = None,
 ) -> Verdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
-    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them. ``specs`` are the
-    units of a model that the run's configuration does not name.
+    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        batches: one for each step.
+        folder: where ``write_reference`` wrote.
+        one_rank: where ``write_one_rank`` did, in bf16.
+        reruns: run once more, which must give the same bits.
+        specs: the units of a model that the run's configuration does not name.
+        corpus: the token files that the batches are from. With them the second run is one of the training loop, over
+            its own stream, and is stopped, saved and resumed on the way.
     """
     specs = specs or units_of(run)
-    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
-    # Operations of anyone's own may have no kernel with one order on a GPU: what a rerun gives is not asked there.
-    has_order = world.device.kind == "cpu" or run.decoder is not None
-    try:
-        with world.device.deterministic() if has_order else nullcontext():
-            differences, bits = _run(mesh, run, specs, batches, folder)
-            is_deterministic = None
-            if reruns and has_order:
-                _, again = _run(mesh, run, specs, batches, None)
-                is_deterministic = all(gather(again == bits))
-    finally:
-        mesh.destroy()
-    everyone = [d for part in gather(differences) for d in part]
-    return _judge(everyone, is_deterministic)
+    has_order = _has_order(world, run)
+    yardsticks = list(_yardsticks(run, folder, one_rank))
+    with world.device.deterministic() if has_order else nullcontext():
+        return _judged(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
+
+
+def _has_order(world: World, run: Resolved) -> bool:
+    """Operations of anyone's own may have no kernel with one order on a GPU: what a rerun gives is not asked there."""
+    return world.device.kind == "cpu" or run.decoder is not None
+
+
+def _judged(
+    world: World,
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    batches: Sequence[Batch],
+    yardsticks: Sequence[Yardstick],
+    reruns: bool,
+    corpus: Path | None,
+) -> Verdict:
+    found, bits = _straight(world, run, specs, batches, yardsticks)
+
+    def straight() -> Bits:
+        return _straight(world, run, specs, batches, ())[1]
+
+    everyone = [d for part in gather(found) for d in part]
+    # What is wrong already is only run again as it was: a training loop refuses a loss that is no number.
+    corpus = None if any(d.is_wrong for d in everyone) else corpus
+    again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else Again()
+    return _judge(everyone, again, run, specs)
 
 
 def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
     """What ``prove`` judges: every compared value of every rank."""
-    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=120))
-    try:
-        found, _ = _run(mesh, run, units_of(run), batches, folder)
-    finally:
-        mesh.destroy()
+    found, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
     return [d for part in gather(found) for d in part]
 
 
-def _judge(differences: Sequence[Difference], is_deterministic: bool | None) -> Verdict:
+def reference(run: Resolved, folder: Path) -> Yardstick:
+    """The reference in ``folder``, and how far a run may lie from it."""
+    allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
+    return Yardstick("the reference", folder, allowed)
+
+
+def has_same_roundings(run: Resolved) -> bool:
+    """Whether a layout rounds to the compute dtype what one rank does: where no product or exchange is cut."""
+    mesh = run.plan.mesh
+    return mesh.tp == mesh.cp == mesh.ep == 1
+
+
+def _yardsticks(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[Yardstick]:
+    plain = reference(run, folder)
+    if one_rank is None:
+        yield plain
+        return
+    noise = (one_rank, folder)
+    yield replace(plain, noise=noise, share=2.0)
+    if has_same_roundings(run):
+        yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
+
+
+def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs: Sequence[UnitSpec]) -> Verdict:
     # Of the ranks that hold a piece of one tensor the worst counts.
-    kinds = ("loss", "gradient", "norm", "update")
-
-    def badness(d: Difference) -> float:
-        return float("inf") if d.relative != d.relative else d.relative / d.allowed
-
-    worst = [max((d for d in differences if d.kind == kind), key=badness) for kind in kinds]
+    names = list(dict.fromkeys(d.against for d in differences))
+    parts = [[d for d in differences if d.against == name and d.kind == kind] for name in names for kind in KINDS]
+    worst = tuple(max(part, key=lambda d: d.badness) for part in parts if part)
     wrong = [d for d in differences if d.is_wrong]
-    first = min(wrong, key=lambda d: (d.step, kinds.index(d.kind), -badness(d)), default=None)
-    return Verdict(compared=len(differences), worst=tuple(worst), first=first, is_deterministic=is_deterministic)
+    first = min(wrong, key=lambda d: (d.step, KINDS.index(d.kind), names.index(d.against), -d.badness), default=None)
+    told = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
+    return Verdict(compared=len(differences), worst=worst, first=first, hints=told, again=again)
 
 
-def _run(
-    mesh: Mesh, run: Resolved, specs: Sequence[UnitSpec], batches: Sequence[Batch], folder: Path | None
-) -> tuple[list[Difference], str]:
-    """The steps of one run: differences from the reference, and a hash of every bit this rank held."""
-    engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
-    train = run.config.train
+def _straight(
+    world: World,
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    batches: Sequence[Batch],
+    yardsticks: Sequence[Yardstick],
+    keep: Path | None = None,
+) -> tuple[list[Difference], Bits]:
+    """The steps of one run: differences from the yardsticks, and hashes of every bit this rank held. A lone rank keeps
+    them in files in ``keep``.
+    """
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     found: list[Difference] = []
-    bits = hashlib.blake2b(digest_size=16)
-    for step, batch in enumerate(batches):
-        compare = _Compare(run, specs, step, folder)
-        mine = batch.rows(rows(run.plan, mesh))
-        lr = rate(train, step)
-        result = engine.train_step(
-            microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
-            valid_tokens=batch.valid_tokens,
-            lr=lr,
-            inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), bits.update)),  # noqa: B023
-        )
-        bits.update(repr(result.loss).encode())
-        found += compare.step(result)
-        found += compare.pieces(engine.pieces(["weight"]), bits.update)
-    return found, bits.hexdigest()
+    bits: Bits = {}
+    try:
+        engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
+        position = Position()
+        for step, batch in enumerate(batches):
+            position = Position(
+                step=step + 1,
+                samples=position.samples + len(batch.tokens_BS),
+                tokens=position.tokens + batch.valid_tokens,
+            )
+            compare = Compare(global_specs(specs), run.config.train.seed, step, yardsticks)
+            found += _step(engine, batch, step, compare, bits, keep)
+            bits[step, POSITION] = repr(position)
+    finally:
+        mesh.destroy()
+    return found, bits
 
 
-class _Compare:
-    """Compares one step with its reference file; compares nothing where there is no folder."""
+def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:
+    run, mesh = engine.run, engine.mesh
+    mine = batch.rows(rows(run.plan, mesh))
+    found: list[Difference] = []
+    tensors: dict[str, Tensor] = {}
 
-    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], step: int, folder: Path | None) -> None:
-        self._run = run
-        self._step = step
-        self._path = None if folder is None else folder / f"{step}.safetensors"
-        self._allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
-        self._specs = global_specs(specs)
+    def take(piece: Piece, values: Tensor) -> None:
+        bits[step, piece_bits(piece)] = hashed(values)
+        if keep is not None:
+            tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
 
-    def step(self, result: StepResult) -> list[Difference]:
-        if self._path is None:
-            return []
-        with safe_open(self._path, framework="pt") as file:
-            loss, norm = float(file.get_tensor("loss")), float(file.get_tensor("grad_norm"))
-        return [
-            self._difference("loss", "", abs(result.loss - loss) / abs(loss), self._allowed.loss),
-            self._difference("norm", "", abs(result.grad_norm - norm) / abs(norm), self._gradient_allowed),
-        ]
-
-    @property
-    def _gradient_allowed(self) -> float:
-        return self._allowed.gradient if self._step == 0 else self._allowed.gradient_later
-
-    def pieces(self, pieces: Iterator[Piece], take: Callable[[bytes], None]) -> list[Difference]:
-        found = []
-        for piece in pieces:
-            values = piece.values.detach().cpu().contiguous()
-            take(values.numpy().tobytes())
-            if self._path is not None:
-                found.append(self._piece(self._path, piece, values))
-        return found
-
-    def _piece(self, path: Path, piece: Piece, values: Tensor) -> Difference:
-        with safe_open(path, framework="pt") as file:
-            reference = file.get_tensor(f"{piece.kind}/{piece.name}")
-        if piece.kind == "weight":
-            start = initial(self._specs[piece.name], piece.shape, self._run.config.train.seed)
-            values = values - _part(start, piece)
-            reference = reference - start
-        ours, theirs = values.double(), _part(reference, piece).double()
-        # A tensor that is all zeros in the reference must be so here.
-        size = float(reference.double().norm()) or 1e-30
-        relative = float((ours - theirs).norm()) / size
-        if piece.kind == "weight":
-            return self._difference("update", piece.name, relative, self._allowed.update)
-        return self._difference("gradient", piece.name, relative, self._gradient_allowed)
-
-    def _difference(self, kind: str, name: str, relative: float, allowed: float) -> Difference:
-        return Difference(step=self._step, kind=kind, name=name, relative=relative, allowed=allowed)
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor[piece.index].reshape(-1)[piece.low : piece.low + piece.values.numel()]
+    bits[step, DATA] = data_bits(mine)
+    result = engine.train_step(
+        microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
+        valid_tokens=batch.valid_tokens,
+        lr=rate(run.config.train, step),
+        inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)),
+    )
+    bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
+    found += compare.step(result)
+    found += compare.pieces(engine.pieces(STATE), take)
+    if keep is not None:
+        write_step(keep, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
+    return found

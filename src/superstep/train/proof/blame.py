@@ -1,0 +1,105 @@
+"""From the first wrong value to what is worth looking at: a factor that gradients share, and instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from superstep.model.unit import UnitSpec
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Fetch,
+    Instruction,
+    Program,
+    Reduce,
+    ReducePartial,
+    ReduceReplicas,
+    Settle,
+    Step,
+    Tie,
+)
+from superstep.program.text import describe
+from superstep.train.proof.compare import Difference
+
+SAME_FACTOR = 1e-3
+"""How far factors of tensors may lie from each other, and a tensor from its multiple, to count as one factor; in bf16
+as far as its tolerance."""
+
+MOST = 6
+"""Instructions that are named; more would hide that little is known."""
+
+
+def hints(
+    first: Difference, differences: Sequence[Difference], program: Program, specs: Sequence[UnitSpec]
+) -> Iterator[str]:
+    """What can be said of the first wrong value, a line each."""
+    same = [d for d in differences if (d.step, d.kind, d.against) == (first.step, first.kind, first.against)]
+    wrong = {d.name for d in same if d.is_wrong}
+    if first.name:
+        yield _scale(same, wrong, first)
+    found = list(dict.fromkeys(describe(i) for i in _producers(first, wrong, {d.name for d in same}, program, specs)))
+    if found:
+        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+        yield f"made by: {', '.join(found[:MOST])}{more}"
+
+
+def _scale(same: Sequence[Difference], wrong: set[str], first: Difference) -> str:
+    """How many tensors are wrong, and by which factor if it is one."""
+    names = {d.name for d in same}
+    count = f"all {len(names)}" if wrong == names else f"{len(wrong)} of {len(names)}"
+    what = {"gradient": "gradients", "moment": "first moments", "square": "second moments", "update": "updates"}
+    text = f"{count} {what[first.kind]}"
+    # What is zero has any factor; such pieces say nothing.
+    those = [d for d in same if d.name in wrong and d.ratio == d.ratio]
+    within = max(SAME_FACTOR, first.allowed)
+    if not those:
+        return f"{text} differ"
+    middle = median(d.ratio for d in those)
+    if all(abs(d.ratio - middle) <= within * abs(middle) and d.beside <= within for d in those):
+        return f"{text}, ratio {middle:.3f}"
+    return f"{text} differ, by no common factor"
+
+
+def _producers(
+    first: Difference, wrong: set[str], names: set[str], program: Program, specs: Sequence[UnitSpec]
+) -> Iterator[Instruction]:
+    """The instructions that can have made it, of what was right before it."""
+    every = [i for rank in program.ranks for i in rank]
+    match first.kind:
+        case "gradient":
+            yield from _of_gradients(every, wrong, names, specs)
+        case "loss" if first.step > 0:
+            # All weights were right after the step before: what gathers them is left.
+            yield from (i for i in every if isinstance(i, Fetch))
+        case "loss":
+            return
+        case _:
+            yield from (i for i in every if isinstance(i, Step))
+
+
+def _of_gradients(
+    every: Sequence[Instruction], wrong: set[str], names: set[str], specs: Sequence[UnitSpec]
+) -> Iterator[Instruction]:
+    home: dict[str, int] = {}
+    for number, spec in enumerate(specs):
+        for param in spec.params.values():
+            for one in param.each:
+                home.setdefault(one.name, number)
+    units = {home[name] for name in wrong}
+    untouched = {home[name] for name in names} - units
+    whole = {name for name in names if home[name] in units} == wrong
+    if not whole and (partial := [i for i in every if isinstance(i, ReducePartial)]):
+        yield from partial
+        return
+    sums = [i for i in every if isinstance(i, Reduce | Settle | ReduceReplicas | Tie) and i.unit in units]
+    # A backward pass that goes wrong does so for every unit below it: from the highest wrong unit on.
+    if len(units) > 1 and untouched and max(units) < min(untouched):
+        top = max(units)
+        yield from (i for i in every if isinstance(i, Backward | BackwardInput) and i.unit == top)
+    elif len(units) == 1:
+        yield from sums
+        yield from (i for i in every if isinstance(i, Backward | BackwardWeight) and i.unit in units)
+    else:
+        yield from sums

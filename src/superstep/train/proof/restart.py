@@ -1,0 +1,172 @@
+"""A second run: the same steps once more, through the training loop itself, stopped and resumed on the way.
+
+    first run     the proof's own batches        step 0   step 1    compared with the reference, hashed
+    second run    Session, Stream, Prefetcher    step 0   step 1    the same hashes; saved between the two
+                  a new Session, loaded                   step 1    the same hashes
+
+So the data cursor, the checkpoint, the count of steps behind the learning rate, and what each rank consumes are in the
+proof.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from torch import Tensor
+
+from superstep.data.stream import Batch
+from superstep.plan.resolve import Resolved
+from superstep.runtime.launch import World, gather
+from superstep.state.folders import checkpoint_at
+from superstep.state.manifest import Position
+from superstep.state.piece import STATE, Piece
+from superstep.train.loop import save, steps
+from superstep.train.proof.ragged import Ragged
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Rate, Session
+
+Bits = dict[tuple[int, str], str]
+"""Of a step and of what is named, its bits or a hash of them."""
+
+
+DATA = "the batch that a rank reads"
+POSITION = "the position"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What a second run gave.
+
+    Attributes:
+        is_rerun_same: whether it gave the same bits; None where it was not asked.
+        is_restart_same: whether the steps after a restart did; None where there was none.
+        first: the first that differs, in words.
+    """
+
+    is_rerun_same: bool | None = None
+    is_restart_same: bool | None = None
+    first: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differed."""
+        return self.is_rerun_same is not False and self.is_restart_same is not False
+
+
+def data_bits(batch: Batch) -> str:
+    """A hash of what a rank consumes in a step."""
+    digest = hashlib.blake2b(repr(batch.valid_tokens).encode(), digest_size=16)
+    for part in (batch.tokens_BS, batch.targets_BS, batch.starts_BS):
+        if part is not None:
+            digest.update(part.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def piece_bits(piece: Piece) -> str:
+    """What a piece is called among the bits: each of a rank's pieces is another."""
+    return f"{piece.kind} of {piece.name}" + (f" from element {piece.low} on" if piece.low else "")
+
+
+def hashed(values: Tensor) -> str:
+    """A hash of a tensor's bits."""
+    return hashlib.blake2b(values.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def go_again(
+    world: World,
+    run: Resolved,
+    count: int,
+    before: Bits,
+    straight: Callable[[], Bits],
+    corpus: Path | None,
+) -> Again:
+    """Run ``count`` steps again and compare their bits with ``before``. Every rank calls this together.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        count: steps.
+        before: what the first run gave.
+        straight: runs them as the first run did.
+        corpus: the folder of token files that the batches are from; None: only ``straight`` can be run again.
+    """
+    if corpus is None:
+        return _reran(straight(), before)
+    # One folder for all ranks, which are on this host.
+    folder = Path(gather(tempfile.mkdtemp(prefix="superstep-restart-") if world.rank == 0 else "")[0])
+    try:
+        stop = (count + 1) // 2
+        rerun = _first(_differing(_loop(world, run, folder, corpus, range(count), stop), before, _shown(before, 0)))
+        resumed = ""
+        if not rerun and stop < count:
+            found = _loop(world, run, folder, corpus, range(stop, count), stop)
+            resumed = _first(_differing(found, before, _shown(before, stop)))
+        if not rerun and not resumed:
+            return Again(is_rerun_same=True, is_restart_same=True if stop < count else None)
+        # Was it a race, or does the training loop do something else than the proof's own steps?
+        by_itself = _reran(straight(), before)
+        if not by_itself.is_rerun_same:
+            return by_itself
+        first = f"in the training loop, {rerun}" if rerun else f"after the restart, {resumed}"
+        return Again(is_rerun_same=True, is_restart_same=False, first=first)
+    finally:
+        # Every rank has told what it found, and so has read what it needs; one that failed waits for none.
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shown(before: Bits, start: int) -> list[tuple[int, str]]:
+    """What the training loop shows of the steps from there on: not the gradients."""
+    return [(step, what) for step, what in before if step >= start and not what.startswith("gradient")]
+
+
+def _reran(found: Bits, before: Bits) -> Again:
+    first = _first(_differing(found, before, before))
+    return Again(is_rerun_same=not first, first=first)
+
+
+def _differing(found: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:
+    """What differs: its step, its place in the order in which it was computed, and the two in words."""
+    return [
+        (key[0], place, f"step {key[0]}: {key[1]} differs")
+        for place, key in enumerate(wanted)
+        if found.get(key) != before[key]
+    ]
+
+
+def _first(mine: list[tuple[int, int, str]]) -> str:
+    """The first difference of any rank, the same on every rank; nothing where none has one."""
+    return min((part[0] for part in gather(mine[:1]) if part), default=(0, 0, ""))[2]
+
+
+def _loop(world: World, run: Resolved, folder: Path, corpus: Path, wanted: range, stop: int) -> Bits:
+    """What the training loop gives for these steps: from the start, leaving a checkpoint of ``stop`` finished steps; or
+    from that.
+    """
+    gc.collect()  # an engine is a ring of references: else the one before it would still be held
+    rate = Rate(flops_per_token=None, peak_flops=None)
+    session = Session(world, run, RunFolder(root=folder), corpus, rate, through=Ragged)
+    found: Bits = {}
+    try:
+        position = session.load(checkpoint_at(session.folder.checkpoints, stop)) if wanted.start else Position()
+        seen: list[Batch] = []
+        running = steps(session, position, seen.append)
+        for step, done in zip(wanted, islice(running, len(wanted)), strict=False):
+            batch, event = seen[-1], done.event
+            found[step, DATA] = data_bits(batch)
+            found[step, "loss"], found[step, "norm"] = repr(event.loss), repr(event.grad_norm)
+            found |= {(step, piece_bits(piece)): hashed(piece.values) for piece in session.pieces(STATE)}
+            found[step, POSITION] = repr(done.position)
+            if not wanted.start and step + 1 == stop:
+                save(session, done.position)
+        running.close()
+    finally:
+        session.close()
+    return found

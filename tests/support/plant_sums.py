@@ -1,0 +1,139 @@
+"""Faults to plant in sums, parameters, the optimizer, the norm and clipping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from superstep.runtime import collectives, executor
+from superstep.runtime.buffers import UnitBuffers
+from superstep.runtime.engine import Engine
+from superstep.runtime.executor import Executor
+from superstep.runtime.optimizer import AdamW
+
+
+def stale_layer(name):
+    """A layer whose ranks pass round the weights of the start."""
+    inner = UnitBuffers.refresh
+
+    def refresh(self):
+        if not any(name in slot.spec.name for slot in self.layout.slots):
+            return inner(self)
+        if self not in kept:
+            kept[self] = self.master.clone()
+        self._part(self.full).copy_(kept[self])
+        return None
+
+    kept = {}
+    return mock.patch.object(UnitBuffers, "refresh", refresh)
+
+
+def rounded(name):
+    inner = getattr(executor, name)
+
+    def reduce(buffer, group, **rest):
+        buffer.copy_(buffer.bfloat16())
+        return inner(buffer, group, **rest)
+
+    return mock.patch.object(executor, name, reduce)
+
+
+def parts_exchanged():
+    inner = executor.all_gather
+
+    def all_gather(buffer, group, **rest):
+        inner(buffer, group, **rest).wait()
+        buffer.copy_(torch.cat(buffer.chunk(group.size())[::-1]))
+        return collectives.DONE
+
+    return mock.patch.object(executor, "all_gather", all_gather)
+
+
+def gradient_of_the_step_before():
+    return mock.patch.object(UnitBuffers, "zero_gradient")
+
+
+def last_sum_only():
+    def settle(self):
+        if self.zero >= 2:
+            self.gradient_shard.copy_(self._part(self.gradient))
+            self.drop_gradient()
+
+    return mock.patch.object(UnitBuffers, "settle", settle)
+
+
+def half_the_scale():
+    inner = Executor.run
+
+    def run(self, *args, scale, **rest):
+        return inner(self, *args, scale=scale / 2, **rest)
+
+    return mock.patch.object(Executor, "run", run)
+
+
+def one_unit_not_reduced(kind):
+    inner = getattr(Executor, kind)
+
+    def reduce(self, unit):
+        if unit == 2:
+            self._flight.reducing[unit] = collectives.DONE
+        else:
+            inner(self, unit)
+
+    return mock.patch.object(Executor, kind, reduce)
+
+
+def masters_in_bf16():
+    inner = AdamW.step
+
+    def step(self, lr, norm):
+        inner(self, lr, norm)
+        for unit in self._units:
+            unit.buffers.master.copy_(unit.buffers.master.bfloat16())
+
+    return mock.patch.object(AdamW, "step", step)
+
+
+def no_decay():
+    inner = AdamW.__init__
+
+    def init(self, units, hyper, **rest):
+        inner(self, units, replace(hyper, weight_decay=0.0), **rest)
+
+    return mock.patch.object(AdamW, "__init__", init)
+
+
+def one_shard_not_updated():
+    inner = AdamW.step
+
+    def step(self, lr, norm):
+        inner(self, lr if dist.get_rank() == 0 else 0.0, norm)
+
+    return mock.patch.object(AdamW, "step", step)
+
+
+# The norm and clipping.
+
+
+def clip_by(own):
+    inner = AdamW.step
+
+    def step(self, lr, norm):
+        inner(self, lr, own(self, norm))
+
+    return mock.patch.object(AdamW, "step", step)
+
+
+def norm_of_own_shard(self, norm):
+    parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
+    return float(torch.cat(parts).norm())
+
+
+def every_copy_counted():
+    def ranges(self, unit, b):
+        return [(slot.start + low - b.start, slot.start + high - b.start) for slot, low, high in b.held()]
+
+    return mock.patch.object(Engine, "_owned_ranges", ranges)
