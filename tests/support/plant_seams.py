@@ -59,7 +59,7 @@ def no_partial_sum():
 def own_norm():
     def sums(values):
         total = collectives.sum_over_all(values.clone())
-        return torch.stack((values[0], total[1]))
+        return torch.stack((values[0], *total[1:]))
 
     return mock.patch.object(optimizer, "sum_over_all", sums)
 
@@ -95,7 +95,7 @@ def lost_microbatch():
 def same_keys_all_round():
     def round_(kv, group):
         for block in blocks(group.rank(), group.size()):
-            yield block, kv[:, :, block.keys(kv.shape[2])].transpose(2, 3)
+            yield block, kv
 
     return mock.patch.object(ring, "_round", round_)
 
@@ -158,8 +158,8 @@ def own_part_unsummed(cls, method):
 def wrong_column_offset():
     inner = modules.vocabulary_cross_entropy_sum
 
-    def shifted(logits, targets, group):
-        return inner(logits, (targets + (targets >= 0)).clamp(max=small.VOCAB - 1), group)
+    def shifted(logits, targets, *rest):
+        return inner(logits, (targets + (targets >= 0)).clamp(max=small.VOCAB - 1), *rest)
 
     return mock.patch.object(modules, "vocabulary_cross_entropy_sum", shifted)
 
