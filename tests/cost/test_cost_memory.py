@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -196,7 +195,10 @@ def built(run, unit, *, group=None, is_selective=False):
     loss = build_loss(module, group if is_cut else None, is_straight=is_straight, vocab=run.shape.vocab)
     if group is not None and not is_cut and run.plan.sequence_parallel:
         loss = on_part(loss, group)
-    whole = functools.partial(module, **given)
+
+    def whole(x, sight):
+        return module(x, **given)
+
     compute = selective(whole) if is_selective else whole
     rows, tokens = run.plan.microbatch, run.config.data.sequence_tokens
     targets = torch.randint(run.shape.vocab, (rows, tokens))
@@ -206,7 +208,7 @@ def built(run, unit, *, group=None, is_selective=False):
         x = torch.randn(rows, part, run.shape.width, dtype=DTYPES[run.config.numerics.compute]).requires_grad_()
 
     def forward():
-        y = compute(x)
+        y = compute(x, None)
         exchange.told()  # lets go of the counts, which stay until they are asked for
         return loss(y, targets, 0.5) if unit == last else y
 

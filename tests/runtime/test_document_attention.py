@@ -79,11 +79,11 @@ def by_heads(group):
 
 def exactly(group):
     cp = group.size()
-    return ExactAttend(positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else Alone(), starts())
+    return ExactAttend(positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else Alone(), starts=starts())
 
 
 def exactly_by_heads(group):
-    return UlyssesAttend(group, ExactAttend(range(8), Alone(), starts()))
+    return UlyssesAttend(group, ExactAttend(range(8), Alone(), starts=starts()))
 
 
 def attend_own(rank, world, kind, cases, fault=nullcontext):

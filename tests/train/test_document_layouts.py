@@ -215,8 +215,8 @@ def _positions_go_on(rank):
     """Rank 1 counts on from the start of the sequence."""
     inner = attention.build_sight
 
-    def build(run, mesh):
-        inside, across = inner(run, mesh), inner(run, mesh)(None)
+    def build(*args):
+        inside, across = inner(*args), inner(*args)(None)
         count = torch.arange(TOKENS) if across.positions is None else across.positions
 
         def sight(starts):
@@ -230,8 +230,8 @@ def _positions_go_on(rank):
 def _no_mask_on_one_rank(rank):
     inner = attention.build_sight
 
-    def build(run, mesh):
-        inside = inner(run, mesh)
+    def build(*args):
+        inside = inner(*args)
         return lambda starts: replace(inside(starts), attend=inside(None).attend)
 
     return mock.patch("superstep.runtime.assemble.build_sight", build if rank == 1 else inner)
@@ -250,8 +250,8 @@ def _documents_of_the_rows_before(rank):
     """A microbatch gets the documents of another one."""
     inner = attention.build_sight
 
-    def build(run, mesh):
-        inside = inner(run, mesh)
+    def build(*args):
+        inside = inner(*args)
         return lambda starts: inside(starts.roll(1, 0))
 
     return mock.patch("superstep.runtime.assemble.build_sight", build)

@@ -130,8 +130,8 @@ def test_exact_mode_gives_the_bits_of_one_rank_and_checkpoints_go_anywhere(pool,
             told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
             assert verdict.is_proven, (plan, told)
     for checkpoint in tmp_path.glob("left-*"):
-        stored = read_manifest(checkpoint)["tensors"]
-        tables = {name: found["shape"] for name, found in stored.items() if "embed_tokens" in name or "lm_head" in name}
+        stored = read_manifest(checkpoint).tensors
+        tables = {name: found.shape for name, found in stored.items() if "embed_tokens" in name or "lm_head" in name}
         assert set(map(tuple, tables.values())) == {(VOCAB, 32)}
         assert len(tables) == (3 if "True" in checkpoint.name else 6)
     # What samples loads it as it is: there is no token beyond the vocabulary to be drawn.
