@@ -31,6 +31,7 @@ from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config
+from superstep.planner import verify
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
 from superstep.state.folders import MARK
@@ -167,6 +168,8 @@ def call(place, monkeypatch):
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
+    # A plan is searched; the programs of large models, which take a minute, keep their closed form here.
+    monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 10_000)
 
     def called(argv):
         try:

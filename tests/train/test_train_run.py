@@ -400,7 +400,8 @@ def test_a_run_that_diverges_stops_before_it_is_saved(place, capsys):
 def test_interrupted_says_so(place, capsys):
     with mock.patch.object(Executor, "run", side_effect=KeyboardInterrupt):
         assert _train() == 130
-    assert _error(capsys) == "superstep: interrupted.\n"
+    told = "interrupted. The run has no checkpoint yet; begin again with: superstep train --state.dir run"
+    assert _error(capsys) == f"superstep: {told} --state.existing resume\n"
 
 
 def test_a_closed_output_is_one_fault(place, capsys):
