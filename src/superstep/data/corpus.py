@@ -22,8 +22,8 @@ from typing import Literal
 
 from superstep.data.passages import Part
 from superstep.data.records import Record, json_lines, parquet_rows
-from superstep.data.refusals import null_text, refusal, undecodable
 from superstep.data.text_files import UndecodableError, blocks, encoding_of, find_nul
+from superstep.data.unreadable import null_text, refusal, undecodable
 from superstep.plan.config import DataConfig
 
 LIBRARY_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

@@ -14,7 +14,7 @@ from typing import Literal
 
 from superstep.data.corpus import Reader, source_files
 from superstep.data.passages import PASSAGE_CHARS, Part, passages
-from superstep.data.refuse import refuse_one_document, refuse_settings, refuse_short
+from superstep.data.requirements import refuse_one_document, refuse_settings, refuse_short
 from superstep.data.token_writer import PartialFiles, Passage
 from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from superstep.data.tokens import FORMAT, Corpus, is_whole, open_corpus
