@@ -26,13 +26,13 @@ def ran(monkeypatch):
     """Whether each run of a proof was in one order; every run gives bits of its own, as atomics do."""
     orders = []
 
-    def run(mesh, resolved, specs, batches, folder):
+    def run(world, resolved, specs, batches, yardsticks):
         is_ordered = torch.are_deterministic_algorithms_enabled()
         orders.append(is_ordered)
         found = [Difference(step=0, kind=kind, name="", relative=0.0, allowed=1.0) for kind in KINDS]
-        return found, "ordered" if is_ordered else f"atomics {len(orders)}"
+        return found, {(0, "loss"): "ordered" if is_ordered else f"atomics {len(orders)}"}
 
-    monkeypatch.setattr(close, "_run", run)
+    monkeypatch.setattr(close, "_straight", run)
     return orders
 
 
@@ -62,18 +62,17 @@ def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
     if given is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(verb, "_batches", lambda *args: ())
-    monkeypatch.setattr(verb, "_reference", lambda *args: None)
-    monkeypatch.setattr(verb, "open_corpus", lambda folder: None)
+    monkeypatch.setattr(verb.Cases, "__init__", lambda *args, **kwargs: None)
+    monkeypatch.setattr(verb.Cases, "case", lambda *args, **kwargs: None)
     seen = []
 
     def launched(*args):
         seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
-        raise InterruptedError
+        raise EOFError
 
     monkeypatch.setattr(verb, "launch_on", launched)
-    with suppress(InterruptedError):
+    with suppress(EOFError):
         verb.run_one(resolve(small.config()), tmp_path, steps=1)
-    with suppress(InterruptedError):
+    with suppress(EOFError):
         verb._sweep(small.config(), 1, tmp_path, steps=1)
     assert seen == [kept, kept]
