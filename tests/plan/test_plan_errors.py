@@ -248,6 +248,12 @@ HF: list[tuple[dict[str, object], str]] = [
     ({**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4}, "num_local_experts = 4 is not supported; it must be 8"),
     ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1 lets some layers slide"),
     ({**QWEN2, "layer_types": ["sliding_attention"] * 4}, "lets some layers slide and others not"),
+    ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
+    ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),
+    ({"eos_token_id": "x"}, 'eos_token_id = "x" must be a whole number, a list of them, or null'),
+    ({"eos_token_id": [2, True]}, "eos_token_id = [2, true] must be a whole number, a list of them, or null"),
+    ({"attention_bias": 0}, "attention_bias = 0 is not supported; it must be false"),
+    ({"initializer_range": 0}, "initializer_range = 0 must be above 0"),
     ({**QWEN2, "layer_types": ["chunked_attention"] * 4}, "its entries must all be 'full_attention'"),
     ({"model_type": "superstep_moe", "architectures": None, "qk_norm": False, "moe": {"experts": 2}}, "does not name"),
 ]

@@ -94,7 +94,7 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
     max_tokens = keys.whole("max_position_embeddings")
     theta, scaling = read_rope(keys, told, max_tokens)
     for key in TOKEN_IDS:
-        keys.get(key)
+        keys.require_ids(key)
     return ModelShape(
         family="qwen3" if qk_norm else "llama",
         layers=keys.whole("num_hidden_layers"),
@@ -113,7 +113,7 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
         rope_theta=theta,
         rope_scaling=scaling,
         max_tokens=max_tokens,
-        init_std=keys.number("initializer_range"),
+        init_std=keys.positive("initializer_range"),
         moe=_read_moe(keys, kind),
     )
 
@@ -130,11 +130,13 @@ def _read_window(keys: Keys, kind: ModelType) -> int | None:
         return window
     layers, first = keys.whole("num_hidden_layers"), keys.whole("max_window_layers", least=0)
     slides = [window is not None and layer >= first for layer in range(layers)]
-    if keys.get("layer_types") is not None:
-        slides = [each == "sliding_attention" for each in keys.get("layer_types")]
-        if [f"{'sliding' if each else 'full'}_attention" for each in slides] != keys.get("layer_types"):
+    if (types := keys.get("layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise keys.refusal("layer_types", f"must be a list of num_hidden_layers = {layers} entries")
+        slides = [each == "sliding_attention" for each in types]
+        if [f"{'sliding' if each else 'full'}_attention" for each in slides] != types:
             raise keys.refusal("layer_types", "is not supported; its entries must all be 'full_attention'")
-    if any(slides) and not (all(slides) and window is not None and len(slides) == layers):
+    if any(slides) and not (all(slides) and window is not None):
         key = "max_window_layers" if keys.get("layer_types") is None else "layer_types"
         raise keys.refusal(key, "lets some layers slide and others not; all of them must, or none")
     return window if any(slides) else None

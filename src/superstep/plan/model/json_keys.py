@@ -65,6 +65,17 @@ class Keys:
             raise self.refusal(key, "must be true or false")
         return value
 
+    def require_ids(self, key: str) -> None:
+        """See that a key names a token, some tokens or none.
+
+        Raises:
+            ConfigError: it says something else.
+        """
+        value = self.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, int) and not _is_flag(each) for each in ids):
+            raise self.refusal(key, "must be a whole number, a list of them, or null")
+
     def require(self, only: Mapping[str, tuple[Any, ...]]) -> None:
         """See that keys, where they say anything, say one of the values that they may.
 
@@ -74,7 +85,8 @@ class Keys:
         for key, values in only.items():
             self._read.add(key)
             value = self._raw.get(key)
-            if value is not None and value not in values:
+            # To Python 0 is False, and 1 is True.
+            if value is not None and not any(value == each and _is_flag(value) == _is_flag(each) for each in values):
                 choices = " or ".join(map(json.dumps, values or (None,)))
                 raise self.refusal(key, f"is not supported; it must be {choices}")
 
@@ -96,3 +108,7 @@ class Keys:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
