@@ -57,6 +57,8 @@ def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) 
 
 def _load(run: Path) -> tuple[RunConfig, Model, Tokenizer]:
     folder = RunFolder(root=run)
+    if not run.exists():
+        raise StateError(f"'{run}' is not there; name the folder that train wrote.")
     if not folder.config.is_file():
         raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
     found = checkpoints(folder.checkpoints)

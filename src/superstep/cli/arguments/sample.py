@@ -34,6 +34,10 @@ def read(argv: Sequence[str]) -> tuple[Path, str, Options]:
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(Options(), argv[len(words) :], prog="superstep sample RUN PROMPT", description=DESCRIPTION)
+    if len(words) == 1 and not Path(words[0]).exists():
+        raise ConfigError(
+            f"'{words[0]}' is not there; name the folder of a run, then a prompt: superstep sample runs/demo \"def \"."
+        )
     if len(words) != 2:
         raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
     run, prompt = words
