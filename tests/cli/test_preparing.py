@@ -6,6 +6,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+import runs
+from superstep.cli.main import main
 from superstep.cli.preparing import LOG_S, REDRAW_S, ProgressLine, prepared
 from superstep.data import prepare as module
 from superstep.data.prepare import Progress
@@ -98,3 +100,16 @@ def test_output_that_nobody_reads_is_one_fault_and_leaves_nothing(tmp_path, monk
     with pytest.raises(Fault, match=r"^standard output cannot be written: its reader has left\."):
         prepared(data, 300, tmp_path / "data", Closed())
     assert not (tmp_path / "data").exists()
+
+
+def test_a_new_run_leaves_the_tokens_that_another_named(tmp_path, monkeypatch, capsys):
+    config = runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    module.prepare(config.data, 300, tmp_path / "tokens")
+    before = runs.files(tmp_path)
+    assert main(["train", "run.toml", "--data.cache", "tokens", "--model.vocab", "290"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("superstep: data.cache = 'tokens' holds the tokens of other settings (model.vocab = 300")
+    assert said.err.count("\n") == 1
+    assert runs.files(tmp_path) == before

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,43 @@ def test_equal_inputs_are_read_once_and_changed_ones_again(config, tmp_path, mon
     os.utime(config.corpus[0], ns=(1, 1))
     made.append(prepare(replace(config, validation_fraction=0.2), 280, folder).manifest.fingerprint)
     assert len(set(made)) == 4
+
+
+OTHERS = {
+    "another vocabulary": (lambda config: (config, 280), "model.vocab = 300"),
+    "another split": (lambda config: (replace(config, validation_fraction=0.2), 300), "validation_fraction"),
+    "a changed file": (lambda config: (os.utime(config.corpus[0], ns=(1, 1)), (config, 300))[1], "files"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_tokens_of_others_are_not_overwritten(config, tmp_path, name):
+    folder = tmp_path / "shared"
+    prepare(config, 300, folder, is_shared=True)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert prepare(config, 300, folder, is_shared=True).manifest.vocab == 300
+    change, differs = OTHERS[name]
+    with pytest.raises(DataError) as refusal:
+        prepare(*change(config), folder, is_shared=True)
+    assert f"data.cache = '{folder}' holds the tokens of other settings" in str(refusal.value)
+    assert differs in str(refusal.value)
+    assert "name another folder, or delete that one" in str(refusal.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_tokens_that_others_make_while_one_waits_are_not_overwritten(config, tmp_path, monkeypatch):
+    @contextmanager
+    def theirs_first(folder, tell):
+        prepare(config, 300, tmp_path / "theirs")
+        (tmp_path / "theirs").rename(folder)
+        yield
+
+    folder = tmp_path / "shared"
+    turns = iter((theirs_first, module.turn))  # the first is ours, the second theirs
+    monkeypatch.setattr(module, "turn", lambda *args: next(turns)(*args))
+    with pytest.raises(DataError, match="holds the tokens of other settings"):
+        prepare(config, 280, folder, is_shared=True)
+    assert open_corpus(folder).manifest.vocab == 300
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 
 from superstep.cli.figures import bytes_text, count_text
-from superstep.data.prepare import Progress, prepare
+from superstep.data.prepare import Progress, prepare, refuse_others
 from superstep.data.tokens import Corpus, Manifest
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
@@ -22,12 +22,16 @@ REDRAW_S = 0.2
 """Seconds between two drawings of the one line of a terminal."""
 
 
-def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO) -> Corpus:
+def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO, *, is_shared: bool = False) -> Corpus:
     """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log."""
+    if is_shared:
+        refuse_others(data, vocab, folder)  # before anything is said of preparing
     _write(stream, f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {folder} ...\n")
     line = ProgressLine(stream)
     try:
-        corpus = prepare(data, vocab, folder, line.show, tell=lambda text: _write(stream, f"{text}\n"))
+        corpus = prepare(
+            data, vocab, folder, line.show, tell=lambda text: _write(stream, f"{text}\n"), is_shared=is_shared
+        )
     finally:
         line.close()
     _write(stream, f"  {summary(corpus.manifest)}\n")

@@ -55,6 +55,7 @@ def prepare(
     report: Report = _unheard,
     *,
     tell: Callable[[str], None] = unheard,
+    is_shared: bool = False,
 ) -> Corpus:
     """Makes the token files of ``config`` in ``folder``, or opens those that an equal call has made.
 
@@ -65,9 +66,11 @@ def prepare(
         vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
         report: told how far it is, about once for each megabyte.
         tell: given a line for the user where another process is waited for.
+        is_shared: whether other runs may go on with the tokens that the folder holds, so that they are not replaced.
 
     Raises:
-        ConfigError, DataError: where the settings, the text or the tokenizer cannot be used.
+        ConfigError, DataError: where the settings, the text or the tokenizer cannot be used, or a shared folder holds
+            tokens of others.
         Fault: where the folder cannot be written, or the disk is full.
     """
     refuse_settings(config)
@@ -80,6 +83,8 @@ def prepare(
     if not is_prepared(config, vocab, folder):
         with turn(folder, tell):
             if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
+                if is_shared:
+                    refuse_others(config, vocab, folder)
                 _Preparation(config, report).build(tokenizer, vocab, folder)
     corpus = open_corpus(folder)
     refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
@@ -90,6 +95,24 @@ def prepare(
 def is_prepared(config: DataConfig, vocab: int, folder: Path) -> bool:
     """Whether the folder holds the tokens that ``prepare`` would make of the same text; raises as it does."""
     return is_whole(folder) and open_corpus(folder).manifest.fingerprint == _fingerprint(config, vocab)
+
+
+def refuse_others(config: DataConfig, vocab: int, folder: Path) -> None:
+    """See that a folder, where it holds tokens, holds those of these settings: a run may wait to go on with others.
+
+    Raises:
+        DataError: it holds others.
+    """
+    if not is_whole(folder) or is_prepared(config, vocab, folder):
+        return
+    theirs = open_corpus(folder).manifest
+    differs = "the files, the tokenizer, or another setting of their text differs, as data.validation_fraction may"
+    if config.tokenizer is None and _fingerprint(config, theirs.vocab) == theirs.fingerprint:
+        differs = f"model.vocab = {theirs.vocab}, and here {vocab}"
+    raise DataError(
+        f"data.cache = '{folder}' holds the tokens of other settings ({differs}); name another folder, or delete that "
+        "one if no run needs it."
+    )
 
 
 def _fingerprint(config: DataConfig, vocab: int) -> str:

@@ -155,7 +155,7 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
         if is_prepared(data, vocab_of(run), kept):
             prepare(data, vocab_of(run), kept)
         else:
-            prepared(data, vocab_of(run), kept, sys.stdout)
+            prepared(data, vocab_of(run), kept, sys.stdout, is_shared=bool(data.cache))
     if checkpoint is not None:
         rundir.check_tokens(checkpoint, kept)
     return kept
