@@ -228,6 +228,8 @@ def test_torchruns_ranks_stop_together(tmp_path, monkeypatch):
     _, said = command.communicate(timeout=120)
     newest = checkpoints(tmp_path / "run" / "checkpoints")[-1].name
     lines = [line for line in said.splitlines() if line.startswith("superstep:")]
-    go_on = GO_ON.format(newest=newest)
+    go_on = (
+        f"The newest checkpoint is run/checkpoints/{newest}; start the same command again with --state.existing resume."
+    )
     assert lines == [f"superstep: stopped by SIGTERM. {go_on}"]
     assert runs.events(tmp_path / "run", "stopped")[-1]["step"] == int(newest.removeprefix("step-"))

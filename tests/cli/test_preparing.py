@@ -9,10 +9,12 @@ from pyarrow import parquet
 import runs
 from superstep.cli.main import main
 from superstep.cli.preparing import LOG_S, REDRAW_S, ProgressLine, prepared
+from superstep.cli.train.ending import how_to_go_on
 from superstep.data import prepare as module
 from superstep.data.prepare import Progress
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
+from superstep.train.run_folder import RunFolder
 
 
 class Terminal(io.StringIO):
@@ -113,3 +115,35 @@ def test_a_new_run_leaves_the_tokens_that_another_named(tmp_path, monkeypatch, c
     assert said.err.startswith("superstep: data.cache = 'tokens' holds the tokens of other settings (model.vocab = 300")
     assert said.err.count("\n") == 1
     assert runs.files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (SystemExit(143), 143, "ended by SIGTERM")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_preparation_that_is_ended_says_so(error, status, said, tmp_path, monkeypatch, capsys):
+    def build(*_):
+        raise error
+
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module._Preparation, "build", build)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "run.toml"])
+    assert end.value.code == status
+    wanted = f"superstep: {said}. The run had not begun: there is nothing to go on from.\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_run_of_torchrun_goes_on_with_its_own_command(tmp_path, monkeypatch):
+    runs.make_files(tmp_path)
+    folder = RunFolder(root=tmp_path)
+    folder.config.touch()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "begin again with: superstep train --state.dir" in how_to_go_on(folder)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = how_to_go_on(folder)
+    assert said.endswith("; start the same command again with --state.existing resume.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 
@@ -18,7 +19,8 @@ def ended(error: BaseException, folder: RunFolder) -> int | None:
         case KeyboardInterrupt():
             return _told("interrupted", folder, INTERRUPTED)
         case SystemExit(code=code) if code == STOPPED:
-            return _told("ended by SIGTERM, before the step was done", folder, STOPPED)
+            has_begun = folder.config.is_file()
+            return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED)
         case _:
             return None
 
@@ -40,6 +42,9 @@ def how_to_go_on(folder: RunFolder) -> str:
     # The run's own settings are in its folder: the command needs no other flag.
     command = f"superstep train --state.dir {shlex.quote(str(folder.root))} --state.existing resume"
     found = checkpoints(folder.checkpoints)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # by torchrun or srun, whose flags are not known here
+        newest = f"The newest checkpoint is {found[-1]}" if found else "The run has no checkpoint yet"
+        return f"{newest}; start the same command again with --state.existing resume."
     if not found:
         return f"The run has no checkpoint yet; begin again with: {command}"
     return f"The newest checkpoint is {found[-1]}; go on with: {command}"

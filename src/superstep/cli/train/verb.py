@@ -155,7 +155,12 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
         if is_prepared(data, vocab_of(run), kept):
             prepare(data, vocab_of(run), kept)
         else:
-            prepared(data, vocab_of(run), kept, sys.stdout, is_shared=bool(data.cache))
+            try:
+                prepared(data, vocab_of(run), kept, sys.stdout, is_shared=bool(data.cache))
+            except (KeyboardInterrupt, SystemExit) as error:
+                if (status := ended(error, folder)) is not None:
+                    raise SystemExit(status) from None
+                raise
     if checkpoint is not None:
         rundir.check_tokens(checkpoint, kept)
     return kept
