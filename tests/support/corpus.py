@@ -14,20 +14,20 @@ from superstep.data.tokens import FORMAT, SPLITS, Manifest
 DOCUMENTS = 400
 
 
-def write_corpus(folder: Path, *, vocab: int, seed: int = 1) -> Path:
-    """A folder that ``open_corpus`` opens, with documents of 3 to 40 tokens."""
+def write_corpus(folder: Path, *, vocab: int, seed: int = 1, tokens: tuple[int, int] = (3, 40)) -> Path:
+    """A folder that ``open_corpus`` opens, with documents of so many tokens, from the fewest to the most."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {}
     for split in SPLITS:
-        lengths = random.integers(3, 41, DOCUMENTS)
+        lengths = random.integers(tokens[0], tokens[1] + 1, DOCUMENTS)
         bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        tokens = random.integers(1, vocab, bounds[-1]).astype(np.uint16)
-        tokens[bounds[1:] - 1] = 0
-        tokens.tofile(folder / f"{split}.tokens")
+        ids = random.integers(1, vocab, bounds[-1]).astype(np.uint16)
+        ids[bounds[1:] - 1] = 0
+        ids.tofile(folder / f"{split}.tokens")
         with (folder / f"{split}.index").open("wb") as file:
             np.save(file, bounds)
-        sizes[split] = len(tokens)
+        sizes[split] = len(ids)
     words = {ENDS_OF_TEXT[0]: 0} | {f"w{number}": number for number in range(1, vocab)}
     tokenizers.Tokenizer(WordLevel(words, unk_token=ENDS_OF_TEXT[0])).save(str(folder / "tokenizer.json"))
     manifest = Manifest(
