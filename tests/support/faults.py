@@ -265,6 +265,23 @@ FAULTS: dict[str, Fault] = {
     "weights loaded but not used, bf16": Fault(
         plant=plant_data.parameters_not_refreshed, plan={"dp": 2, "zero": 0}, compute="bf16", first="restart"
     ),
+    "gradients of linears 5% too large, in bf16 on any number of ranks": Fault(
+        plant=plant_sums.linears_too_large,
+        plan={"dp": 2, "zero": 1},
+        compute="bf16",
+        first="scale",
+        says="gradients, ratio 1.0",
+        everywhere=True,
+    ),
+    "the same with experts": Fault(
+        plant=plant_sums.linears_too_large,
+        plan={"dp": 2, "tp": 2},
+        compute="bf16",
+        model=MOE,
+        first="scale",
+        says="gradients, ratio 1.0",
+        everywhere=True,
+    ),
     "one token too many in the divisor": Fault(
         plant=plant_data.count_of_tokens, plan={"dp": 2}, first="loss", everywhere=True
     ),

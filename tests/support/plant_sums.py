@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from superstep.runtime import collectives, executor
+from superstep.runtime import accumulate, collectives, executor
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.engine import Engine
 from superstep.runtime.executor import Executor
@@ -72,6 +72,16 @@ def half_the_scale():
         return inner(self, *args, scale=scale / 2, **rest)
 
     return mock.patch.object(Executor, "run", run)
+
+
+def linears_too_large():
+    """Weight gradients of linears 5% too large, in bf16 alone."""
+    inner = accumulate.add_product
+
+    def add_product(total, left, right):
+        inner(total, left, right, 1.0 if left.dtype == torch.float32 else 1.05)
+
+    return mock.patch.object(accumulate, "add_product", add_product)
 
 
 def one_unit_not_reduced(kind):

@@ -24,7 +24,9 @@ def make_case(tmp_path_factory):
     def make(fault: Fault):
         if fault.everywhere:
             with fault.plant():
-                return Cases(root / "planted", corpus, steps=2).case(resolve(fault.config), reruns=True)
+                return Cases(root / f"planted {fault.plan} {fault.compute}", corpus, steps=2).case(
+                    resolve(fault.config), reruns=True
+                )
         key = fault.compute, bool(fault.model)
         cases = made.setdefault(key, Cases(root / str(len(made)), corpus, steps=2))
         return cases.case(resolve(fault.config), reruns=True)
@@ -91,6 +93,8 @@ REPRESENTATIVE = (
     "a sample skipped after each batch",
     "second moments not loaded",
     "another gradient each time",
+    "gradients of linears 5% too large, in bf16 on any number of ranks",
+    "the same with experts",
 )
 """One of each kind; all of them take a few minutes."""
 

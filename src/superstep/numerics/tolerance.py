@@ -21,6 +21,12 @@ the largest are in ``bench/results/tolerance.json``. What is allowed is their su
           updates                              1.2 in all an update whose sign is rounding differs by twice itself: in
                                                           a tensor of a few elements this says little, and the next
                                                           step's loss and gradients say the rest
+    bf16  scale of all gradients               8 to 35      roundings go up as often as down, so nearly nothing of them
+                                                          is left in the factor between all gradients and the
+                                                          reference's: 1.3e-3 in a first step and 8.5e-4 in later ones
+                                                          at most, over 52 runs of small models on one and two ranks,
+                                                          with and without experts. A gradient that is too large
+                                                          everywhere shows in it alone
     with experts, bf16                                    near ties in a router fall the other way, and a token's
                                                           gradient goes to another expert: only exact mode can tell
                                                           this from a fault, so prove it with --exact
@@ -43,6 +49,8 @@ class Tolerance:
     gradient: float
     gradient_later: float
     update: float
+    scale: float
+    scale_later: float
 
     def of(self, kind: str, *, is_first: bool) -> float:
         """What a value of a kind may differ by, in the first step or in a later one."""
@@ -50,6 +58,8 @@ class Tolerance:
         match kind:
             case "loss":
                 return self.loss
+            case "scale":
+                return self.scale if is_first else self.scale_later
             case "update":
                 return self.update
             case "square":
@@ -61,17 +71,17 @@ class Tolerance:
 
 
 TOLERANCE: dict[Dtype, Tolerance] = {
-    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2),
-    "bf16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2),
+    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
+    "bf16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2, scale=1e-2, scale_later=3e-2),
 }
 
 WITH_EXPERTS: dict[Dtype, Tolerance] = {
-    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2),
-    "bf16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5),
+    "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
+    "bf16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5, scale=1e-2, scale_later=3e-2),
 }
 
 
-SAME_ROUNDING = Tolerance(loss=1e-6, gradient=1e-5, gradient_later=2e-2, update=2e-2)
+SAME_ROUNDING = Tolerance(loss=1e-6, gradient=1e-5, gradient_later=2e-2, update=2e-2, scale=1e-5, scale_later=2e-2)
 """Of a layout in bf16 from the engine on one rank in bf16, where no product is cut: both round the same numbers, and
 what is left is the order of fp32 sums. Measured over such layouts of 2 and 4 ranks: 1e-7 of a loss, 7e-8 of a first
 gradient; later, where a weight that lies between two bf16 numbers is rounded the other way, 5e-3 of a gradient of four

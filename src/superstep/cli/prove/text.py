@@ -10,19 +10,20 @@ from superstep.train.proof.close import Verdict, has_same_roundings
 from superstep.train.proof.compare import KINDS, Difference
 
 HELD = {True: "the same bits", False: "OTHER BITS", None: "not asked"}
-WIDTHS = (9, 10, 9, 9, 9, 9)
+WIDTHS = (9, 10, 9, 9, 9, 9, 9)
 
 
 def verdict_lines(case: Case, verdict: Verdict) -> Iterator[str]:
     """One layout's: the worst tensor of each kind first."""
     again = verdict.again
-    yield f"{'':2}{'':10}{'worst tensor':44}{'difference':>12}{'allowed':>10}"
+    wide = max(44, *(len(worst.name) + 1 for worst in verdict.worst))
+    yield f"{'':2}{'':10}{'worst tensor':{wide}}{'difference':>12}{'allowed':>10}"
     against = verdict.worst[0].against
     for worst in verdict.worst:
         if worst.against != against:
             against = worst.against
             yield f"  beside {against} in bf16"
-        yield _row(worst)
+        yield _row(worst, wide)
     yield f"  {'rerun':10}{HELD[again.is_rerun_same]}"
     yield f"  {'restart':10}{HELD[again.is_restart_same]}"
     yield from _wrong(verdict)
@@ -83,10 +84,10 @@ def _wrong(verdict: Verdict) -> Iterator[str]:
         yield f"  {'restart' if verdict.again.is_rerun_same else 'rerun'}: {verdict.again.first}"
 
 
-def _row(worst: Difference) -> str:
+def _row(worst: Difference, wide: int) -> str:
     name = worst.name or f"step {worst.step}"
     mark = "✗" if worst.is_wrong else " "
-    return f"{mark:2}{worst.kind:10}{name:44}{worst.relative:>12.1e}{worst.allowed:>10.0e}"
+    return f"{mark:2}{worst.kind:10}{name:{wide}}{worst.relative:>12.1e}{worst.allowed:>10.0e}"
 
 
 def _largest(verdict: Verdict) -> float:

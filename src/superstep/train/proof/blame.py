@@ -39,6 +39,9 @@ def hints(
     wrong = {d.name for d in same if d.is_wrong}
     if first.name:
         yield _scale(same, wrong, first)
+    elif first.kind == "scale":
+        count = len({d.name for d in differences if (d.step, d.kind) == (first.step, "gradient")})
+        yield f"all {count} gradients, ratio {first.ratio:.3f}"
     found = list(dict.fromkeys(describe(i) for i in _producers(first, wrong, {d.name for d in same}, program, specs)))
     if found:
         more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
@@ -73,7 +76,7 @@ def _producers(
         case "loss" if first.step > 0:
             # All weights were right after the step before: what gathers them is left.
             yield from (i for i in every if isinstance(i, Fetch))
-        case "loss":
+        case "loss" | "scale":
             return
         case _:
             yield from (i for i in every if isinstance(i, Step))

@@ -27,7 +27,7 @@ from superstep.state.piece import STATE, Piece
 from superstep.train.batches import microbatches, rows
 from superstep.train.model import units_of
 from superstep.train.proof.blame import hints
-from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick
+from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.reference import reference_steps, unit_steps
 from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hashed, piece_bits
 from superstep.train.schedule import rate
@@ -166,6 +166,7 @@ def _judged(
         return _straight(world, run, specs, batches, ())[1]
 
     everyone = [d for part in gather(found) for d in part]
+    everyone += scales(everyone, yardsticks[0])
     # What is wrong already is only run again as it was: a training loop refuses a loss that is no number.
     corpus = None if any(d.is_wrong for d in everyone) else corpus
     again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else Again()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ CAP = 3.0
 """Noise of a large tensor, in tolerances, that is believed."""
 
 Against = Literal["the reference", "one rank"]
-KINDS = ("loss", "gradient", "norm", "moment", "square", "update")
+KINDS = ("loss", "gradient", "scale", "norm", "moment", "square", "update")
 """What is compared in each step, in the order in which it is computed."""
 
 KIND_OF = {"gradient": "gradient", "weight": "update", "exp_avg": "moment", "exp_avg_sq": "square"}
@@ -59,14 +59,15 @@ class Difference:
     """One compared value of one step.
 
     Attributes:
-        kind: one of ``KINDS``: loss, gradient, norm of all gradients before clipping, Adam's moments (the first is a
-            sum of the gradients that left the clip, the second of their squares) or update.
-        name: the tensor's global name; empty for the loss and the norm.
+        kind: one of ``KINDS``: loss, gradient, the scale of all gradients together, their norm before clipping, Adam's
+            moments (the first is a sum of the gradients that left the clip, the second of their squares) or update.
+        name: the tensor's global name; empty for the loss, the scale and the norm.
         relative: how far the layout lies from the yardstick, as ``numerics.tolerance`` defines it.
         allowed: the tolerance.
         against: the yardstick.
         ratio: the factor that comes nearest to turning the yardstick's into ours; NaN where that is all zeros.
         beside: how far ours lies from that multiple, relative to it.
+        square: the sum of squares of the yardstick's.
     """
 
     step: int
@@ -77,6 +78,7 @@ class Difference:
     against: Against = "the reference"
     ratio: float = float("nan")
     beside: float = float("nan")
+    square: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -91,6 +93,7 @@ class Difference:
     def describe(self) -> str:
         """One line for a person."""
         what = self.kind if not self.name else f"{self.kind} of {self.name}"
+        what = "scale of all gradients" if self.kind == "scale" else what
         beside = "" if self.against == "the reference" else f" from {self.against}'s"
         return f"step {self.step}: {what} differs{beside} by {self.relative:.2e}, allowed is {self.allowed:.0e}"
 
@@ -151,7 +154,9 @@ class Compare:
         beside = float((ours - ratio * theirs).norm()) / length if length else float("nan")
         kind = KIND_OF[piece.kind]
         allowed = yard.most(kind, self._step, noise, whole.numel())
-        return self._difference(yard, kind, piece.name, relative, allowed, ratio, beside)
+        return replace(
+            self._difference(yard, kind, piece.name, relative, allowed), ratio=ratio, beside=beside, square=scale
+        )
 
     def _read(self, folder: Path, piece: Piece) -> Tensor:
         with safe_open(folder / f"{self._step}.safetensors", framework="pt") as file:
@@ -165,8 +170,6 @@ class Compare:
         name: str,
         relative: float,
         allowed: float,
-        ratio: float = float("nan"),
-        beside: float = float("nan"),
     ) -> Difference:
         return Difference(
             step=self._step,
@@ -175,8 +178,27 @@ class Compare:
             relative=relative,
             allowed=allowed,
             against=yard.against,
+        )
+
+
+def scales(differences: Sequence[Difference], yard: Yardstick) -> Iterator[Difference]:
+    """Of each step the factor that comes nearest to turning all the yardstick's gradients into ours: what every rank
+    holds counts. Roundings go up as often as down, so in a sum over all elements little is left of them.
+    """
+    mine = [d for d in differences if d.kind == "gradient" and d.against == yard.against]
+    for step in sorted({d.step for d in mine}):
+        those = [d for d in mine if d.step == step and d.square]
+        whole = sum(d.square for d in those)
+        ratio = sum(d.ratio * d.square for d in those) / whole if whole else 1.0
+        allowed = yard.allowed.of("scale", is_first=step == 0)
+        yield Difference(
+            step=step,
+            kind="scale",
+            name="",
+            relative=abs(ratio - 1),
+            allowed=allowed,
+            against=yard.against,
             ratio=ratio,
-            beside=beside,
         )
 
 
