@@ -22,18 +22,21 @@ def summed(rank: int, world: int, factor: float) -> tuple[float, int, int]:
 
 
 def failing(rank: int, world: int) -> None:
+    dist.barrier()  # all are connected: what follows is this rank's doing alone
     if rank == 1:
         raise ValueError("a planted fault")
     dist.barrier()
 
 
 def hanging(rank: int, world: int) -> None:
+    dist.barrier()  # all are connected: what follows is this rank's doing alone
     if rank == 1:
         time.sleep(600)
     dist.barrier()
 
 
 def dying(rank: int, world: int) -> None:
+    dist.barrier()  # all are connected: what follows is this rank's doing alone
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
