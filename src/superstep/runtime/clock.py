@@ -11,17 +11,16 @@ Ranks of one host share its clock, so that the shortest of any of them counts fo
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from superstep.runtime.device import Device
 from superstep.runtime.launch import gather
+from superstep.state.shares import running_system
 
 ROUNDS = 16
 
@@ -44,7 +43,7 @@ def offset_to_rank_0(
         clock: seconds of a clock that is the same for all ranks of a host.
         host: whose clock it is; None means this machine since it was started.
     """
-    host = host or _host()
+    host = host or running_system()
     hosts = gather(host)
     if len(set(hosts)) == 1:
         return Offset(0.0, 0.0)
@@ -65,11 +64,3 @@ def _round(device: Device, clock: Callable[[], float]) -> Offset:
     s = value.item()
     after_s = clock()
     return Offset(s - (before_s + after_s) / 2, (after_s - before_s) / 2)
-
-
-def _host() -> str:
-    """A name that a monotonic clock belongs to: this machine since it was started, else its network name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return platform.node()

@@ -82,11 +82,16 @@ class Shares:
 
 def page_cache(folder: Path) -> str:
     """A name for the page cache that this process sees a folder through: the same for all who share it."""
+    return f"{running_system()} {os.stat(folder).st_dev}"
+
+
+def running_system() -> str:
+    """A name for this machine since it was started: who shares it shares the kernel, its caches and its clock."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         kernel = f"{uuid.getnode():x}"
-    return f"{platform.node()} {kernel} {os.stat(folder).st_dev}"
+    return f"{platform.node()} {kernel}"
 
 
 def granules(ranges: Iterable[Range]) -> list[Range]:
