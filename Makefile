@@ -1,6 +1,6 @@
 # make setup    a virtual environment in .venv with all that the other targets need
 # make train    the demo run, resumed where it stopped; ARGS="--plan.dp 2" passes flags on
-# make test     every test but the soaks and those that need a GPU
+# make test     every test but the soaks and those that need a GPU; WORKERS=1 runs them in one process
 # make check    lint, format, types, import order
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
 # make docs     the pages' tables and drawings, from the code
@@ -9,6 +9,7 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= train_vs_peers
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -27,7 +28,7 @@ train: setup
 	$(BIN)/superstep train --state.existing resume $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" tests
 
 check: setup
 	$(BIN)/ruff check .

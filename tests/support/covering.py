@@ -83,13 +83,14 @@ def _drawn(dice: random.Random, world: int) -> RunConfig:
         rules=dice.choice(RULES),
         microbatch=dice.choice([1, 2]),
     )
-    layers = 9 if world > 2 else 5
+    stages = plan.pp * chunks
+    layers = max(3, stages + 1)
     if dice.choice([True, False]):
-        others = plan.pp * chunks - 1
-        plan = replace(plan, stages=(layers + 2 - others, *[1] * others))
+        plan = replace(plan, stages=(layers + 3 - stages, *[1] * (stages - 1)))
     return small.config(
         layers=layers,
-        sequences=16 if world > 4 else 8,
+        # Two microbatches for each data-parallel rank at least, and as many as there are pipeline ranks.
+        sequences=max(2 * plan.dp, 8 if plan.dp > 1 or plan.pp > 2 else 4),
         tied=dice.choice([True, False]),
         packed=dice.choice([True, False]),
         masked=dice.choice([True, False]),

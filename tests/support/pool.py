@@ -29,6 +29,9 @@ from typing import Any
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
 
+IMPORTED = ["pytest", "superstep.train.proof.case", "superstep.train.proof.exact", "superstep.train.loop"]
+"""What a process imports once, of which each rank is then a fork: none waits for torch, and they share its memory."""
+
 START_S = 120.0
 """How long a rank may take to import torch: seconds, more where every core is busy."""
 
@@ -40,7 +43,7 @@ class RankError(Exception):
 class _Rank:
     """One worker process, as the pool sees it."""
 
-    def __init__(self, context: multiprocessing.context.SpawnContext, stacks: Path) -> None:
+    def __init__(self, context: multiprocessing.context.ForkServerContext, stacks: Path) -> None:
         self.stacks = stacks
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
@@ -67,7 +70,8 @@ class Pool:
 
     def __init__(self, size: int = 8) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(IMPORTED)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks: list[_Rank] = []
         self._runs = 0
@@ -160,6 +164,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pool
     import torch
+    import torch.distributed as dist
 
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -169,7 +174,12 @@ def _serve(pipe: Connection, stacks: str) -> None:
                 rank, world, store, timeout_s, path, call = pipe.recv()
                 sys.path.extend(folder for folder in path if folder not in sys.path)
                 torch.set_num_threads(1)
-                pipe.send(_answer(rank, world, store, timeout_s, call))
+                try:
+                    # Told before the connections go: what the others say of these comes after the cause.
+                    pipe.send(_answer(rank, world, store, timeout_s, call))
+                finally:
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
 
 
 def _answer(rank: int, world: int, store: str, timeout_s: float, call: bytes) -> tuple[bool, Any]:
@@ -187,6 +197,3 @@ def _answer(rank: int, world: int, store: str, timeout_s: float, call: bytes) ->
         return True, pickle.dumps(fn(rank, world, *args))
     except BaseException:  # noqa: BLE001  the parent gets it as text, whatever it is
         return False, traceback.format_exc()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

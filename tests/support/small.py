@@ -34,6 +34,11 @@ def config(
     )
 
 
+def layers_for(plan):
+    """The fewest blocks that a plan's stages can share: what more would find, they find."""
+    return max(2, plan.get("pp", 1) * plan.get("chunks", 1), sum(plan.get("stages", ())) - 2)
+
+
 def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS, masked=False):
     """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets. Masked,
     each row has documents of its own, from one to one for every other token, and no target at their ends.

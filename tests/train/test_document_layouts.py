@@ -35,8 +35,8 @@ RULES = (("attention", "tp"), ("hidden", "tp"), ("words", "tp"))
 TOKENS = 32
 
 
-def config(*, experts=False, exact=False, compute="fp32", **plan):
-    found = small.config(layers=4, compute=compute, **plan)
+def config(*, layers=None, experts=False, exact=False, compute="fp32", **plan):
+    found = small.config(layers=layers or small.layers_for(plan), compute=compute, **plan)
     if experts:
         model = replace(found.model, experts=4, router="dropless", ffn=24, shared_experts=1, balance_weight=0.2)
         found = replace(found, model=model)
@@ -97,7 +97,7 @@ def reference(tmp_path_factory):
     root = tmp_path_factory.mktemp("references")
 
     def folder(run):
-        name = run.config.model.source or f"experts={run.shape.moe is not None}"
+        name = run.config.model.source or f"layers={run.shape.layers} experts={run.shape.moe is not None}"
         found = root / Path(name).stem
         if not found.exists():
             found.mkdir()
@@ -150,6 +150,7 @@ def bits(pool, tmp_path_factory):
 
     def folder(layout):
         kind = {name: layout[name] for name in ("experts", "compute") if name in layout}
+        kind["layers"] = small.layers_for(layout)
         if str(kind) not in folders:
             folders[str(kind)] = str(tmp_path_factory.mktemp("bits"))
             pool.run(1, _write, resolve(config(exact=True, microbatch=2, **kind)), folders[str(kind)], timeout_s=100)

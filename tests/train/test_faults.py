@@ -123,13 +123,11 @@ def test_the_table_has_every_kind_of_layout_and_dtype():
     assert {fault.first for fault in FAULTS.values()} >= {"moment", "norm", "update", "restart", "loop", "rerun"}
 
 
-def test_the_same_layouts_without_a_fault_are_proven(pool, make_case):
+@pytest.mark.parametrize("names", [REPRESENTATIVE, pytest.param(tuple(FAULTS), marks=pytest.mark.slow)], ids=len)
+def test_the_same_layouts_without_a_fault_are_proven(pool, make_case, names):
+    faults = [FAULTS[name] for name in names if not FAULTS[name].everywhere]
     for compute in ("fp32", "bf16"):
-        plans = {
-            str(fault.plan | fault.model): fault
-            for fault in FAULTS.values()
-            if fault.compute == compute and not fault.everywhere
-        }
+        plans = {str(fault.plan | fault.model): fault for fault in faults if fault.compute == compute}
         cases = [make_case(fault) for fault in plans.values()]
         for world in (2, 4):
             here = [case for case in cases if case.run.plan.mesh.world == world]

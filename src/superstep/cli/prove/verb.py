@@ -16,8 +16,7 @@ from superstep.cli.preparing import prepared
 from superstep.cli.prove.exact import ExactCase, prove_bits
 from superstep.cli.prove.text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.data.prepare import is_prepared, prepare
-from superstep.data.stream import Batch
-from superstep.data.tokens import Corpus, open_corpus
+from superstep.data.tokens import open_corpus
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
@@ -27,6 +26,7 @@ from superstep.train.batches import stream_of
 from superstep.train.model import resolved, vocab_of
 from superstep.train.proof.case import Case, Cases, prove_case
 from superstep.train.proof.close import Verdict
+from superstep.train.proof.ragged import ragged_batches
 from superstep.train.proof.sweep import layouts
 
 
@@ -57,7 +57,14 @@ def _exact(options: Options, run: Resolved, corpus: Path) -> int:
     opened = open_corpus(corpus)
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         return prove_bits(
-            [ExactCase(run, _batches(run, opened, options.steps), Path(folder) / _kind(run)) for run in runs]
+            [
+                ExactCase(
+                    run,
+                    ragged_batches(stream_of(run.config, opened, "train"), options.steps),
+                    Path(folder) / _kind(run),
+                )
+                for run in runs
+            ]
         )
 
 
@@ -117,12 +124,6 @@ def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:
         if world.rank == 0 and len(cases) > 1:
             _say(sweep_row(case, found[-1]))
     return found
-
-
-def _batches(run: Resolved, corpus: Corpus, steps: int) -> tuple[Batch, ...]:
-    stream = stream_of(run.config, corpus, "train")
-    size = run.config.train.batch_sequences
-    return tuple(stream.batch(step * size, slice(0, size)) for step in range(steps))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from superstep.runtime.launch import World, launch_on
 from superstep.train.batches import stream_of
 from superstep.train.model import resolved, units_of
 from superstep.train.proof.close import Verdict, has_same_roundings, prove, reference, write_one_rank, write_reference
-from superstep.train.proof.ragged import Ragged, documents_begun
+from superstep.train.proof.ragged import documents_begun, ragged_batches
 
 DECAY = 20.0
 """Weight decay while proving: against first weights of 0.02 it makes 0.4 of what Adam makes, where 0.1 would make a
@@ -66,7 +66,7 @@ class Cases:
         train = replace(config.train, steps=max(config.train.steps, self._steps))
         if train.weight_decay > 0:
             train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
-        batches = self._batches(run)
+        batches = ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
         kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
         folder = self._root / kind
         if folder not in self._clips:
@@ -84,11 +84,6 @@ class Cases:
             corpus=self._corpus,
             reruns=reruns,
         )
-
-    def _batches(self, run: Resolved) -> tuple[Batch, ...]:
-        source = Ragged(stream_of(run.config, open_corpus(self._corpus), "train"))
-        size = source.batch_sequences
-        return tuple(source.batch(step * size, slice(0, size)) for step in range(self._steps))
 
     def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
         """In bf16: what the engine gives on one rank, at the same microbatch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import safe_open
 from torch import Tensor
@@ -113,6 +113,7 @@ class Compare:
         self._seed = seed
         self._step = step
         self._yardsticks = yardsticks
+        self._files: dict[Path, Any] = {}
 
     def step(self, result: StepResult) -> list[Difference]:
         """The loss and the norm."""
@@ -159,8 +160,9 @@ class Compare:
         )
 
     def _read(self, folder: Path, piece: Piece) -> Tensor:
-        with safe_open(folder / f"{self._step}.safetensors", framework="pt") as file:
-            whole: Tensor = file.get_tensor(f"{piece.kind}/{piece.name}")
+        if folder not in self._files:
+            self._files[folder] = safe_open(folder / f"{self._step}.safetensors", framework="pt")
+        whole: Tensor = self._files[folder].get_tensor(f"{piece.kind}/{piece.name}")
         return whole.double()
 
     def _difference(

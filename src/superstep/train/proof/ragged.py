@@ -89,3 +89,10 @@ class Ragged:
         ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
         # The source's own count, less what was taken away here: a count that is wrong stays wrong.
         return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)
+
+
+def ragged_batches(source: Source, steps: int) -> tuple[Batch, ...]:
+    """Whole global batches of the first steps, ``Ragged``."""
+    ragged = Ragged(source)
+    size = ragged.batch_sequences
+    return tuple(ragged.batch(step * size, slice(0, size)) for step in range(steps))
