@@ -175,3 +175,15 @@ def stack_ranks(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(group.size(), *x.shape)
     _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
+
+
+def from_first(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
+    """The numbers of the group's first rank, on every rank; what the others bring does not count."""
+    count = torch.tensor([len(numbers)], device=device)
+    dist.broadcast(count, group=group, group_src=0)
+    values = torch.zeros(int(count), dtype=torch.int64, device=device)
+    if group.rank() == 0:
+        values.copy_(torch.tensor(numbers, dtype=torch.int64))
+    dist.broadcast(values, group=group, group_src=0)
+    found: list[int] = values.tolist()
+    return found

@@ -148,6 +148,25 @@ class Progress:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Info:
+    """What is served.
+
+    Attributes:
+        name: of the model.
+        vocab: token ids are below this.
+        context_tokens: the most tokens of a prompt and its answer together.
+        end_of_text: tokens with which the model ends an answer.
+        version: of its weights: a digest of their content.
+    """
+
+    name: str
+    vocab: int
+    context_tokens: int
+    end_of_text: tuple[int, ...]
+    version: str
+
+
 def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
     """Refuse what cannot be answered, before the engine sees it.
 

@@ -1,10 +1,8 @@
 """Causal attention whose bits do not depend on who computes which part.
 
-The sequence is cut into chunks, the same on every layout. A chunk's queries meet all keys up to its end in one product,
-so that every sum over keys has one length and one order, whichever rank holds the chunk and however many heads. A key
-serves the queries of several chunks: their parts of its gradient are put on a fixed grid and added as integers.
-
-With a document mask the products stay as they are, and scores across documents are struck out with those of later keys.
+What a query sees is computed as ``numerics.invariant_attention`` does it: from its document's start in blocks of keys,
+whoever computes it and with what beside it. For gradients the sequence is cut into chunks, the same on every layout. A
+key serves the queries of several chunks: their parts of its gradient are put on a fixed grid and added as integers.
 
     B  sequences      N  query heads              P  the keys that a chunk's queries may see
     C  a chunk        K  key and value heads      G  query heads of one key head, N / K
@@ -12,14 +10,16 @@ With a document mask the products stay as they are, and scores across documents 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from superstep.numerics.fixed_point import ACTIVATION, Grid
+from superstep.numerics.invariant_attention import BLOCK, attend_rows, padded_keys, padded_rows, probabilities
 
 
 class Exchange(Protocol):
@@ -65,51 +65,90 @@ class ExactAttend:
         out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self)  # type: ignore[no-untyped-call]
         return out
 
-    def hidden(self, chunk: int, length: int, device: torch.device) -> Tensor:
-        """Which keys a query of a chunk does not see: [B, C, P], or without documents, of the last keys: [1, C, C]."""
-        later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None]
+    def parts(self, chunk: int, length: int, sequences: int) -> Iterator[Part]:
+        """The pieces of a chunk whose queries see keys from one start on: all sequences, or each document's own."""
+        first, end = chunk * length, (chunk + 1) * length
         if self.starts is None:
-            return later
-        first = chunk * length
-        earlier = torch.arange(first + length, device=device) < self.starts[:, first : first + length, None]
-        earlier[..., first:] |= later
-        return earlier
+            yield Part(slice(0, sequences), first, end, 0)
+            return
+        for row, starts in enumerate(self.starts[:, first:end].tolist()):
+            for start, group in groupby(range(length), key=starts.__getitem__):
+                places = list(group)
+                yield Part(slice(row, row + 1), first + places[0], first + places[-1] + 1, start)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Queries that see the same keys but for later ones.
+
+    Attributes:
+        sequences: whose they are.
+        first: position of the first query.
+        end: one past the last one's.
+        start: position of the first key.
+    """
+
+    sequences: slice
+    first: int
+    end: int
+    start: int
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """Which keys a query does not see, of whole blocks of them: [queries, P]."""
+        keys = self.end - self.start + -(self.end - self.start) % BLOCK
+        place = torch.arange(self.first - self.start, self.end - self.start, device=device)
+        return torch.arange(keys, device=device) > place[:, None]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: ExactAttend) -> Tensor:  # noqa: ANN401
         ctx.dtype, ctx.how = q.dtype, how
-        keys, values = (_by_head(how.exchange.gather(x.contiguous()).float()) for x in (k, v))
+        keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
         ctx.save_for_backward(q, keys, values)
-        kv_heads, length = k.shape[2], q.shape[1] // len(how.chunks)
         out = torch.empty_like(q)
-        for at, chunk in enumerate(how.chunks):
-            here, seen = slice(at * length, (at + 1) * length), (chunk + 1) * length
-            p = _probabilities(_rows(q[:, here], kv_heads), keys[:, :seen], how.hidden(chunk, length, q.device))
-            out[:, here] = _unrows(torch.bmm(p, values[:, :seen]), q[:, here]).to(q.dtype)
+        for part, here in _parts(how, q):
+            seen, heads = slice(part.start, part.end), q.shape[2] // k.shape[2]
+            rows = _rows(q[here], k.shape[2])
+            mixed = attend_rows(
+                rows,
+                padded_keys(_by_head(keys[part.sequences, seen])),
+                padded_keys(_by_head(values[part.sequences, seen])),
+                part.hidden(q.device).repeat(heads, 1),
+            )
+            out[here] = _unrows(mixed, q[here]).to(q.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
         q, keys, values = ctx.saved_tensors
         how: ExactAttend = ctx.how
-        kv_heads, length = keys.shape[0] // q.shape[0], q.shape[1] // len(how.chunks)
+        kv_heads = keys.shape[2]
         dq = torch.empty_like(q)
         dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (keys, values))
-        for at, chunk in enumerate(how.chunks):
-            here, seen = slice(at * length, (at + 1) * length), (chunk + 1) * length
-            rows, drows = _rows(q[:, here], kv_heads), _rows(grad[:, here], kv_heads)
-            p = _probabilities(rows, keys[:, :seen], how.hidden(chunk, length, q.device))
-            dp = torch.bmm(drows, values[:, :seen].transpose(1, 2))
-            dvalues[:, :seen] += how.grid.put_(torch.bmm(p.transpose(1, 2), drows))
+        for part, here in _parts(how, q):
+            seen = slice(part.start, part.end)
+            count = part.end - part.start
+            own_keys, own_values = (_by_head(x[part.sequences, seen]) for x in (keys, values))
+            rows, drows = (padded_rows(_rows(x[here], kv_heads)) for x in (q, grad))
+            hidden = padded_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
+            p = probabilities(rows, padded_keys(own_keys), hidden)[..., :count]
+            dp = torch.bmm(drows, own_values.transpose(1, 2))
+            dvalues[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads)
             ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
-            dq[:, here] = _unrows(torch.bmm(ds, keys[:, :seen]), q[:, here]).to(q.dtype)
-            dkeys[:, :seen] += how.grid.put_(torch.bmm(ds.transpose(1, 2), rows))
-        dk, dv = (
-            how.grid.take(how.exchange.scatter_sum(_by_token(x, q.shape[0]))).to(ctx.dtype) for x in (dkeys, dvalues)
-        )
+            dq[here] = _unrows(torch.bmm(ds, own_keys), q[here]).to(q.dtype)
+            dkeys[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
+        dk, dv = (how.grid.take(how.exchange.scatter_sum(x)).to(ctx.dtype) for x in (dkeys, dvalues))
         return dq, dk, dv, None
+
+
+def _parts(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[Part, tuple[slice, slice]]]:
+    """Each part of this rank's queries, and where they lie among them."""
+    length = q_BSNH.shape[1] // len(how.chunks)
+    for at, chunk in enumerate(how.chunks):
+        for part in how.parts(chunk, length, q_BSNH.shape[0]):
+            shift = (at - chunk) * length
+            yield part, (part.sequences, slice(part.first + shift, part.end + shift))
 
 
 def _by_head(x_BSKH: Tensor) -> Tensor:
@@ -118,10 +157,10 @@ def _by_head(x_BSKH: Tensor) -> Tensor:
     return x_BSKH.transpose(1, 2).reshape(B * K, S, H)
 
 
-def _by_token(x: Tensor, sequences: int) -> Tensor:
+def _by_token(x: Tensor, kv_heads: int) -> Tensor:
     """Back from [B·K, S, H] to [B, S, K, H]."""
-    parted: Tensor = x.unflatten(0, (sequences, -1))
-    return parted.transpose(1, 2).contiguous()
+    parted: Tensor = x.unflatten(0, (-1, kv_heads))
+    return parted.transpose(1, 2)
 
 
 def _rows(x_BCNH: Tensor, kv_heads: int) -> Tensor:
@@ -134,14 +173,5 @@ def _unrows(rows: Tensor, like_BCNH: Tensor) -> Tensor:
     """Back from [B·K, G·C, H] to [B, C, N, H]."""
     B, C, N, H = like_BCNH.shape
     kv_heads = rows.shape[0] // B
-    return rows.view(B, kv_heads, N // kv_heads, C, H).permute(0, 3, 1, 2, 4).reshape(B, C, N, H)
-
-
-def _probabilities(rows: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-    """[B·K, G·C, P]: the softmax of the scores but for those that are hidden, of the last keys."""
-    scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(rows.shape[-1] ** -0.5)
-    sequences, length, last = hidden.shape
-    seen = scores[..., -last:].unflatten(0, (sequences, -1)).unflatten(2, (-1, length))
-    seen.masked_fill_(hidden[:, None, None], float("-inf"))
-    p: Tensor = torch.softmax(scores, dim=-1)
-    return p
+    G = N // kv_heads
+    return rows[:, : G * C].view(B, kv_heads, G, C, H).permute(0, 3, 1, 2, 4).reshape(B, C, N, H)

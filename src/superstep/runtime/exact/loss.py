@@ -45,7 +45,6 @@ class _Loss(torch.autograd.Function):
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
         place = 0 if cut.group is None else cut.group.rank()
         scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
-        top_BS1 = _over_ranks(scores_BSW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
         first = place * weight_WD.shape[0]
         column_BS1 = (targets_BS - first).unsqueeze(-1)
         is_here_BS1 = (column_BS1 >= 0) & (column_BS1 < weight_WD.shape[0])
@@ -53,9 +52,7 @@ class _Loss(torch.autograd.Function):
         # All ranks but one add zero.
         own_BS1 = scores_BSW.gather(-1, column_BS1).masked_fill_(~is_here_BS1, 0.0)
         score_BS1 = _over_ranks(own_BS1, cut, dist.ReduceOp.SUM)
-        exp_BSW = scores_BSW.sub_(top_BS1).exp_()
-        cells = exp_BSW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
-        total_BS1 = cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out)
+        exp_BSW, total_BS1, top_BS1 = totals_(scores_BSW, cut)
         is_valid_BS1 = (targets_BS != IGNORE).unsqueeze(-1)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             # A row's gradient is softmax - onehot.
@@ -73,6 +70,22 @@ class _Loss(torch.autograd.Function):
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
         return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
+
+
+def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+    """What a row's log-probabilities are made of; a column's is ``score - top - log(total)``.
+
+    Args:
+        scores_RW: this rank's columns, of rows of any number; they are overwritten.
+        cut: how the columns are cut.
+
+    Returns:
+        exp(score - top), its sum over all columns of all ranks, and the largest score: [R, W], [R, 1], [R, 1].
+    """
+    top_R1 = _over_ranks(scores_RW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
+    exp_RW = scores_RW.sub_(top_R1).exp_()
+    cells = exp_RW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
+    return exp_RW, cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out), top_R1
 
 
 def _over_ranks(values: Tensor, cut: Cut, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -1,0 +1,108 @@
+"""Attention of a step: every row sees the keys of its own text, wherever their pages are.
+
+One ``attend`` for each layer is passed to the trainer's own blocks. It writes the step's keys and values to their
+places, and reads each text's from its pages. In exact mode what a row sees is ``numerics.invariant_attention``, as in
+training; in fast mode torch's fused attention.
+
+    n  texts side by side     N  query heads of this rank    L  places read, in whole blocks
+    C  new rows of each       K  key heads, each of G = N / K query heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.numerics.invariant_attention import BLOCK, attend_rows
+from superstep.serve.compute.keys import KeyStore, Together, slots_of, together
+from superstep.serve.compute.rows import Part
+
+FAST_BLOCK = 64
+"""In fast mode texts are read together whose lengths are of the same so many keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What all layers of a step have in common.
+
+    Attributes:
+        slots: where each row's key goes, [T].
+        groups: rows that are computed together.
+        hidden: for each group, which keys its rows do not see: [n, C, L].
+        is_exact: whether bits must not depend on what is computed together.
+    """
+
+    slots: Tensor
+    groups: tuple[Together, ...]
+    hidden: tuple[Tensor, ...]
+    is_exact: bool
+
+
+def reading(
+    parts: Sequence[Part], page_tokens: int, device: torch.device, *, window: int | None, is_exact: bool
+) -> Reading:
+    """The places of a step's rows.
+
+    Args:
+        parts: of the step.
+        page_tokens: positions of a page.
+        device: where keys lie.
+        window: tokens that a row sees back to, itself among them; None means all.
+        is_exact: whether bits must not depend on what is computed together.
+    """
+    groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
+    written = [
+        slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
+    ]
+    return Reading(
+        slots=torch.tensor(written, device=device),
+        groups=tuple(groups),
+        hidden=tuple(_hidden(group, window) for group in groups),
+        is_exact=is_exact,
+    )
+
+
+def _hidden(group: Together, window: int | None) -> Tensor:
+    place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
+    ends = group.ends[..., None]
+    hidden = place_L >= ends
+    return hidden if window is None else hidden | (place_L < ends - window)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """The ``attend`` of one layer in one step."""
+
+    store: KeyStore
+    layer: int
+    step: Reading
+
+    def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
+        """The mixed values: [1, T, N, H]."""
+        self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
+        out_TNH = torch.empty_like(q_1TNH[0])
+        mix = _exact if self.step.is_exact else _fast
+        for group, hidden in zip(self.step.groups, self.step.hidden, strict=True):
+            keys, values = self.store.read(self.layer, group.slots)
+            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values, hidden).to(out_TNH.dtype)
+        return out_TNH[None]
+
+
+def _fast(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden_nCL[:, None], enable_gqa=True)
+    return mixed.transpose(1, 2)
+
+
+def _exact(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:
+    n, C, N, H = q_nCNH.shape
+    K = k_nLKH.shape[2]
+    rows = q_nCNH.float().view(n, C, K, N // K, H).permute(0, 2, 3, 1, 4).reshape(n * K, -1, H)
+    keys, values = (x.float().transpose(1, 2).reshape(n * K, -1, H) for x in (k_nLKH, v_nLKH))
+    hidden = hidden_nCL.repeat(1, N // K, 1).repeat_interleave(K, 0)
+    mixed = attend_rows(rows, keys, values, hidden)
+    return mixed.view(n, K, N // K, C, H).permute(0, 3, 1, 2, 4).reshape(n, C, N, H)

@@ -1,0 +1,139 @@
+"""Drawing tokens: a pure function of the logits, of what was drawn before, and of (seed, position).
+
+A token is the argmax of logits / temperature plus Gumbel noise (Gumbel 1954; the trick of Maddison 2014), and the noise
+of a token is a hash of seed, position and token. So who else is served, in which order and on which rank, changes no
+draw; and a guessed token may stand exactly where it equals the draw.
+
+    V  vocabulary
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.serve.request import Sampling, Told
+
+_MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
+"""The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the draw of a token depends on beside the logits.
+
+    Attributes:
+        prompt: the tokens of the prompt.
+        drawn: those drawn so far.
+        allowed: which tokens the answer's form allows next, [V]; None means all.
+    """
+
+    prompt: Sequence[int]
+    drawn: Sequence[int]
+    allowed: Tensor | None = None
+
+
+def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """Noise for some tokens at a position, fp64: a function of its arguments alone, on any machine.
+
+    Args:
+        seed: of the request's draws.
+        position: of the token that is drawn.
+        tokens: ids, int64.
+    """
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little", signed=True)
+    bits = tokens * -0x61C8864680B583EB + key  # a step of the golden ratio; int64 wraps around
+    for shift, factor in ((33, _MIX_1), (33, _MIX_2), (33, 1)):
+        bits = (bits ^ (bits >> shift) & ((1 << (64 - shift)) - 1)) * factor
+    uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def draw(logits_V: Tensor, totals: tuple[float, float], sampling: Sampling, seen: Seen, position: int) -> Told:
+    """One token, and what is to be told of it.
+
+    Args:
+        logits_V: the model's, fp32.
+        totals: of the model's own distribution: the largest logit, and the logarithm of the sum of
+            exp(logit - largest).
+        sampling: how to draw.
+        seen: what was drawn before.
+        position: of the token.
+    """
+    top = likeliest(logits_V, totals, sampling.top_logprobs)
+    if sampling.is_plain and seen.allowed is None and sampling.is_greedy:
+        token = int(logits_V.argmax())
+        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top)
+    scores_V = changed(logits_V, sampling, seen)
+    if sampling.is_greedy:
+        token = int(scores_V.argmax())
+        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top)
+    kept, scores = truncated(scores_V / sampling.temperature, sampling)
+    token_at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
+    token = int(kept[token_at])
+    return Told(
+        token=token,
+        logprob=logprob(logits_V, totals, token),
+        drawn_logprob=float(scores[token_at].double() - scores.double().logsumexp(0)),
+        kept=0 if len(kept) == len(logits_V) else len(kept),
+        top=top,
+    )
+
+
+def logprob(logits_V: Tensor, totals: tuple[float, float], token: int) -> float:
+    """A token's log-probability, rounded as the trainer's loss is."""
+    largest, log_total = (torch.tensor(x, dtype=torch.float32) for x in totals)
+    return -float(log_total + largest - logits_V[token].cpu())
+
+
+def likeliest(logits_V: Tensor, totals: tuple[float, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` likeliest tokens and their log-probabilities."""
+    if count == 0:
+        return ()
+    tokens = logits_V.topk(min(count, len(logits_V))).indices.tolist()
+    return tuple((token, logprob(logits_V, totals, token)) for token in tokens)
+
+
+def changed(logits_V: Tensor, sampling: Sampling, seen: Seen) -> Tensor:
+    """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
+    scores_V = logits_V.clone()
+    if sampling.repetition_penalty != 1.0:
+        tokens = torch.tensor(sorted({*seen.prompt, *seen.drawn}), device=scores_V.device)
+        old, by = scores_V[tokens], sampling.repetition_penalty
+        scores_V[tokens] = torch.where(old > 0, old / by, old * by)
+    if seen.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(seen.drawn)
+        tokens = torch.tensor(list(counts), device=scores_V.device)
+        times = torch.tensor(list(counts.values()), dtype=scores_V.dtype, device=scores_V.device)
+        scores_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    for token, bias in sampling.logit_bias:
+        scores_V[token] += bias
+    if seen.allowed is not None:
+        scores_V.masked_fill_(~seen.allowed, float("-inf"))
+    return scores_V
+
+
+def truncated(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that may be drawn, by id, and their scores: top-k first, of those top-p, of those min-p."""
+    if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        kept = scores_V.isfinite().nonzero().flatten()
+        return kept, scores_V[kept]
+    count = min(sampling.top_k or len(scores_V), len(scores_V))
+    scores, kept = scores_V.topk(count) if count < len(scores_V) else scores_V.sort(descending=True, stable=True)
+    share = scores.double().softmax(0)
+    before = share.cumsum(0) - share
+    stays = (before < sampling.top_p) & (share >= sampling.min_p * share[0]) & scores.isfinite()
+    stays[0] = True
+    return kept[stays], scores[stays]
+
+
+def totals_of(logits_RV: Tensor) -> list[tuple[float, float]]:
+    """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), in fast mode."""
+    largest_R = logits_RV.amax(-1)
+    log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
+    return list(zip(largest_R.tolist(), log_total_R.tolist(), strict=True))

@@ -1,0 +1,68 @@
+"""One step through the model: rows in, logits of the wanted rows out.
+
+T  rows of the step      D  width
+R  wanted rows           V  vocabulary, padded where tp or exact mode's cells do not divide it
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from superstep.numerics.invariant_matmul import product
+from superstep.plan.split.parameters import has_cut_output
+from superstep.runtime.collectives import stack_ranks
+from superstep.runtime.device import Device
+from superstep.runtime.mesh import Group
+from superstep.serve.compute.attend import PagedAttend, reading
+from superstep.serve.compute.keys import KeyStore
+from superstep.serve.compute.model import Served
+from superstep.serve.compute.rows import Rows, positions
+
+
+class Forward:
+    """The model of one rank, with its keys.
+
+    Args:
+        served: its units.
+        store: its keys.
+        tp: the ranks that share the model; None where there is one.
+        device: where it computes.
+    """
+
+    def __init__(self, served: Served, store: KeyStore, tp: Group | None, device: Device) -> None:
+        self._served = served
+        self._store = store
+        self._tp = tp
+        self._device = device.torch
+        self._vocab = served.run.shape.vocab
+
+    @torch.inference_mode()
+    def __call__(self, rows: Rows) -> Tensor:
+        """The logits of the wanted rows, fp32, the same on every rank: [R, V]."""
+        served, device = self._served, self._device
+        place_1T = torch.tensor([positions(rows.parts)], device=device)
+        step = reading(
+            rows.parts,
+            self._store.page_tokens,
+            device,
+            window=served.run.shape.window,
+            is_exact=served.run.plan.grain is not None,
+        )
+        embed, *blocks, _ = served.modules
+        h_1TD = embed(torch.tensor([rows.tokens], device=device))
+        given = {"exchange": served.exchange} if served.run.shape.moe else {}
+        for layer, block in enumerate(blocks):
+            h_1TD = block(h_1TD, attend=PagedAttend(self._store, layer, step), positions=place_1T, **given)
+        return self._logits(h_1TD[:, torch.tensor(rows.wanted, dtype=torch.long, device=device)])
+
+    def _logits(self, h_1RD: Tensor) -> Tensor:
+        out_1RX = self._served.head(h_1RD)
+        if self._served.run.plan.grain is not None:  # in exact mode the head leaves the product to what follows
+            part_RW = product(out_1RX[0], self._served.head.lm_head.weight.t())
+        else:
+            part_RW = out_1RX[0].float()
+        if self._tp is not None and has_cut_output(self._served.run.outline, self._served.run.plan.rules):
+            part_RW = torch.cat(stack_ranks(part_RW, self._tp).unbind(), -1)
+        part_RW[:, self._vocab :] = float("-inf")
+        return part_RW

@@ -1,0 +1,61 @@
+"""The model on the ranks that share it: rank 0 says what is computed, all compute it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from superstep.runtime.collectives import from_first
+from superstep.runtime.device import Device
+from superstep.runtime.exact.linear import Cut
+from superstep.runtime.exact.loss import totals_
+from superstep.runtime.mesh import Group
+from superstep.serve.compute.draw import totals_of
+from superstep.serve.compute.forward import Forward
+from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
+
+END: list[int] = []
+"""Told to the other ranks when there is nothing more to compute."""
+
+
+class Ranks:
+    """What the engine calls, on rank 0.
+
+    Args:
+        forward: this rank's part of the model.
+        cells: the pieces of a sum over the vocabulary in exact mode; None in fast mode.
+        group: the ranks that share the model; None where there is one.
+        device: where they compute.
+    """
+
+    def __init__(self, forward: Forward, *, cells: int | None, group: Group | None, device: Device) -> None:
+        self._forward = forward
+        self._cells = cells
+        self._group = group
+        self._device = device
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """The logits of the wanted rows, fp32: [R, V]."""
+        if self._group is not None:
+            from_first(to_numbers(rows), self._group, self._device.torch)
+        return self._forward(rows)
+
+    def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
+        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), rounded as in training.
+        The logits are overwritten.
+        """
+        if self._cells is None:
+            return totals_of(logits_RV)
+        cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
+        _, total_R1, top_R1 = totals_(logits_RV, cut)
+        return list(zip(top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), strict=True))
+
+    def end(self) -> None:
+        """Let the other ranks go."""
+        if self._group is not None:
+            from_first(END, self._group, self._device.torch)
+
+
+def follow(forward: Forward, group: Group, device: Device) -> None:
+    """What the other ranks do: compute what rank 0 says, until it says the end."""
+    while numbers := from_first(END, group, device.torch):
+        forward(from_numbers(numbers))

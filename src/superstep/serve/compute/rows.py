@@ -1,0 +1,68 @@
+"""Rows: an engine step as its ranks compute it, one flat row of tokens. It travels from rank 0 to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superstep.serve.step import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Neighbouring rows of one request.
+
+    Attributes:
+        first: position of the first row's token.
+        count: rows.
+        pages: where the keys of all positions up to the last row's lie.
+    """
+
+    first: int
+    count: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Tokens side by side.
+
+    Attributes:
+        tokens: their ids.
+        parts: whose they are, in the same order.
+        wanted: rows whose logits are asked for.
+    """
+
+    tokens: tuple[int, ...]
+    parts: tuple[Part, ...]
+    wanted: tuple[int, ...]
+
+
+def part_of(chunk: Chunk) -> Part:
+    """The rows of a chunk."""
+    return Part(first=chunk.first, count=chunk.count, pages=chunk.pages)
+
+
+def positions(parts: Sequence[Part]) -> list[int]:
+    """The position of each row in its text."""
+    return [place for part in parts for place in range(part.first, part.first + part.count)]
+
+
+def to_numbers(rows: Rows) -> list[int]:
+    """The rows as numbers in a row, as ranks send them to each other."""
+    numbers = [len(rows.tokens), len(rows.parts), len(rows.wanted), *rows.tokens, *rows.wanted]
+    for part in rows.parts:
+        numbers += (part.first, part.count, len(part.pages), *part.pages)
+    return numbers
+
+
+def from_numbers(numbers: Sequence[int]) -> Rows:
+    """The rows that ``to_numbers`` wrote."""
+    tokens, count, wanted, *rest = numbers
+    at = tokens + wanted
+    parts = []
+    for _ in range(count):
+        first, rows, pages = rest[at : at + 3]
+        parts.append(Part(first=first, count=rows, pages=tuple(rest[at + 3 : at + 3 + pages])))
+        at += 3 + pages
+    return Rows(tokens=tuple(rest[:tokens]), wanted=tuple(rest[tokens : tokens + wanted]), parts=tuple(parts))

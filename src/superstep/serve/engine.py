@@ -1,0 +1,241 @@
+"""The engine: requests in, tokens out, a step at a time.
+
+    add ──► waiting ──schedule──► Step ──check──► run ──draw──► Progress
+               ▲                    │
+               └── pages taken back ┘
+
+The loop is ``step``: what to compute is decided by ``serve.schedule``, computed by ``serve.compute``, drawn by
+``serve.compute.draw``; this file keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
+from superstep.serve.compute.rows import Part, Rows
+from superstep.serve.live import LiveRequest
+from superstep.serve.pages import Pages
+from superstep.serve.request import Info, Progress, Request, Told, check_request
+from superstep.serve.schedule import schedule
+from superstep.serve.step import Budget, Chunk, Step, check
+
+
+class Model(Protocol):
+    """What computes a step."""
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """The logits of the wanted rows, fp32: [R, V]."""
+
+    def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
+        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest)."""
+
+
+class Matcher(Protocol):
+    """The form of one answer, token by token."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next: bool [V]."""
+
+    def advance(self, token: int) -> None: ...
+
+
+Matchers = Callable[[Request], Matcher | None]
+
+
+class Engine:
+    """Answers requests; one thread calls it.
+
+    Args:
+        model: computes a step.
+        info: what is served.
+        pages: memory for keys.
+        budget: what one step may hold.
+        matchers: makes what holds an answer to its form.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        info: Info,
+        pages: Pages,
+        budget: Budget,
+        matchers: Matchers = lambda request: None,
+    ) -> None:
+        if pages.count * pages.page_tokens < info.context_tokens:
+            raise ValueError(f"{pages.count} pages of {pages.page_tokens} do not hold {info.context_tokens} tokens.")
+        self.info = info
+        self.pages = pages
+        self._model = model
+        self._budget = budget
+        self._matchers = matchers
+        self._running: list[LiveRequest] = []
+        self._waiting: list[LiveRequest] = []
+        self._matcher: dict[int, Matcher] = {}
+        self._aborted: list[Progress] = []
+        self._order = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is there."""
+        return not (self._running or self._waiting or self._aborted)
+
+    @property
+    def running(self) -> int:
+        """Requests that have pages."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have none."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Put a request in line.
+
+        Raises:
+            ConfigError: it cannot be answered; the message says why.
+        """
+        check_request(request, vocab=self.info.vocab, context_tokens=self.info.context_tokens)
+        matcher = self._matchers(request)
+        if matcher is not None:
+            self._matcher[request.id] = matcher
+        live = LiveRequest(
+            request,
+            order=self._order,
+            page_tokens=self.pages.page_tokens,
+            end_of_text=self.info.end_of_text,
+            context_tokens=self.info.context_tokens,
+        )
+        self._order += 1
+        self._waiting.append(live)
+        self._waiting.sort(key=lambda one: one.urgency)
+
+    def abort(self, request: int) -> None:
+        """Take a request back; its pages are free at once. One that has ended is no mistake."""
+        for line in (self._running, self._waiting):
+            for live in line:
+                if live.id == request:
+                    line.remove(live)
+                    self._leave(live)
+                    self._aborted.append(Progress(request=request, finish="abort"))
+                    return
+
+    def step(self) -> list[Progress]:
+        """Compute one step; news of every request that got on. None where there is nothing to do."""
+        news, self._aborted = self._aborted, []
+        live = {one.id: one for one in (*self._running, *self._waiting)}
+        for one in self._waiting:
+            one.began(self.info.version)
+        step = schedule(self._running, self._waiting, self.pages, self._budget, version=self.info.version)
+        if not step.chunks:
+            return news
+        check(step, live, self._budget, page_tokens=self.pages.page_tokens, version=self.info.version)
+        self._apply(step, live)
+        rows, wanted = _rows(step, live)
+        logits_RV = self._model(rows)
+        totals = self._model.totals(logits_RV.clone()) if len(logits_RV) else []
+        told = dict(zip(rows.wanted, zip(logits_RV, totals, strict=True), strict=True))
+        return news + [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
+
+    def _apply(self, step: Step, live: dict[int, LiveRequest]) -> None:
+        """Give pages to whom the step gives them."""
+        for number in step.frees:
+            one = live[number]
+            self.pages.release(one.pages)
+            one.freed()
+            self._running.remove(one)
+            self._waiting.append(one)
+        for chunk in step.chunks:
+            one = live[chunk.request]
+            if one in self._waiting:
+                self._waiting.remove(one)
+                self._running.append(one)
+                self.pages.share(chunk.pages[: chunk.shared])
+                one.pages = chunk.pages[: chunk.shared]
+                one.cached_tokens = chunk.first
+        for chunk in step.chunks:
+            one = live[chunk.request]
+            self.pages.take(chunk.pages[len(one.pages) :])
+            one.pages = chunk.pages
+        self._waiting.sort(key=lambda one: one.urgency)
+        self._running.sort(key=lambda one: one.urgency)
+
+    def _told(
+        self,
+        live: LiveRequest,
+        chunk: Chunk,
+        wanted: Sequence[int],
+        told: dict[int, tuple[Tensor, tuple[float, float]]],
+    ) -> Progress:
+        """Book what was computed of a request, and draw its next token where all it has is computed."""
+        live.computed = chunk.end
+        for page in range(chunk.first // self.pages.page_tokens, chunk.end // self.pages.page_tokens):
+            self.pages.publish(chunk.pages[page], live.keys(self.info.version)[page])
+        prompt = self._of_prompt(live, chunk, wanted, told)
+        news = Progress(request=live.id, prompt=prompt, cached_tokens=live.cached_tokens)
+        if chunk.end < live.known:
+            return news
+        token = self._drawn(live, *told[wanted[-1]])
+        finish = live.take(token.token)
+        matcher = self._matcher.get(live.id)
+        if matcher is not None and finish is None:
+            matcher.advance(token.token)
+            finish = "stop" if matcher.is_done else None
+        if finish is not None:
+            self._running.remove(live)
+            self._leave(live)
+        return replace(news, tokens=(token,), finish=finish)
+
+    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: tuple[float, float]) -> Told:
+        matcher = self._matcher.get(live.id)
+        seen = Seen(live.request.prompt, live.drawn, None if matcher is None else matcher.allowed())
+        told = draw(logits_V, totals, live.request.sampling, seen, live.known)
+        return replace(told, version=self.info.version)
+
+    def _of_prompt(
+        self,
+        live: LiveRequest,
+        chunk: Chunk,
+        wanted: Sequence[int],
+        told: dict[int, tuple[Tensor, tuple[float, float]]],
+    ) -> tuple[Told, ...]:
+        """What is told of the prompt's tokens that follow the chunk's positions."""
+        if not live.request.sampling.prompt_logprobs or live.drawn:
+            return ()
+        found = []
+        for place, row in zip(range(chunk.first, min(chunk.end, live.known - 1)), wanted, strict=False):
+            logits_V, totals = told[row]
+            token = live.tokens[place + 1]
+            top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
+            found.append(
+                Told(token=token, logprob=logprob(logits_V, totals, token), top=top, version=self.info.version)
+            )
+        return tuple(found)
+
+    def _leave(self, live: LiveRequest) -> None:
+        self.pages.release(live.pages)
+        live.freed()
+        self._matcher.pop(live.id, None)
+
+
+def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, list[int]]]:
+    """The rows of a step, and for each request those whose logits are wanted."""
+    tokens: list[int] = []
+    wanted: dict[int, list[int]] = {}
+    for chunk in step.chunks:
+        one = live[chunk.request]
+        last = chunk.end == one.known
+        everything = one.request.sampling.prompt_logprobs and not one.drawn
+        first = len(tokens)
+        tokens += one.tokens[chunk.first : chunk.end]
+        wanted[one.id] = list(range(first if everything else len(tokens) - last, len(tokens)))
+    parts = tuple(Part(first=c.first, count=c.count, pages=c.pages) for c in step.chunks)
+    return Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(r for rows in wanted.values() for r in rows)), wanted

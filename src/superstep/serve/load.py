@@ -1,0 +1,191 @@
+"""From a folder of weights to an engine: the plan, this rank's part of the model, and room for keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.errors import ConfigError, StateError
+from superstep.model.hf import open_weights
+from superstep.numerics.dtypes import DTYPES
+from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
+from superstep.plan.model.hf_config import from_hf_config
+from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.device import Device
+from superstep.runtime.exact.modules import require_exact
+from superstep.runtime.mesh import Group
+from superstep.serve.compute.forward import Forward
+from superstep.serve.compute.keys import KeyStore
+from superstep.serve.compute.model import build, fill
+from superstep.serve.compute.ranks import Ranks
+from superstep.serve.engine import Engine, Matchers
+from superstep.serve.pages import Pages
+from superstep.serve.request import Info
+from superstep.serve.step import Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How a model is served.
+
+    Attributes:
+        context_tokens: the most tokens of a prompt and its answer; None takes what the model was made for.
+        page_tokens: positions of a page.
+        pages: of keys; None takes as many as ``requests`` whole contexts need, at most a quarter of the free memory.
+        step_tokens: the most rows of one step.
+        requests: the most requests that run at once.
+        compute: dtype of weights and keys.
+        exact: whether answers have the trainer's bits, whatever they are computed beside.
+        tp: ranks that share the model.
+    """
+
+    context_tokens: int | None = None
+    page_tokens: int = 16
+    pages: int | None = None
+    step_tokens: int = 512
+    requests: int = 64
+    compute: Dtype = "bf16"
+    exact: bool = False
+    tp: int = 1
+
+
+def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
+    """The plan by which a folder's model is cut for serving.
+
+    Raises:
+        ConfigError: the model cannot be served so.
+        StateError: the folder holds no model.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        raise StateError(f"'{folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
+    shape = from_hf_config(config)
+    if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
+        raise ConfigError(
+            f"serve.exact = true with model.router = '{shape.moe.router}': which tokens it drops depends on the whole "
+            "sequence; set serve.exact = false."
+        )
+    return resolve(
+        RunConfig(
+            model=ModelConfig(name=str(config)),
+            data=DataConfig(sequence_tokens=min(shape.max_tokens, DataConfig().sequence_tokens)),
+            plan=PlanConfig(tp=serve.tp, dp=1, microbatch=1),
+            numerics=NumericsConfig(compute=serve.compute, exact=serve.exact),
+        )
+    )
+
+
+def version_of(folder: Path) -> str:
+    """What the weights of a folder are called: a digest of their files."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def ends_of_text(folder: Path) -> tuple[int, ...]:
+    """The tokens with which a folder's model ends an answer."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if told is not None:
+            return tuple(told) if isinstance(told, list) else (told,)
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a server.
+
+    Attributes:
+        run: the plan.
+        forward: its part of the model.
+        pages: that its keys have room for.
+        context_tokens: the most tokens of a prompt and its answer.
+    """
+
+    run: Resolved
+    forward: Forward
+    pages: int
+    context_tokens: int
+
+
+def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Rank:
+    """This rank's part of a folder's model.
+
+    Raises:
+        ConfigError: it cannot be served so, or not on this machine.
+        StateError: the folder holds no model, or it is damaged.
+    """
+    run = plan_of(folder, serve)
+    shape = run.shape
+    if serve.exact:
+        require_exact(DTYPES[serve.compute], device)
+    context_tokens = serve.context_tokens or shape.max_tokens
+    if context_tokens > shape.max_tokens:
+        raise ConfigError(
+            f"serve.context_tokens = {context_tokens} is more than the {shape.max_tokens} tokens that the model was "
+            f"made for; set serve.context_tokens to {shape.max_tokens} or less."
+        )
+    least = -(-context_tokens // serve.page_tokens)
+    served = build(run, rank, tp, device)
+    fill(served, open_weights(folder))
+    kv_heads, dtype = shape.kv_heads // serve.tp, DTYPES[serve.compute]
+    page_bytes = 2 * shape.layers * serve.page_tokens * kv_heads * shape.head_dim * dtype.itemsize
+    room = device.free_bytes(serve.tp) // 4 // page_bytes
+    pages = serve.pages or max(least, min(least * serve.requests, room))
+    if pages < least:
+        raise ConfigError(
+            f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
+            f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
+        )
+    store = KeyStore(
+        layers=shape.layers,
+        pages=pages,
+        page_tokens=serve.page_tokens,
+        kv_heads=kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device.torch,
+    )
+    return Rank(run, Forward(served, store, tp, device), pages, context_tokens)
+
+
+def open_engine(
+    folder: Path,
+    serve: ServeConfig,
+    *,
+    tp: Group | None = None,
+    device: Device | None = None,
+    matchers: Matchers | None = None,
+) -> Engine:
+    """The engine of a folder's model, on rank 0.
+
+    Args:
+        folder: a checkpoint, or a folder as Hugging Face writes it.
+        serve: how.
+        tp: the ranks that share the model; the others ``follow``. None where there is one.
+        device: where it computes; None is the CPU.
+        matchers: makes what holds an answer to its form.
+
+    Raises:
+        ConfigError: it cannot be served so, or not on this machine.
+        StateError: the folder holds no model, or it is damaged.
+    """
+    device = device or Device("cpu")
+    rank = load_rank(folder, serve, 0, tp, device)
+    grain = rank.run.plan.grain
+    model = Ranks(rank.forward, cells=None if grain is None else grain.cells, group=tp, device=device)
+    info = Info(
+        name=folder.name,
+        vocab=rank.run.shape.vocab,
+        context_tokens=rank.context_tokens,
+        end_of_text=ends_of_text(folder),
+        version=version_of(folder),
+    )
+    budget = Budget(tokens=serve.step_tokens, requests=serve.requests)
+    pages = Pages(rank.pages, serve.page_tokens)
+    return Engine(model, info, pages, budget) if matchers is None else Engine(model, info, pages, budget, matchers)
