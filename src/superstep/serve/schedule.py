@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
 from superstep.serve.pages import Pages
@@ -60,6 +60,7 @@ class _Plan:
     def __init__(self, pages: Pages, budget: Budget) -> None:
         self._pages = pages
         self._claimed: set[int] = set()
+        self._taken: set[int] = set()
         self._released: list[int] = []
         self.left_tokens = budget.tokens
         self.chunks: list[Chunk] = []
@@ -75,7 +76,8 @@ class _Plan:
 
     def begin(self, request: Waiting) -> bool:
         """Begin with a waiting request, with as many positions as the step has room for."""
-        found = self._pages.found(request.page_keys())
+        # What this step gave to somebody who writes to it is not to be found any more.
+        found = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
         first = len(found) * self._pages.page_tokens
         count = min(request.known - first, self.left_tokens)
         claimed = {page for page in found if self._pages.is_free(page) and page not in self._claimed}
@@ -110,6 +112,7 @@ class _Plan:
         if len(found) < count:
             return None
         self._claimed.update(found)
+        self._taken.update(found)
         return found
 
     def _add(self, request: Live, first: int, count: int, table: tuple[int, ...], *, shared: int) -> None:
