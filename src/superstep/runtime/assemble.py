@@ -27,13 +27,14 @@ from superstep.runtime.modules import Compute, Loss, build_loss, build_module, f
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]
 
 
-def assemble(
+def assemble(  # noqa: PLR0913
     run: Resolved,
     specs: Sequence[UnitSpec],
     mesh: Mesh,
     buffers: Buffers,
     exchange: Exchange,
     begin: Callable[[int], None],
+    tell: Callable[[torch.Tensor], None],
     example: torch.Tensor | None,
 ) -> Machine:
     """What one rank runs.
@@ -45,6 +46,7 @@ def assemble(
         buffers: of every unit whose parameters this rank holds.
         exchange: of mixtures of experts.
         begin: told the number of a microbatch before any computation with it.
+        tell: in exact mode, given the loss of each token, a microbatch at a time.
         example: one row of input, where it is no row of tokens.
     """
     plan, numerics = run.plan, run.config.numerics
@@ -79,7 +81,7 @@ def assemble(
         parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
         sums=sums,
         selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
-        loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
+        loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact, tell),
         loss_dtype=torch.float32 if exact is None else torch.float64,
         boundaries=_boundaries(run, specs, compute_dtype, example),
         begin=begin,
@@ -139,10 +141,17 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Exce
     )
 
 
-def _loss(run: Resolved, mesh: Mesh, head: torch.nn.Module | None, spec: UnitSpec, exact: Exact | None) -> Loss:
+def _loss(
+    run: Resolved,
+    mesh: Mesh,
+    head: torch.nn.Module | None,
+    spec: UnitSpec,
+    exact: Exact | None,
+    tell: Callable[[torch.Tensor], None],
+) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact, run.shape.vocab)
+        return build_exact_loss(head, spec, exact, run.shape.vocab, tell)
     is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)

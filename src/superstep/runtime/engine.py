@@ -114,7 +114,7 @@ class Engine:
         moe = run.decoder.moe if run.decoder else None
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
-        machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, self._tell, example)
         self._excess = machine.excess
         self._executor = Executor(machine, self._update)
         self._lr = 0.0
@@ -123,6 +123,7 @@ class Engine:
         self._stop = Stop()
         self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
+        self._losses: list[torch.Tensor] | None = None
 
     def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
         """Every flat buffer, with its unit."""
@@ -208,6 +209,19 @@ class Engine:
         both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
         total = sum_over_all(both).tolist()
         return total[0], int(total[1])
+
+    def token_losses(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """In exact mode: the loss of each token of this rank's microbatches, fp32, in their order; zero where a target
+        is ignored. None on ranks without the last unit. Every rank calls it.
+        """
+        self._losses = []
+        self.evaluate(microbatches)
+        found, self._losses = self._losses, None
+        return found
+
+    def _tell(self, losses: torch.Tensor) -> None:
+        if self._losses is not None:
+            self._losses.append(losses.clone())
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """What this rank holds of the state, piece by piece, in the order of the units."""

@@ -6,6 +6,7 @@ S  positions      W  this rank's columns of the vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,23 @@ from superstep.numerics.loss import IGNORE, own_columns
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact.linear import Cut, add_weight_gradient
 
+Tell = Callable[[Tensor], None]
 
-def exact_loss(
-    h_BSD: Tensor, weight_WD: Tensor, targets_BS: Tensor, scale: float, sink: Sink, cut: Cut, vocab: int
+
+def exact_loss(  # noqa: PLR0913
+    h_BSD: Tensor,
+    weight_WD: Tensor,
+    targets_BS: Tensor,
+    scale: float,
+    sink: Sink,
+    cut: Cut,
+    vocab: int,
+    tell: Tell = lambda losses: None,
 ) -> Tensor:
     """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``.
-    Columns beyond ``vocab`` have no probability.
+    Columns beyond ``vocab`` have no probability. ``tell`` is given each token's loss, fp32: [B, S].
     """
-    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut, vocab, tell)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -41,6 +51,7 @@ class _Loss(torch.autograd.Function):
         sink: Sink,
         cut: Cut,
         vocab: int,
+        tell: Tell,
     ) -> Tensor:
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
         place = 0 if cut.group is None else cut.group.rank()
@@ -60,7 +71,9 @@ class _Loss(torch.autograd.Function):
             grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
             ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * is_valid_BS1).to(h_BSD.dtype))
             ctx.sink, ctx.cut = sink, cut
-        return exact_loss_sum((total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0))
+        losses_BS1 = (total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0)
+        tell(losses_BS1.squeeze(-1))
+        return exact_loss_sum(losses_BS1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -69,7 +82,7 @@ class _Loss(torch.autograd.Function):
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
-        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None, None
 
 
 def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
 from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
-from superstep.runtime.exact.loss import exact_loss
+from superstep.runtime.exact.loss import Tell, exact_loss
 from superstep.runtime.mesh import Group
 
 
@@ -141,15 +141,17 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
 
 
 def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
+    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int, tell: Tell
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64."""
+    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64. ``tell`` is
+    given each token's.
+    """
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
 
     def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return exact_loss(h, weight, targets, scale, sink, cut, vocab)
+        return exact_loss(h, weight, targets, scale, sink, cut, vocab, tell)
 
     return loss
 

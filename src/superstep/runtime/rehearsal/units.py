@@ -136,7 +136,8 @@ def _machine(
     exchange = build_exchange(run, mesh)
     # What a compiler would make of a unit is not seen: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
-    machine = assemble(replace(run, plan=alone, config=config), specs, mesh, buffers, exchange, lambda m: None, None)
+    run = replace(run, plan=alone, config=config)
+    machine = assemble(run, specs, mesh, buffers, exchange, lambda m: None, lambda losses: None, None)
     return machine, exchange
 
 

@@ -1,0 +1,173 @@
+"""prove --serve: a server gives every token the log-probability that training gave it, to the bit.
+
+The engine answers prompts, and says the log-probability of each token. The trainer, on its own layout in exact mode,
+says the loss of each token of the same texts. Then the engine comes to these tokens in every other way in which a
+server may: among others, alone, in chunks, from cached pages, with pages taken back on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.data.stream import Batch
+from superstep.model.axes import units
+from superstep.plan.resolve import Resolved
+from superstep.runtime.engine import Engine as Trainer
+from superstep.runtime.launch import World, gather
+from superstep.runtime.mesh import build_mesh
+from superstep.serve.engine import Engine
+from superstep.serve.load import ServeConfig
+from superstep.serve.offline import Answer, generate
+from superstep.serve.request import Sampling
+from superstep.state.checkpoint import load
+from superstep.state.piece import STATE
+from superstep.train.batches import microbatches, rows
+from superstep.train.session import RankPeers
+
+
+def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
+    """The loss of every token of each batch, on the run's own layout, with a checkpoint's weights: fp32 [B, S], whole
+    on every rank. Targets that are ignored have 0.
+    """
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
+    try:
+        engine = Trainer(run, units(run.shape), mesh)
+        position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
+        engine.loaded(position.step)
+        found = []
+        for batch in batches:
+            mine = batch.rows(rows(run.plan, mesh))
+            parts = microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS)
+            losses = engine.token_losses(parts)
+            # Where each of them lies in the batch: numbers, cut as the tokens are.
+            places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
+            held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]
+            found.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
+    finally:
+        mesh.destroy()
+    return found
+
+
+def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The losses of a batch from those of all ranks; those that several ranks computed must be the same."""
+    whole = torch.full((batch.tokens_BS.numel(),), float("nan"))
+    for theirs in gather(list(parts)):
+        for places, losses in theirs:
+            at = places.flatten()
+            before = whole[at]
+            assert bool((before.isnan() | (before == losses.flatten())).all()), "ranks that share a token disagree"
+            whole[at] = losses.flatten()
+    assert not whole.isnan().any(), "some tokens have no loss"
+    return whole.view_as(batch.tokens_BS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way in which a server may come to a token.
+
+    Attributes:
+        name: what it is called.
+        changes: to how the model is served.
+        is_alone: one prompt after the other, not all together.
+        is_twice: once more with the keys that are there from the first time.
+        as_prompt: the whole text is a prompt whose tokens are told of, not drawn.
+    """
+
+    name: str
+    changes: Mapping[str, int] = field(default_factory=dict)
+    is_alone: bool = False
+    is_twice: bool = False
+    as_prompt: bool = False
+
+
+def ways(tokens: int) -> tuple[Way, ...]:
+    """Every way that is tried, for texts of so many tokens."""
+    page_tokens = ServeConfig().page_tokens
+    whole = -(-(tokens + 1) // page_tokens)
+    return (
+        Way(name="one at a time", is_alone=True),
+        Way(name="all together"),
+        Way(name="in chunks of 7 tokens", changes={"step_tokens": 7}),
+        Way(name="from cached pages", is_twice=True),
+        Way(name="with pages for two texts", changes={"pages": 2 * whole}),
+        Way(name="as prompts", as_prompt=True),
+        Way(name="as prompts in chunks of 13 tokens", changes={"step_tokens": 13}, as_prompt=True),
+    )
+
+
+Told = tuple[int, tuple[float, ...]]
+"""The position of a text from which on log-probabilities of the next token are told, and these."""
+
+
+def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    """Drawn in a way, so that prompt and answer together have one token more than ``tokens``.
+
+    Args:
+        engine: idle, opened with the way's changes.
+        way: how.
+        prompts: shorter than that.
+        tokens: of a text.
+    """
+    ways = [Sampling(max_tokens=tokens + 1 - len(p), seed=n, ignore_eos=True) for n, p in enumerate(prompts)]
+    if way.is_twice:
+        generate(engine, prompts, ways)
+    if way.is_alone:
+        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, ways, strict=True)]
+    return generate(engine, prompts, ways)
+
+
+def told_of(engine: Engine, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
+    """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way.
+    None of a text of which
+       other tokens were drawn.
+    """
+    if way.as_prompt:
+        asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
+        found = generate(engine, [text[:-1] for text in texts], asked)
+        return [(0, tuple(told.logprob for told in answer.prompt)) for answer in found]
+    again = answers(engine, way, prompts, len(texts[0]) - 1)
+    return [
+        (len(prompt) - 1, tuple(told.logprob for told in answer.tokens if answer.ids == list(text[len(prompt) :])))
+        for prompt, text, answer in zip(prompts, texts, again, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One way of serving, beside training.
+
+    Attributes:
+        way: its name.
+        compared: log-probabilities.
+        differing: those with other bits; all of a text whose tokens were others.
+        largest: the largest difference.
+        first: text and position of the first one that differs; None if none does.
+    """
+
+    way: str
+    compared: int
+    differing: int
+    largest: float
+    first: tuple[int, int] | None
+
+
+def compare(way: str, trained: Tensor, served: Sequence[Told]) -> Compared:
+    """Hold the log-probabilities of a way against the losses of training, [B, S]."""
+    compared = differing = 0
+    largest, first = 0.0, None
+    for row, (start, logprobs) in enumerate(served):
+        ours = trained[row, start : start + len(logprobs)] if logprobs else trained[row, start:]
+        theirs = -torch.tensor(logprobs, dtype=torch.float32) if logprobs else torch.full_like(ours, float("nan"))
+        wrong = ours != theirs
+        compared += len(ours)
+        differing += int(wrong.sum())
+        if wrong.any():
+            largest = max(largest, float((ours - theirs).abs().nan_to_num(float("inf")).max()))
+            first = first or (row, start + int(wrong.nonzero()[0]))
+    return Compared(way=way, compared=compared, differing=differing, largest=largest, first=first)
