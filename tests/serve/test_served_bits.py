@@ -1,4 +1,4 @@
-"""The server says the log-probabilities of training, to the bit: on layouts of both, in every way to come to a token."""
+"""The server says the log-probabilities of training, to the bit: on layouts of both, however it comes to a token."""
 
 import json
 from dataclasses import replace
