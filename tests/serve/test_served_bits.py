@@ -95,7 +95,7 @@ def _serve(rank, world, folder, compute, names, texts, plant):
             else:
                 found.append(told_of(engine, way, texts, prompts()))
             engine.pages.check([])
-            engine._model.end()
+            engine.end()
     return found
 
 

@@ -114,6 +114,11 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
             return worker(World(0, 1, device), *args, **kwargs)
         finally:
             dist.destroy_process_group()
+    return launch_apart(kind, world, worker, *args, **kwargs)
+
+
+def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``launch_on`` a kind of device, a single rank too in a process of its own. Any thread may call it."""
     call = pickle.dumps((worker, args, kwargs))
     with (
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,

@@ -20,7 +20,7 @@ from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.pages import Pages
-from superstep.serve.request import Info, Progress, Request, Told, check_request
+from superstep.serve.request import Counters, Info, Progress, Request, Told, check_request
 from superstep.serve.schedule import schedule
 from superstep.serve.step import Budget, Chunk, Step, check
 
@@ -33,6 +33,12 @@ class Model(Protocol):
 
     def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
         """For each row the largest logit, and the logarithm of the sum of exp(logit - largest)."""
+
+    def wait(self) -> None:
+        """Say that there is nothing to compute yet."""
+
+    def end(self) -> None:
+        """Say that there will be nothing more."""
 
 
 class Matcher(Protocol):
@@ -81,6 +87,7 @@ class Engine:
         self._matcher: dict[int, Matcher] = {}
         self._aborted: list[Progress] = []
         self._order = 0
+        self._preemptions = self._queried_tokens = self._hit_tokens = 0
 
     @property
     def is_idle(self) -> bool:
@@ -88,14 +95,25 @@ class Engine:
         return not (self._running or self._waiting or self._aborted)
 
     @property
-    def running(self) -> int:
-        """Requests that have pages."""
-        return len(self._running)
+    def counters(self) -> Counters:
+        """What the engine did and has."""
+        return Counters(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages=self.pages.count,
+            used_pages=self.pages.used,
+            preemptions=self._preemptions,
+            prefix_queried_tokens=self._queried_tokens,
+            prefix_hit_tokens=self._hit_tokens,
+        )
 
-    @property
-    def waiting(self) -> int:
-        """Requests that have none."""
-        return len(self._waiting)
+    def wait(self) -> None:
+        """To be called now and then while there is nothing to do."""
+        self._model.wait()
+
+    def end(self) -> None:
+        """Let go of the ranks that share the model. Nothing is to be asked afterwards."""
+        self._model.end()
 
     def add(self, request: Request) -> None:
         """Put a request in line.
@@ -153,6 +171,7 @@ class Engine:
             one.freed()
             self._running.remove(one)
             self._waiting.append(one)
+            self._preemptions += 1
         for chunk in step.chunks:
             one = live[chunk.request]
             if one in self._waiting:
@@ -160,7 +179,9 @@ class Engine:
                 self._running.append(one)
                 self.pages.share(chunk.pages[: chunk.shared])
                 one.pages = chunk.pages[: chunk.shared]
-                one.cached_tokens = chunk.first
+                one.cached_tokens = min(chunk.first, len(one.request.prompt))
+                self._queried_tokens += one.known
+                self._hit_tokens += chunk.first
         for chunk in step.chunks:
             one = live[chunk.request]
             self.pages.take(chunk.pages[len(one.pages) :])

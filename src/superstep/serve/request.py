@@ -167,6 +167,29 @@ class Info:
     version: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Numbers of an engine at one moment; sums count from its start.
+
+    Attributes:
+        running: requests that have pages and are computed.
+        waiting: requests that have none yet, or lost them to others.
+        pages: of keys and values, free, cached and used together.
+        used_pages: those of running requests.
+        preemptions: times that a request lost its pages to another one.
+        prefix_queried_tokens: of texts that were looked up in the prefix cache.
+        prefix_hit_tokens: of those, what was there.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    used_pages: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
 def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
     """Refuse what cannot be answered, before the engine sees it.
 

@@ -16,6 +16,9 @@ from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
 
+NOTHING = Rows(tokens=(), parts=(), wanted=())
+"""Told to them when there is nothing yet: who waits for too long takes rank 0 for lost."""
+
 
 class Ranks:
     """What the engine calls, on rank 0.
@@ -49,6 +52,11 @@ class Ranks:
         _, total_R1, top_R1 = totals_(logits_RV, cut)
         return list(zip(top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), strict=True))
 
+    def wait(self) -> None:
+        """Keep the other ranks waiting."""
+        if self._group is not None:
+            from_first(to_numbers(NOTHING), self._group, self._device.torch)
+
     def end(self) -> None:
         """Let the other ranks go."""
         if self._group is not None:
@@ -58,4 +66,6 @@ class Ranks:
 def follow(forward: Forward, group: Group, device: Device) -> None:
     """What the other ranks do: compute what rank 0 says, until it says the end."""
     while numbers := from_first(END, group, device.torch):
-        forward(from_numbers(numbers))
+        rows = from_numbers(numbers)
+        if rows.tokens:
+            forward(rows)

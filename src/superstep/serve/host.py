@@ -1,0 +1,225 @@
+"""The engine seen from the event loop of the HTTP interface: its ranks are processes of their own.
+
+    handlers ──stream──► Host ──MessagePack, a socket──► rank 0 ──► the other ranks
+                          │ a rank is lost
+                          └── every stream ends at once with ``Away``; the ranks are started again
+
+One thread keeps the ranks alive, and one reads what they say; neither touches what the event loop owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from superstep.errors import ConfigError, SuperstepError, UserError
+from superstep.plan.config import DeviceKind
+from superstep.runtime.launch import launch_apart
+from superstep.serve.api.backend import Away, Health
+from superstep.serve.load import ServeConfig
+from superstep.serve.messages import Abort, Ask, Leave, News, Order, Ready, Refused, Report, decode_report, encode
+from superstep.serve.rank import Forms, serve_rank
+from superstep.serve.request import Counters, Info, Progress, Request, Sampling
+
+AGAIN_S = (0.0, 1.0, 5.0, 30.0)
+"""How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
+
+CALM_S = 300.0
+
+News_ = Progress | SuperstepError
+
+
+class Host:
+    """A ``Backend`` whose engine runs in processes of its own.
+
+    Args:
+        folder: of the model.
+        serve: how.
+        device: where its ranks compute.
+        name: that clients call it by.
+        forms: makes what holds answers to their form; a function of a module.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        serve: ServeConfig,
+        *,
+        device: DeviceKind = "cpu",
+        name: str = "",
+        forms: Forms | None = None,
+    ) -> None:
+        self._folder, self._serve, self._device, self._forms = folder, serve, device, forms
+        self._name = name or folder.name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._info: Info | None = None
+        self._state = "starting"
+        self._counters = Counters()
+        self._pipe: Connection | None = None
+        self._writing = threading.Lock()
+        self._queues: dict[int, asyncio.Queue[News_]] = {}
+        self._number = 0
+        self._is_leaving = False
+        self._first = threading.Event()
+        self._failure: SuperstepError | None = None
+        self._keeper = threading.Thread(target=self._keep, name="engine", daemon=True)
+
+    # From the thread that opens and closes it.
+
+    def open(self) -> Info:
+        """Start the ranks and wait until they answer.
+
+        Raises:
+            ConfigError: the model cannot be served so.
+            Fault: a rank failed.
+        """
+        self._keeper.start()
+        self._first.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self._info is not None
+        return self._info
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._is_leaving = True
+        self._send(Leave())
+        self._keeper.join()
+
+    # From the event loop.
+
+    @property
+    def info(self) -> Info:
+        """Of the model."""
+        assert self._info is not None, "the host is open"
+        return self._info
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """There are none yet."""
+        return ()
+
+    async def stream(
+        self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
+    ) -> AsyncGenerator[Progress, None]:
+        """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
+        self._loop = asyncio.get_running_loop()
+        if self._state != "ready":
+            raise Away(f"the engine is {self._state}; ask again.", rank=0)
+        self._number += 1
+        number = self._number
+        queue = self._queues[number] = asyncio.Queue()
+        is_over = False
+        try:
+            asked = Request(
+                id=number, prompt=tuple(prompt), sampling=sampling, priority=priority, adapter=adapter, salt=salt
+            )
+            self._send(Ask(asked))
+            while not is_over:
+                news = await queue.get()
+                if isinstance(news, SuperstepError):
+                    is_over = True
+                    raise news
+                is_over = news.finish is not None
+                yield news
+        finally:
+            del self._queues[number]
+            if not is_over:
+                self._send(Abort((number,)))
+
+    def abort(self) -> int:
+        """Take all requests back."""
+        self._send(Abort(tuple(self._queues)))
+        return len(self._queues)
+
+    def health(self) -> Health:
+        """Whether requests are answered now."""
+        return Health(is_ready=self._state == "ready", state=self._state)
+
+    def counters(self) -> Counters:
+        """As the engine last told them."""
+        return self._counters
+
+    # From the threads.
+
+    def _keep(self) -> None:
+        """Start the ranks, and start them again when they are lost."""
+        lost_s: list[float] = []
+        while not self._is_leaving:
+            try:
+                self._run()
+            except SuperstepError as error:
+                self._failure = error
+            if not self._first.is_set() or isinstance(self._failure, UserError):
+                self._first.set()
+                return
+            self._state = "ended" if self._is_leaving else "restarting"
+            now_s = time.monotonic()
+            lost_s = [at for at in lost_s if now_s - at < CALM_S] + [now_s]
+            if not self._is_leaving:
+                time.sleep(AGAIN_S[min(len(lost_s), len(AGAIN_S)) - 1])
+
+    def _run(self) -> None:
+        """One life of the ranks."""
+        with tempfile.TemporaryDirectory(prefix="superstep-serve-") as folder:
+            address = str(Path(folder) / "orders")
+            with Listener(address, "AF_UNIX") as listener:
+                reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
+                reader.start()
+                try:
+                    launch_apart(
+                        self._device, self._serve.tp, serve_rank, self._folder, self._serve, address, self._forms
+                    )
+                finally:
+                    self._lost()
+
+    def _read(self, listener: Listener) -> None:
+        with suppress(EOFError, OSError), listener.accept() as pipe:
+            self._pipe = pipe
+            while True:
+                self._hear(decode_report(pipe.recv_bytes()))
+        self._lost()
+
+    def _hear(self, report: Report) -> None:
+        match report:
+            case Ready(info):
+                self._info = replace(info, name=self._name)
+                self._state = "ready"
+                self._first.set()
+            case News(progress, counters):
+                self._counters = counters
+                for news in progress:
+                    self._hand(news.request, news)
+            case Refused(request, why):
+                self._hand(request, ConfigError(why))
+
+    def _hand(self, request: int, news: News_) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._put, request, news)
+
+    def _put(self, request: int, news: News_) -> None:
+        queue = self._queues.get(request)
+        if queue is not None:  # who asked may have gone
+            queue.put_nowait(news)
+
+    def _lost(self) -> None:
+        """The ranks are gone: whoever waits for them is told."""
+        self._pipe = None
+        if self._state == "ready":
+            self._state = "restarting"
+            for number in list(self._queues):
+                self._hand(number, Away("the engine was lost on the way and is starting again; ask again.", rank=0))
+
+    def _send(self, order: Order) -> None:
+        pipe = self._pipe
+        if pipe is not None:
+            with self._writing, suppress(OSError):
+                pipe.send_bytes(encode(order))

@@ -1,0 +1,74 @@
+"""A rank of the engine in a process of its own: rank 0 listens to the HTTP interface, the others to rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+from superstep.errors import ConfigError
+from superstep.runtime.launch import World
+from superstep.runtime.mesh import build_mesh
+from superstep.serve.compute.ranks import follow
+from superstep.serve.engine import Engine, Matcher
+from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
+from superstep.serve.messages import Abort, Ask, Leave, News, Ready, Refused, decode_order, encode
+from superstep.serve.request import Request
+
+WAIT_S = 20.0
+"""How long rank 0 waits for an order before it tells the others that it is still there."""
+
+Forms = Callable[[Path], Callable[[Request], Matcher | None]]
+
+
+def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, forms: Forms | None) -> None:
+    """What a launched rank does until it is told to leave.
+
+    Args:
+        world: the launched ranks.
+        folder: of the model.
+        serve: how.
+        address: of the socket on which orders come, to rank 0.
+        forms: makes what holds answers to their form, from the folder.
+    """
+    mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
+    try:
+        if world.rank > 0:
+            assert mesh.tp is not None, "ranks share the model"
+            follow(load_rank(folder, serve, world.rank, mesh.tp, world.device).forward, mesh.tp, world.device)
+            return
+        matchers = None if forms is None else forms(folder)
+        engine = open_engine(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers)
+        with Client(address) as pipe:
+            pipe.send_bytes(encode(Ready(engine.info)))
+            _obey(engine, pipe)
+    finally:
+        mesh.destroy()
+
+
+def _obey(engine: Engine, pipe: Connection) -> None:
+    """Orders in, news out, until the other end leaves."""
+    while True:
+        while pipe.poll(0 if not engine.is_idle else WAIT_S):
+            try:
+                order = decode_order(pipe.recv_bytes())
+            except EOFError:
+                order = Leave()
+            match order:
+                case Ask(request):
+                    try:
+                        engine.add(request)
+                    except ConfigError as error:
+                        pipe.send_bytes(encode(Refused(request.id, str(error))))
+                case Abort(requests):
+                    for number in requests:
+                        engine.abort(number)
+                case Leave():
+                    engine.end()
+                    return
+        if engine.is_idle:
+            engine.wait()
+            continue
+        progress = engine.step()
+        pipe.send_bytes(encode(News(tuple(progress), engine.counters)))
