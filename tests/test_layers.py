@@ -25,6 +25,7 @@ ORDER = (
     "state",
     "data",
     "runtime",
+    "serve",
     "train",
     "cli",
 )
