@@ -148,6 +148,25 @@ class Progress:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Info:
+    """What answers.
+
+    Attributes:
+        name: of the model, as clients call it.
+        vocab: token ids are 0 to one less.
+        context_tokens: the most tokens of a prompt and its answer together.
+        version: of the weights that answer now.
+        end_of_text: the token that ends an answer by itself.
+    """
+
+    name: str
+    vocab: int
+    context_tokens: int
+    version: str
+    end_of_text: int
+
+
 def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
     """Refuse what cannot be answered, before the engine sees it.
 
