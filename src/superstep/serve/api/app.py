@@ -1,0 +1,92 @@
+"""The application: which path goes to which handler, and what becomes of what they raise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from superstep.errors import SuperstepError
+from superstep.serve.api.backend import Backend
+from superstep.serve.api.limits import Limits, Queue
+from superstep.serve.api.metrics import Metrics
+from superstep.serve.api.native import generate
+from superstep.serve.api.openai.chat import chat_completions
+from superstep.serve.api.openai.completions import completions
+from superstep.serve.api.openai.models import model, models
+from superstep.serve.api.page import page
+from superstep.serve.api.refusals import Refused, refused_by_backend
+from superstep.serve.api.service import Service
+from superstep.serve.api.tokens import detokenize, tokenize
+from superstep.serve.api.watching import health, metrics
+from superstep.serve.api.wire import Gone
+from superstep.serve.api.words import Words
+
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", page),
+    ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{model:path}", model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/generate", generate),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+)
+
+GONE_STATUS = 499
+"""What is noted of a request whose client went away. Nobody reads it."""
+
+
+def make_app(backend: Backend, words: Words, *, limits: Limits | None = None) -> Starlette:
+    """The application of one engine.
+
+    Args:
+        backend: the engine.
+        words: the text part of its model.
+        limits: of requests; the ordinary ones where there are none.
+    """
+    limits = limits or Limits()
+    service = Service(
+        backend=backend,
+        words=words,
+        limits=limits,
+        queue=Queue(limits.queue),
+        metrics=Metrics(backend),
+        began_s=int(time.time()),
+    )
+    routes = [Route(path, _endpoint(handler, service), methods=[method]) for method, path, handler in ROUTES]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+
+
+def _endpoint(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request, service)
+        except Gone:
+            return Response(status_code=GONE_STATUS)
+        except (Refused, SuperstepError) as error:
+            refused = error if isinstance(error, Refused) else refused_by_backend(error)
+            service.metrics.refuse(refused.status)
+            return refused.response()
+
+    return answer
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    """In the form that clients read. Paths are listed: there are few."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        known = ", ".join(f"{method} {path}" for method, path, _ in ROUTES)
+        message = f"{request.url.path!a} is not served; the paths are: {known}."
+    else:
+        message = f"{request.method} {request.url.path!a}: {error.detail}."
+    return Refused(message, status=error.status_code, code="no_such_path", headers=error.headers).response()

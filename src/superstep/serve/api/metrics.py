@@ -1,0 +1,134 @@
+"""Numbers for Prometheus, under vLLM's names where the meaning is the same.
+
+A name is what dashboards and autoscalers look for, and they look for the whole of it: ``vllm:num_requests_waiting``
+under another prefix would be found by none of them. So what means the same has vLLM's name, prefix and label and all;
+what only this server tells begins with ``superstep:``. The registry is the server's own: two of them in one process
+do not meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from superstep.serve.api.backend import Backend
+
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+WHOLE_ANSWER_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """What is counted of answers, and what the engine tells of itself when it is asked."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineNumbers(backend))
+        self._model = backend.info.name
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            found = Histogram(name, about, ["model_name"], registry=self.registry, buckets=buckets)
+            return found.labels(self._model)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, ["model_name", *labels], registry=self.registry)
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(self._model)
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.").labels(self._model)
+        self.finished = counter("vllm:request_success", "Answers, by why they ended.", "finished_reason")
+        self.refused = counter("superstep:requests_refused", "Requests that were not answered.", "status")
+        self.first_token_s = histogram(
+            "vllm:time_to_first_token_seconds", "From a request to its first token.", FIRST_TOKEN_S
+        )
+        self.between_tokens_s = histogram(
+            "vllm:inter_token_latency_seconds", "From one token of an answer to the next.", BETWEEN_TOKENS_S
+        )
+        self.whole_s = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", WHOLE_ANSWER_S)
+        self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.answer_sizes = histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus's text form."""
+        return generate_latest(self.registry)
+
+    def watch(self, prompt_tokens: int) -> Watch:
+        """Follows one answer."""
+        return Watch(self, prompt_tokens)
+
+    def end(self, reason: str) -> None:
+        """One answer more that ended so."""
+        self.finished.labels(self._model, reason).inc()
+
+    def refuse(self, status: int) -> None:
+        """One request more that was not answered."""
+        self.refused.labels(self._model, str(status)).inc()
+
+
+class Watch:
+    """Follows one answer: its times, its tokens, its end. Who takes it back early has aborted it."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._began = self._last = time.monotonic()
+        self._tokens = 0
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.prompt_sizes.observe(prompt_tokens)
+
+    def drew(self, tokens: int) -> None:
+        """So many tokens came, at once: each counts as if they had come evenly."""
+        if not tokens:
+            return
+        now = time.monotonic()
+        if not self._tokens:
+            self._metrics.first_token_s.observe(now - self._began)
+        else:
+            for _ in range(tokens):
+                self._metrics.between_tokens_s.observe((now - self._last) / tokens)
+        self._last, self._tokens = now, self._tokens + tokens
+        self._metrics.generation_tokens.inc(tokens)
+
+    def end(self, reason: str) -> float:
+        """The answer ended; returns its seconds."""
+        seconds = time.monotonic() - self._began
+        self._metrics.whole_s.observe(seconds)
+        self._metrics.answer_sizes.observe(self._tokens)
+        self._metrics.end(reason)
+        return seconds
+
+
+class EngineNumbers(Collector):
+    """Asks the engine at the moment when somebody looks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask an engine that may still be starting."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's numbers."""
+        now, labels = self._backend.counters(), [self._backend.info.name]
+        used = now.used_pages / now.pages if now.pages else 0.0
+        for gauge, about, value in (
+            ("vllm:num_requests_running", "Requests that are computed.", now.running),
+            ("vllm:num_requests_waiting", "Requests that wait for room.", now.waiting),
+            ("vllm:kv_cache_usage_perc", "Pages in use, as a share of 1.", used),
+            ("superstep:ready", "Whether requests are answered.", int(self._backend.health().is_ready)),
+        ):
+            one = GaugeMetricFamily(gauge, about, labels=["model_name"])
+            one.add_metric(labels, value)
+            yield one
+        for counter, about, total in (
+            ("vllm:num_preemptions", "Times that a request lost its pages.", now.preemptions),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queried_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hit_tokens),
+        ):
+            many = CounterMetricFamily(counter, about, labels=["model_name"])
+            many.add_metric(labels, total)
+            yield many

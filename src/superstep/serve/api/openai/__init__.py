@@ -1,0 +1,1 @@
+"""OpenAI's endpoints, as its official client speaks to them."""

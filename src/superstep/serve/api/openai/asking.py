@@ -1,0 +1,48 @@
+"""From the fields of a request to the answers that the engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from superstep.errors import ConfigError
+from superstep.serve.api.answers import Ask, choices_of
+from superstep.serve.api.openai.fields import NAMES, Common
+from superstep.serve.api.refusals import refused_by_backend
+from superstep.serve.api.service import Service
+from superstep.serve.api.strict import given
+from superstep.serve.request import Sampling
+
+
+def asks_of(
+    fields: Common,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    stop: tuple[str, ...],
+    service: Service,
+    *,
+    names: Mapping[str, str] | None = None,
+) -> list[Ask]:
+    """``n`` answers to each prompt, numbered in the order of the prompts.
+
+    The seeds of a prompt's answers do not depend on the prompts beside it.
+
+    Raises:
+        Refused: naming the field of this endpoint.
+    """
+    adapter = service.adapter_of(fields.model)
+    asks: list[Ask] = []
+    for prompt in prompts:
+        first = Ask(
+            index=len(asks),
+            prompt=prompt,
+            sampling=sampling,
+            stop=stop,
+            priority=given(fields.priority, 0),
+            adapter=adapter,
+            salt=given(fields.cache_salt, ""),
+        )
+        try:
+            asks += choices_of(first, given(fields.n, 1), len(prompts), service)
+        except ConfigError as error:
+            raise refused_by_backend(error, names=NAMES | dict(names or {})) from None
+    return asks

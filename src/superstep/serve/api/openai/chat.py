@@ -1,0 +1,221 @@
+"""POST /v1/chat/completions: a conversation goes on."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.serve.api.answers import Ask, News, answers
+from superstep.serve.api.aside import aside, check_constraint, encode_chat
+from superstep.serve.api.limits import read_json
+from superstep.serve.api.openai.asking import asks_of
+from superstep.serve.api.openai.chat_fields import Fields, tool_use
+from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
+from superstep.serve.api.openai.telling import chat_logprobs, ids, prompt_logprobs
+from superstep.serve.api.refusals import Refused
+from superstep.serve.api.service import Service
+from superstep.serve.api.strict import given, read_model
+from superstep.serve.api.usage import Usage
+from superstep.serve.api.whole import Whole, collect
+from superstep.serve.api.wire import DONE, answered, event, streamed, until_gone
+from superstep.serve.api.words import Said, ToolReader, ToolUse
+from superstep.serve.request import Constraint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, read and found sound.
+
+    Attributes:
+        fields: of the body.
+        asks: the answers that it asks for.
+        use: the tools that they may call.
+        head: of the response; each chunk begins with it, under another name of its kind.
+    """
+
+    fields: Fields
+    asks: list[Ask]
+    use: ToolUse | None
+    head: dict[str, Any]
+
+
+async def chat_completions(request: Request, service: Service) -> Response:
+    """Answers the request, as a stream or whole."""
+    asked = await read_request(await read_json(request, service.limits), service)
+    if asked.fields.stream:
+        return await streamed(request, stream(asked, service))
+    return answered(await until_gone(request, whole(asked, service)))
+
+
+async def read_request(body: dict[str, Any], service: Service) -> Asked:
+    """A body as what the engine is asked for.
+
+    Raises:
+        Refused: naming field and rule.
+    """
+    fields = read_model(Fields, body)
+    check_common(fields)
+    service.adapter_of(fields.model)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise Refused("top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
+    use = tool_use(fields)
+    constraint = await _constraint(fields, use, service)
+    prompt = await encode_chat(fields.messages, use.tools if use else (), service)
+    sampling = sampling_of(
+        fields,
+        seed=seed_of(fields),
+        max_tokens=_max_tokens(fields, service),
+        top_logprobs=given(fields.top_logprobs, 0),
+        limits=service.limits,
+        constraint=constraint,
+    )
+    head = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": given(fields.model, service.backend.info.name),
+        "system_fingerprint": service.backend.info.version,
+    }
+    stop = stops_of(fields, service.limits) + tuple(service.words.chat_stops)
+    asks = asks_of(fields, [prompt], sampling, stop, service, names={"prompt": "messages"})
+    return Asked(fields=fields, asks=asks, use=use, head=head)
+
+
+async def _constraint(fields: Fields, use: ToolUse | None, service: Service) -> Constraint | None:
+    param, asked = constraint_of(fields)
+    if use is not None and asked is not None:
+        raise Refused(
+            "tools cannot be called in an answer whose form is given; leave out the form, or set tool_choice to none.",
+            param="tools",
+        )
+    if use is None:
+        await check_constraint(asked, service, param=param)
+        return asked
+    forced = await aside(lambda: service.words.tool_constraint(use), param="tools")
+    await check_constraint(forced, service, param="tools")
+    return forced
+
+
+def _max_tokens(fields: Fields, service: Service) -> int:
+    """The most tokens of an answer: where nothing is said, what the context has room for."""
+    old, new = fields.max_tokens, fields.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise Refused(
+            f"max_tokens = {old} and max_completion_tokens = {new} say the same of an answer; give one of them.",
+            param="max_tokens",
+        )
+    return given(new, given(old, service.backend.info.context_tokens))
+
+
+class Choice:
+    """Tells one answer in OpenAI's form, in as many pieces as come."""
+
+    def __init__(self, ask: Ask, asked: Asked, service: Service) -> None:
+        self._ask, self._fields, self._words = ask, asked.fields, service.words
+        self._tools: ToolReader | None = service.words.tool_reader(asked.use) if asked.use else None
+        self.calls: list[dict[str, Any]] = []
+
+    def read(self, news: News) -> tuple[str, list[dict[str, Any]]]:
+        """The words to the reader, and the pieces of calls, that are in the next news."""
+        if self._tools is None:
+            return news.text, []
+        said = list(self._tools.push(news.text)) if news.text else []
+        if news.finish is not None:
+            said += self._tools.end()
+        return "".join(one.content for one in said), [self._call(one) for one in said if one.call is not None]
+
+    def _call(self, said: Said) -> dict[str, Any]:
+        """A piece of a call as a delta; it is also added to the call that it belongs to."""
+        assert said.call is not None
+        if said.call == len(self.calls):
+            name = {"name": said.name, "arguments": ""}
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": name})
+            first = self.calls[said.call]
+            delta = first | {"index": said.call, "function": {"name": said.name, "arguments": said.arguments}}
+        else:
+            delta = {"index": said.call, "function": {"arguments": said.arguments}}
+        self.calls[said.call]["function"]["arguments"] += said.arguments
+        return delta
+
+    def finish(self, news: News) -> str | None:
+        """Why the answer ended, in OpenAI's words."""
+        return "tool_calls" if news.finish == "stop" and self.calls else news.finish
+
+    def rest(self, news: News, *, is_first: bool) -> dict[str, Any]:
+        """What is told beside the text."""
+        fields = self._fields
+        top = given(fields.top_logprobs, 0)
+        told: dict[str, Any] = {
+            "index": self._ask.index,
+            "logprobs": chat_logprobs(news.tokens, top, self._words) if fields.logprobs else None,
+            "finish_reason": self.finish(news),
+            "stop_reason": news.stop,
+        }
+        if fields.return_token_ids:
+            told["token_ids"] = ids(news.tokens)
+        if fields.prompt_top is not None and is_first:
+            told["prompt_logprobs"] = prompt_logprobs(news.prompt, fields.prompt_top, self._words)
+        return told
+
+    def whole(self, one: Whole) -> dict[str, Any]:
+        """All of it."""
+        news = one.news(self._ask.index)
+        content, _ = self.read(news)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.calls:
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return {"message": message} | self.rest(news, is_first=True)
+
+
+async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+    """The response, once all answers have ended."""
+    usage = Usage(asked.asks, len(asked.asks))
+    found = await collect(asked.asks, service, usage)
+    choices = [Choice(ask, asked, service).whole(one) for ask, one in zip(asked.asks, found, strict=True)]
+    return _head(asked) | {"choices": choices, "usage": usage.told()}
+
+
+def _head(asked: Asked) -> dict[str, Any]:
+    if not asked.fields.return_token_ids:
+        return asked.head
+    return asked.head | {"prompt_token_ids": list(asked.asks[0].prompt)}
+
+
+async def stream(asked: Asked, service: Service) -> AsyncGenerator[bytes, None]:
+    """The events. The first of an answer says who speaks; the last, why it ended."""
+    usage = Usage(asked.asks, len(asked.asks))
+    choices = [Choice(ask, asked, service) for ask in asked.asks]
+    kind = {"object": "chat.completion.chunk"} | ({"usage": None} if asked.fields.has_usage else {})
+    silent = set(range(len(choices)))
+    async with aclosing(answers(asked.asks, service)) as pieces:
+        async for news in pieces:
+            usage.add(news)
+            head = (_head(asked) if len(silent) == len(choices) else asked.head) | kind
+            for chunk in _chunks(choices[news.index], news, is_first=news.index in silent):
+                yield event(head | {"choices": [chunk]})
+            silent.discard(news.index)
+    if asked.fields.has_usage:
+        yield event(asked.head | kind | {"choices": [], "usage": usage.told()})
+    yield DONE
+
+
+def _chunks(choice: Choice, news: News, *, is_first: bool) -> list[dict[str, Any]]:
+    """One delta for the words, one for each piece of a call; the last has what is told beside them."""
+    content, calls = choice.read(news)
+    deltas: list[dict[str, Any]] = []
+    if is_first:
+        deltas.append({"role": "assistant", "content": content})
+    elif content or not calls:
+        deltas.append({"content": content} if content else {})
+    deltas += [{"tool_calls": [call]} for call in calls]
+    plain = {"index": news.index, "logprobs": None, "finish_reason": None}
+    chunks = [plain | {"delta": delta} for delta in deltas]
+    chunks[-1] |= choice.rest(news, is_first=is_first)
+    return chunks

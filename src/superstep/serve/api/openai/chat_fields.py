@@ -1,0 +1,90 @@
+"""The fields of a chat, and what its tools mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from superstep.serve.api.openai.fields import Common
+from superstep.serve.api.refusals import Refused, shown
+from superstep.serve.api.strict import Strict
+from superstep.serve.api.words import ToolUse
+from superstep.serve.request import MOST_TOP
+
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MOST_TOOLS = 128
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class Chosen(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class Fields(Common):
+    """What a chat takes."""
+
+    # Messages are read by the text part, which knows what a template can show.
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+def tool_use(fields: Fields) -> ToolUse | None:
+    """The tools that the answer may call, or None where it may call none.
+
+    Raises:
+        Refused: a tool is chosen that is not there, or there is none to choose from.
+    """
+    choice, tools = fields.tool_choice, fields.tools or []
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise Refused("tool_choice asks for a call, and tools is empty; give tools.", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Refused(f"tools has two functions of the name {shown(twice)}; rename one.", param="tools")
+    only = choice.function.name if isinstance(choice, Chosen) else ""
+    if only and only not in names:
+        raise Refused(
+            f"tool_choice.function.name = {shown(only)} is none of tools; choose one of {', '.join(names)}.",
+            param="tool_choice.function.name",
+        )
+    return ToolUse(
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
+        is_required=choice == "required" or bool(only),
+        only=only,
+        is_parallel=fields.parallel_tool_calls is not False and not only,
+    )

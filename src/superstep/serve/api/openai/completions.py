@@ -1,0 +1,241 @@
+"""POST /v1/completions: a prompt goes on."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.serve.api.answers import Ask, News, answers
+from superstep.serve.api.aside import check_constraint, encode
+from superstep.serve.api.limits import read_json
+from superstep.serve.api.openai.asking import asks_of
+from superstep.serve.api.openai.fields import (
+    Common,
+    check_common,
+    constraint_of,
+    sampling_of,
+    seed_of,
+    stops_of,
+)
+from superstep.serve.api.openai.telling import PlainLogprobs, ids, prompt_logprobs
+from superstep.serve.api.refusals import Refused, shown
+from superstep.serve.api.service import Service
+from superstep.serve.api.strict import given, read_model
+from superstep.serve.api.usage import Usage
+from superstep.serve.api.whole import collect
+from superstep.serve.api.wire import DONE, answered, event, streamed, until_gone
+from superstep.serve.request import MOST_TOP, Told
+
+DEFAULT_TOKENS = 16
+"""As OpenAI's own."""
+
+
+class Fields(Common):
+    """What the endpoint takes."""
+
+    prompt: Any = None  # text, token ids, or a list of either; read by ``prompts_of``, which is quicker and clearer
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, read and found sound.
+
+    Attributes:
+        fields: of the body.
+        asks: the answers that it asks for.
+        texts: the prompts as text, where they are to be echoed.
+        head: what each of its chunks begins with.
+    """
+
+    fields: Fields
+    asks: list[Ask]
+    texts: list[str]
+    head: dict[str, Any]
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return given(self.fields.n, 1)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is drawn: the prompt alone is echoed, with its log-probs."""
+        return self.fields.max_tokens == 0
+
+
+async def completions(request: Request, service: Service) -> Response:
+    """Answers the request, as a stream or whole."""
+    asked = await read_request(await read_json(request, service.limits), service)
+    if asked.fields.stream:
+        return await streamed(request, stream(asked, service))
+    return answered(await until_gone(request, whole(asked, service)))
+
+
+async def read_request(body: dict[str, Any], service: Service) -> Asked:
+    """A body as what the engine is asked for.
+
+    Raises:
+        Refused: naming field and rule.
+    """
+    fields = read_model(Fields, body)
+    check_common(fields)
+    service.adapter_of(fields.model)
+    _check(fields)
+    prompts = await prompts_of(fields.prompt, service)
+    param, constraint = constraint_of(fields)
+    await check_constraint(constraint, service, param=param)
+    silent = fields.max_tokens == 0 and bool(fields.echo)
+    sampling = sampling_of(
+        fields,
+        seed=seed_of(fields),
+        max_tokens=1 if silent else given(fields.max_tokens, DEFAULT_TOKENS),
+        top_logprobs=given(fields.logprobs, 0),
+        limits=service.limits,
+        constraint=constraint,
+    )
+    if fields.echo and fields.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=True)
+    asks = asks_of(fields, prompts, sampling, stops_of(fields, service.limits), service)
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": given(fields.model, service.backend.info.name),
+        "system_fingerprint": service.backend.info.version,
+    }
+    return Asked(fields=fields, asks=asks, texts=_echoes(fields, prompts, service), head=head)
+
+
+def _check(fields: Fields) -> None:
+    if fields.suffix is not None:
+        raise Refused(
+            "suffix is not served: the model goes on, it does not fill in; leave it out.",
+            param="suffix",
+            code="unsupported_field",
+        )
+    if fields.best_of is not None and fields.best_of != given(fields.n, 1):
+        raise Refused(f"best_of = {fields.best_of} must be n; all answers are given.", param="best_of")
+
+
+async def prompts_of(prompt: object, service: Service) -> list[tuple[int, ...]]:
+    """The tokens of each prompt.
+
+    Raises:
+        Refused: it is neither text nor token ids.
+    """
+    match prompt:
+        case None:
+            raise Refused("prompt is missing; give it.", param="prompt", code="missing_field")
+        case str():
+            return [await encode(prompt, service)]
+        case [] | [[], *_] if not any(prompt):
+            raise Refused("prompt is empty; give at least one token.", param="prompt", code="invalid_value")
+        case list() if all(isinstance(one, str) for one in prompt):
+            return [await encode(one, service) for one in prompt]
+        case list() if _are_ids(prompt):
+            return [tuple(prompt)]
+        case list() if all(_are_ids(one) for one in prompt):
+            return [tuple(one) for one in prompt]
+        case _:
+            raise Refused(
+                f"prompt = {shown(prompt)}: must be text, a list of token ids, or a list of either.",
+                param="prompt",
+                code="invalid_value",
+            )
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
+
+
+def _echoes(fields: Fields, prompts: list[tuple[int, ...]], service: Service) -> list[str]:
+    if not fields.echo:
+        return ["" for _ in prompts]
+    match fields.prompt:
+        case str() as text:
+            return [text]
+        case [str(), *_] as texts:
+            return [str(text) for text in texts]
+        case _:
+            return [service.words.decode(prompt) for prompt in prompts]
+
+
+class Choice:
+    """Tells one answer in OpenAI's form, in as many pieces as come."""
+
+    def __init__(self, ask: Ask, asked: Asked, service: Service) -> None:
+        self._ask, self._fields, self._silent, self._words = ask, asked.fields, asked.is_silent, service.words
+        self._echo = asked.texts[ask.index // asked.choices]
+        top = asked.fields.logprobs
+        self._logprobs = None if top is None else PlainLogprobs(top, service.words)
+        self._is_first = True
+
+    def told(self, news: News) -> dict[str, Any]:
+        """The next piece."""
+        is_first, self._is_first = self._is_first, False
+        tokens = () if self._silent else news.tokens
+        text = "" if self._silent else news.text
+        choice: dict[str, Any] = {
+            "index": self._ask.index,
+            "text": self._echo + text if is_first else text,
+            "logprobs": self._told_logprobs(tokens, news.prompt, is_first=is_first),
+            "finish_reason": "length" if self._silent and news.finish else news.finish,
+            "stop_reason": None if self._silent else news.stop,
+        }
+        if self._fields.return_token_ids:
+            choice["token_ids"] = ids(tokens)
+            if is_first:
+                choice["prompt_token_ids"] = list(self._ask.prompt)
+        top = self._fields.prompt_top
+        if top is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(news.prompt, top, self._words)
+        return choice
+
+    def _told_logprobs(
+        self, tokens: tuple[Told, ...], prompt: tuple[Told, ...], *, is_first: bool
+    ) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        if is_first and self._fields.echo:
+            return self._logprobs.told(prompt + tokens, first=self._ask.prompt[0])
+        return self._logprobs.told(tokens)
+
+
+async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+    """The response, once all answers have ended."""
+    usage = Usage(asked.asks, asked.choices)
+    found = await collect(asked.asks, service, usage)
+    if asked.is_silent:
+        usage.completion = 0
+    choices = [
+        Choice(ask, asked, service).told(one.news(ask.index)) for ask, one in zip(asked.asks, found, strict=True)
+    ]
+    return asked.head | {"choices": choices, "usage": usage.told()}
+
+
+async def stream(asked: Asked, service: Service) -> AsyncGenerator[bytes, None]:
+    """The events, one for each piece of news."""
+    usage = Usage(asked.asks, asked.choices)
+    choices = [Choice(ask, asked, service) for ask in asked.asks]
+    head = asked.head | ({"usage": None} if asked.fields.has_usage else {})
+    async with aclosing(answers(asked.asks, service)) as pieces:
+        async for news in pieces:
+            usage.add(news)
+            yield event(head | {"choices": [choices[news.index].told(news)]})
+    if asked.is_silent:
+        usage.completion = 0
+    if asked.fields.has_usage:
+        yield event(asked.head | {"choices": [], "usage": usage.told()})
+    yield DONE

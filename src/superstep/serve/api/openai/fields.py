@@ -1,0 +1,190 @@
+"""The fields that chat and plain completions share, and what they mean to the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from superstep.serve.api.limits import Limits
+from superstep.serve.api.refusals import Refused
+from superstep.serve.api.seeds import SEEDS, drawn_seed
+from superstep.serve.api.strict import Strict, biases_of, given
+from superstep.serve.request import MOST_TOP, Constraint, Sampling
+
+NAMES = {"stop_tokens": "stop_token_ids"}
+"""What the engine's fields are called here, where it is something else."""
+
+MOST_CHOICES = 128
+"""As OpenAI's own."""
+
+
+class StreamOptions(Strict):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # pads OpenAI's chunks against who listens; without effect
+
+
+class SchemaFormat(Strict):
+    """A schema in a ``response_format``; ``strict`` is always so here."""
+
+    name: Annotated[str, Field(max_length=64)]
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class WithoutEffect(Strict):
+    """What clients send that changes nothing here. It is read, so that what is misspelt can be refused."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    verbosity: str | None = None
+    reasoning_effort: str | None = None
+    prediction: dict[str, Any] | None = None
+
+
+class Common(WithoutEffect):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(SEEDS // 2), lt=SEEDS)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    # Beyond OpenAI's, as vLLM and SGLang have them.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    grammar: str | None = None
+    regex: str | None = None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the stream ends with the sums of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def prompt_top(self) -> int | None:
+        """How many of the likeliest tokens are told beside each of the prompt's; None where nothing is."""
+        if self.prompt_logprobs is None or self.prompt_logprobs is False:
+            return None
+        return int(self.prompt_logprobs is not True and self.prompt_logprobs)
+
+
+def check_common(fields: Common) -> None:
+    """Refuse fields that contradict each other.
+
+    Raises:
+        Refused: naming the field and the rule.
+    """
+    if fields.stream_options is not None and not fields.stream:
+        raise Refused("stream_options is for streams; set stream to true, or leave it out.", param="stream_options")
+
+
+def stops_of(fields: Common, limits: Limits) -> tuple[str, ...]:
+    """The texts that end an answer."""
+    stops = [fields.stop] if isinstance(fields.stop, str) else given(fields.stop, [])
+    if len(stops) > limits.stops:
+        raise Refused(f"stop has {len(stops)} texts; give at most {limits.stops}.", param="stop")
+    for text in stops:
+        if not 0 < len(text) <= limits.stop_chars:
+            raise Refused(
+                f"stop holds a text of {len(text)} characters; give texts of 1 to {limits.stop_chars}.", param="stop"
+            )
+    return tuple(stops)
+
+
+def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
+    """The form that the answer must have, where one is asked for, and the field that asks for it.
+
+    Raises:
+        Refused: two forms are asked for at once, or a schema is missing.
+    """
+    found: dict[str, Constraint] = {}
+    asked = fields.response_format
+    if asked is not None and asked.type == "json_object":
+        found["response_format"] = Constraint(kind="json_object")
+    if asked is not None and asked.type == "json_schema":
+        if asked.json_schema is None:
+            raise Refused(
+                "response_format.json_schema is missing; give it, or set response_format.type to json_object.",
+                param="response_format.json_schema",
+            )
+        schema = msgspec.json.encode(asked.json_schema.json_schema).decode()
+        found["response_format"] = Constraint(kind="json_schema", text=schema)
+    if fields.regex is not None:
+        found["regex"] = Constraint(kind="regex", text=fields.regex)
+    if fields.grammar is not None:
+        found["grammar"] = Constraint(kind="lark", text=fields.grammar)
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise Refused(f"{second} and {first} both say what form the answer has; give one of them.", param=second)
+    return next(iter(found.items()), ("response_format", None))
+
+
+def seed_of(fields: Common) -> int:
+    """The seed of a request: drawn where none was given."""
+    return drawn_seed() if fields.seed is None else fields.seed % SEEDS
+
+
+def sampling_of(
+    fields: Common, *, seed: int, max_tokens: int, top_logprobs: int, limits: Limits, constraint: Constraint | None
+) -> Sampling:
+    """How to draw, but for the seed of each choice.
+
+    Args:
+        fields: of the request.
+        seed: of the first choice.
+        max_tokens: of an answer.
+        top_logprobs: told beside each token that is drawn.
+        limits: of what may be asked.
+        constraint: the form of the answer.
+    """
+    prompt_top = fields.prompt_top
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=given(fields.temperature, 1.0),
+        top_k=max(0, given(fields.top_k, 0)),  # -1 says all to other servers
+        top_p=given(fields.top_p, 1.0),
+        min_p=given(fields.min_p, 0.0),
+        seed=seed,
+        presence_penalty=given(fields.presence_penalty, 0.0),
+        frequency_penalty=given(fields.frequency_penalty, 0.0),
+        repetition_penalty=given(fields.repetition_penalty, 1.0),
+        logit_bias=biases_of(given(fields.logit_bias, {}), limits.logit_biases),
+        stop_tokens=tuple(given(fields.stop_token_ids, [])),
+        ignore_eos=bool(fields.ignore_eos),
+        top_logprobs=max(top_logprobs, prompt_top or 0),
+        prompt_logprobs=prompt_top is not None,
+        constraint=constraint,
+    )

@@ -1,0 +1,39 @@
+"""GET /v1/models: what can be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.serve.api.service import Service
+from superstep.serve.api.wire import answered
+
+
+async def models(request: Request, service: Service) -> Response:
+    """The model and its adapters."""
+    names = [service.backend.info.name, *service.backend.adapters]
+    return answered({"object": "list", "data": [card(name, service) for name in names]})
+
+
+async def model(request: Request, service: Service) -> Response:
+    """One of them."""
+    name = str(request.path_params["model"])
+    service.adapter_of(name)
+    return answered(card(name, service))
+
+
+def card(name: str, service: Service) -> dict[str, Any]:
+    """What is told of a model; an adapter names the model that it changes."""
+    info = service.backend.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.began_s,
+        "owned_by": "superstep",
+        "max_model_len": info.context_tokens,
+        "root": info.name,
+        "parent": None if name == info.name else info.name,
+        "version": info.version,
+    }

@@ -1,0 +1,52 @@
+"""What every handler is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.errors import did_you_mean
+from superstep.serve.api.backend import Backend
+from superstep.serve.api.limits import Limits, Queue
+from superstep.serve.api.metrics import Metrics
+from superstep.serve.api.refusals import Refused, shown
+from superstep.serve.api.words import Words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The engine, the text part, and what is kept of those who ask.
+
+    Attributes:
+        backend: the engine.
+        words: the text part.
+        limits: of requests.
+        queue: the places for answers.
+        metrics: what is counted.
+        began_s: when the server started, in seconds of the epoch; the age of its models.
+    """
+
+    backend: Backend
+    words: Words
+    limits: Limits
+    queue: Queue
+    metrics: Metrics
+    began_s: int
+
+    def adapter_of(self, model: str | None) -> str:
+        """The adapter that a client means by ``model``; empty for the model itself.
+
+        Raises:
+            Refused: 404 where no model has this name.
+        """
+        name = self.backend.info.name
+        if model is None or model == name:
+            return ""
+        if model in self.backend.adapters:
+            return model
+        known = [name, *self.backend.adapters]
+        raise Refused(
+            f"model = {shown(model)} is not served here{did_you_mean(model, known)}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,51 @@
+"""An application on a free port, in a thread, for clients that speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+
+from superstep.serve.api.server import LOOPBACK, listen, make_server
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and the event loop that it runs on."""
+
+    port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        """Of its root."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+
+@contextmanager
+def served(app: Starlette) -> Iterator[Served]:
+    """Runs until the block ends."""
+    listening = listen(LOOPBACK, 0)
+    server = make_server(app)
+    loops: list[asyncio.AbstractEventLoop] = []
+    running = threading.Event()
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        running.set()
+        await server.serve(sockets=[listening])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert running.wait(30)
+        yield Served(listening.getsockname()[1], loops[0])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listening.close()
+        assert not thread.is_alive()
