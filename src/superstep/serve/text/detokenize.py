@@ -1,0 +1,122 @@
+"""Text as tokens come: the pieces of an answer, joined, are the tokenizer's text of all its tokens.
+
+Characters that are cut across tokens wait until they are whole. The work for a token does not grow with the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from superstep.data.tokenizer import Tokenizer
+from superstep.serve.text.decoding import BYTE, Step, byte_level, end_of, push_through, steps
+
+BEFORE = "."
+"""Stands for the text before: no decoder changes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that has become certain.
+
+    Attributes:
+        text: may be empty.
+        tokens: how many tokens were pushed for it, after those of the piece before; 0 while they wait.
+    """
+
+    text: str = ""
+    tokens: int = 0
+
+
+class Words:
+    """What a tokenizer's tokens look like, read once and used by every answer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        core = tokenizer.core
+        decoder = json.loads(core.to_str())["decoder"]
+        self._names = [core.id_to_token(token) for token in range(tokenizer.vocab)]
+        self._special = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
+        self._is_byte_level = "ByteLevel" in json.dumps(decoder)
+        self.fresh_steps: Callable[[], list[Step]] = steps(decoder, lambda tokens: core.decoder.decode(tokens))
+
+    def name(self, token: int, *, skip_special: bool = False) -> str | None:
+        """A token as its vocabulary spells it; None for one that has no text: unknown, or special and skipped."""
+        if not 0 <= token < len(self._names) or (skip_special and token in self._special):
+            return None
+        return self._names[token]
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is a sign of the model's own, such as its end of text."""
+        return token in self._special
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token amid a text: part of a character, perhaps, or a word with the space before it."""
+        name = self.name(token)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            return byte_level(name)
+        byte = BYTE.fullmatch(name)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return self._amid(name).encode()
+
+    def text_of(self, token: int) -> str:
+        r"""One token as text; ``bytes:\xe4\xb8`` where it is no whole character, as OpenAI's API says it."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _amid(self, name: str) -> str:
+        """A token's text where another one is before it, whose own text is cut off again."""
+        chain = self.fresh_steps()
+        text = push_through(chain, [BEFORE, name]) + end_of(chain)
+        return text.removeprefix(BEFORE)
+
+
+class Detokenizer:
+    """One answer's text. Not to be shared by threads.
+
+    Args:
+        words: of the tokenizer.
+        skip_special: whether special tokens are left out, rather than spelled.
+        is_amid: whether the text follows another one, such as a prompt. Then its first token keeps the space before it,
+            which SentencePiece's decoders take off the start of a text.
+    """
+
+    def __init__(self, words: Words, *, skip_special: bool = False, is_amid: bool = False) -> None:
+        self._words = words
+        self._skip_special = skip_special
+        self._chain = words.fresh_steps()
+        self._waiting = 0
+        self._before = BEFORE if is_amid else ""
+        if is_amid:
+            self._before = self._before.removeprefix(push_through(self._chain, [BEFORE]))
+
+    def push(self, token: int) -> Piece:
+        """The text that one more token makes certain, which may be none."""
+        self._waiting += 1
+        name = self._words.name(token, skip_special=self._skip_special)
+        if name is None:
+            return Piece()
+        return self._piece(push_through(self._chain, [name]))
+
+    def push_all(self, tokens: Iterable[int]) -> Piece:
+        """The same for several tokens at once."""
+        pieces = [self.push(token) for token in tokens]
+        return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
+
+    def end(self) -> Piece:
+        """What still waited when no token follows; broken characters become U+FFFD."""
+        text = end_of(self._chain).removeprefix(self._before)
+        tokens, self._waiting = self._waiting, 0
+        return Piece(text, tokens)
+
+    def _piece(self, text: str) -> Piece:
+        if not text:
+            return Piece()
+        tokens, self._waiting = self._waiting, 0
+        return Piece(text, tokens)
