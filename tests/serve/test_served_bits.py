@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import small
-from superstep.data.stream import Batch
 from superstep.numerics import invariant_attention
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
@@ -20,7 +19,7 @@ from superstep.serve import engine as engine_module
 from superstep.serve.compute.ranks import follow
 from superstep.serve.load import ServeConfig, load_rank, open_engine
 from superstep.train.proof.exact import write_bits
-from superstep.train.proof.served import answers, compare, told_of, trained_losses, ways
+from superstep.train.proof.served import answers, batch_of, compare, told_of, trained_losses, ways
 
 pytestmark = pytest.mark.multiproc
 
@@ -82,9 +81,7 @@ def _serve(rank, world, folder, compute, names, texts, plant):
     found = []
     with PLANTED[plant]():
         for way in [way for way in ways(TOKENS) if way.name in names]:
-            serve = ServeConfig(
-                **{"compute": compute, "exact": True, "tp": world, "context_tokens": TOKENS + 1} | way.changes
-            )
+            serve = way.of(ServeConfig(compute=compute, exact=True, tp=world, context_tokens=TOKENS))
             if rank > 0:
                 follow(load_rank(Path(folder), serve, rank, tp, Device("cpu")).forward, tp, Device("cpu"))
                 continue
@@ -100,8 +97,7 @@ def _serve(rank, world, folder, compute, names, texts, plant):
 
 
 def _train(rank, world, run, folder, texts):
-    rows = torch.tensor(texts)
-    batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), rows[:, 1:].numel(), None)
+    batch = batch_of(texts)
     return trained_losses(World(rank, world, Device("cpu")), run, Path(folder), [batch])[0]
 
 
@@ -130,7 +126,7 @@ def test_a_token_has_the_bits_of_training_in_every_way_of_serving_it(pool, check
         for name, told in zip(names, served, strict=True):
             found = compare(name, losses[0], told)
             assert found.differing == 0, (tp, found)
-            assert found.compared >= sum(TOKENS + 1 - len(p) for p in prompts())
+            assert found.compared >= sum(TOKENS - len(p) for p in prompts())
 
 
 def _stale_page():

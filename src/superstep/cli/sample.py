@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from superstep.cli.arguments.sample import read
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
-from superstep.model.axes import units
-from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.source import load_units
-from superstep.model.unit import Row, global_tensors
+from superstep.model.unit import Row
 from superstep.plan.config import RunConfig
-from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.toml import read_config
+from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.offline import generate
+from superstep.serve.request import Sampling
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.train.sample import Model, generate
+from superstep.train.sample import Model
+from superstep.train.sample import generate as generate_own
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,25 +36,33 @@ def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) 
 
     Raises:
         StateError: there is no such run, or it has no checkpoint yet.
-        ConfigError: the prompt is empty.
+        ConfigError: the prompt is empty, or longer than a sequence of the run.
     """
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character.")
-    config, model, tokenizer = _load(run)
+    config, checkpoint = _found(run)
+    tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt)
-    drawn = generate(
-        model,
-        ids,
-        tokens=tokens,
-        window_tokens=config.data.sequence_tokens,
-        temperature=temperature,
-        seed=seed,
-        end_of_text=tokenizer.end_of_text,
-    )
-    return tokenizer.decode(ids + list(drawn))
+    if config.model.source is None:
+        sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=seed)
+        drawn = _drawn(config, checkpoint, ids, sampling, tokenizer)
+    else:
+        drawn = list(
+            generate_own(
+                _own(config, checkpoint),
+                ids,
+                tokens=tokens,
+                window_tokens=config.data.sequence_tokens,
+                temperature=temperature,
+                seed=seed,
+                end_of_text=tokenizer.end_of_text,
+            )
+        )
+    return tokenizer.decode(ids + drawn)
 
 
-def _load(run: Path) -> tuple[RunConfig, Model, Tokenizer]:
+def _found(run: Path) -> tuple[RunConfig, Path]:
+    """A run's configuration, and its newest checkpoint."""
     folder = RunFolder(root=run)
     if not run.exists():
         raise StateError(f"'{run}' is not there; name the folder that train wrote.")
@@ -64,19 +71,25 @@ def _load(run: Path) -> tuple[RunConfig, Model, Tokenizer]:
     found = checkpoints(folder.checkpoints)
     if not found:
         raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
-    config = read_config(folder.config)
-    model, tensors = _decoder(found[-1]) if config.model.source is None else _own(config)
-    load_weights(found[-1], tensors)
-    return config, model, load_tokenizer(found[-1] / "tokenizer.json")
+    return read_config(folder.config), found[-1]
 
 
-def _decoder(checkpoint: Path) -> tuple[Model, Mapping[str, Tensor]]:
-    shape = from_hf_config(checkpoint / "config.json")
-    model = Decoder(shape)
-    return model, global_tensors(model, units(shape))
+def _drawn(
+    config: RunConfig, checkpoint: Path, prompt: list[int], sampling: Sampling, tokenizer: Tokenizer
+) -> list[int]:
+    """What the engine answers, without the end of text. Prompt and answer are at most a sequence of the run."""
+    serve = ServeConfig(
+        context_tokens=config.data.sequence_tokens,
+        requests=1,
+        compute=config.numerics.compute,
+        exact=config.numerics.exact,
+    )
+    (answer,) = generate(open_engine(checkpoint, serve), [prompt], sampling)
+    return [token for token in answer.ids if token != tokenizer.end_of_text]
 
 
-def _own(config: RunConfig) -> tuple[Model, Mapping[str, Tensor]]:
+def _own(config: RunConfig, checkpoint: Path) -> Model:
     """The units of a user's file, in a row."""
     model = Row(load_units(config), config.train.seed)
-    return model, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)}
+    load_weights(checkpoint, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)})
+    return model

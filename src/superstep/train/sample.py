@@ -1,4 +1,4 @@
-"""Text from a trained model: a plain loop, one token at a time, no cache."""
+"""Text from a model of one's own, of which the engine knows no keys to keep: a plain loop, one token at a time."""
 
 from __future__ import annotations
 

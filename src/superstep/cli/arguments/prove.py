@@ -25,6 +25,10 @@ class Options(RunConfig):
     """Steps to compare."""
     exact: bool = False
     """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
+    serve: bool = False
+    """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
+    serve_tp: int = 1
+    """Ranks of that server."""
 
 
 def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
@@ -44,7 +48,17 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
         description=DESCRIPTION,
         common=COMMON,
     )
-    for name, value in (("steps", options.steps), ("world", options.world)):
+    for name, value in (
+        ("steps", options.steps),
+        ("world", options.world),
+        ("serve-tp", options.serve_tp),
+    ):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} = {value} must be at least 1.")
+    if options.serve and (path is None or not path.is_dir()):
+        raise ConfigError(
+            "--serve needs a run that has a checkpoint; name its folder: superstep prove runs/demo --serve."
+        )
+    if options.serve and options.all:
+        raise ConfigError("--serve and --all exclude each other: a run was trained on one layout; leave --all out.")
     return options, tuple(flags) if path is None or path.is_dir() else None

@@ -14,6 +14,7 @@ from superstep.cli.arguments.prove import Options, read
 from superstep.cli.options import settled
 from superstep.cli.preparing import prepared
 from superstep.cli.prove.exact import ExactCase, prove_bits
+from superstep.cli.prove.served import prove_served
 from superstep.cli.prove.text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.tokens import open_corpus
@@ -33,12 +34,15 @@ from superstep.train.proof.sweep import layouts
 def main(argv: Sequence[str]) -> int:
     """Prove; the exit status is 0 where everything held."""
     options, yields_to = read(argv)
-    if options.exact:
+    if options.exact or options.serve:
         options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
     # Refused before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
     with _corpus(options, vocab_of(run)) as corpus:
+        if options.serve:
+            stream = stream_of(run.config, open_corpus(corpus), "train")
+            return prove_served(run, Path(argv[0]), stream, steps=options.steps, tp=options.serve_tp)
         if options.exact:
             return _exact(options, run, corpus)
         if not options.all:

@@ -7,8 +7,8 @@ server may: among others, alone, in chunks, from cached pages, with pages taken 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +54,12 @@ def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Seque
     return found
 
 
+def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
+    """Texts of one length as a batch of the trainer's. The target of the last position is none of the text."""
+    tokens_BS = torch.tensor([list(text) for text in texts])
+    return Batch(tokens_BS, tokens_BS.roll(-1, 1), tokens_BS.numel(), None)
+
+
 def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The losses of a batch from those of all ranks; those that several ranks computed must be the same."""
     whole = torch.full((batch.tokens_BS.numel(),), float("nan"))
@@ -73,31 +79,37 @@ class Way:
 
     Attributes:
         name: what it is called.
-        changes: to how the model is served.
+        step_tokens: rows of a step, where they are few.
+        pages: of keys, where they are few.
         is_alone: one prompt after the other, not all together.
         is_twice: once more with the keys that are there from the first time.
         as_prompt: the whole text is a prompt whose tokens are told of, not drawn.
     """
 
     name: str
-    changes: Mapping[str, int] = field(default_factory=dict)
+    step_tokens: int | None = None
+    pages: int | None = None
     is_alone: bool = False
     is_twice: bool = False
     as_prompt: bool = False
+
+    def of(self, serve: ServeConfig) -> ServeConfig:
+        """The engine that it needs."""
+        return replace(serve, step_tokens=self.step_tokens or serve.step_tokens, pages=self.pages)
 
 
 def ways(tokens: int) -> tuple[Way, ...]:
     """Every way that is tried, for texts of so many tokens."""
     page_tokens = ServeConfig().page_tokens
-    whole = -(-(tokens + 1) // page_tokens)
+    whole = -(-tokens // page_tokens)
     return (
         Way(name="one at a time", is_alone=True),
         Way(name="all together"),
-        Way(name="in chunks of 7 tokens", changes={"step_tokens": 7}),
+        Way(name="in chunks of 7 tokens", step_tokens=7),
         Way(name="from cached pages", is_twice=True),
-        Way(name="with pages for two texts", changes={"pages": 2 * whole}),
+        Way(name="with pages for two texts", pages=2 * whole),
         Way(name="as prompts", as_prompt=True),
-        Way(name="as prompts in chunks of 13 tokens", changes={"step_tokens": 13}, as_prompt=True),
+        Way(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True),
     )
 
 
@@ -106,15 +118,15 @@ Told = tuple[int, tuple[float, ...]]
 
 
 def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
-    """Drawn in a way, so that prompt and answer together have one token more than ``tokens``.
+    """Drawn in a way, so that prompt and answer together have ``tokens`` tokens.
 
     Args:
-        engine: idle, opened with the way's changes.
+        engine: idle, opened as the way needs it.
         way: how.
         prompts: shorter than that.
         tokens: of a text.
     """
-    ways = [Sampling(max_tokens=tokens + 1 - len(p), seed=n, ignore_eos=True) for n, p in enumerate(prompts)]
+    ways = [Sampling(max_tokens=tokens - len(p), seed=n, ignore_eos=True) for n, p in enumerate(prompts)]
     if way.is_twice:
         generate(engine, prompts, ways)
     if way.is_alone:
@@ -131,7 +143,7 @@ def told_of(engine: Engine, way: Way, texts: Sequence[Sequence[int]], prompts: S
         asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
         found = generate(engine, [text[:-1] for text in texts], asked)
         return [(0, tuple(told.logprob for told in answer.prompt)) for answer in found]
-    again = answers(engine, way, prompts, len(texts[0]) - 1)
+    again = answers(engine, way, prompts, len(texts[0]))
     return [
         (len(prompt) - 1, tuple(told.logprob for told in answer.tokens if answer.ids == list(text[len(prompt) :])))
         for prompt, text, answer in zip(prompts, texts, again, strict=True)
