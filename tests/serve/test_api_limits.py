@@ -297,7 +297,6 @@ def test_a_full_queue_says_when_to_come_again(setting):
 def test_a_client_that_vanishes_takes_its_requests_back(setting, path, stream, pieces):
     """Whether before the first token or amid them: all of its answers, at once."""
     setting.backend.asked.clear()
-    setting.backend.ended.clear()
     setting.backend.script = lambda request: [65] * 40
     gate = setting.backend.gate = asyncio.Event()
     body = json.dumps(SOUND[path] | {"n": 3, "stream": stream}).encode()
@@ -313,7 +312,7 @@ def test_a_client_that_vanishes_takes_its_requests_back(setting, path, stream, p
         assert connection.recv(65536)
     connection.close()
     wait_until(lambda: setting.backend.live == 0)
-    assert setting.backend.ended == {0: "taken back", 1: "taken back", 2: "taken back"}
+    assert [setting.backend.ended[request.id] for request in setting.backend.asked] == ["taken back"] * 3
     setting.backend.gate = None
     assert setting.client.post(PLAIN, json=SOUND[PLAIN]).status_code == 200
 

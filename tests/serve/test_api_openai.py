@@ -131,6 +131,21 @@ def test_a_stream_joined_is_the_whole(setting, at_once):
         assert told == list(zip(own.tokens, own.token_logprobs, own.text_offset, strict=True))
 
 
+def test_nothing_is_told_or_counted_of_what_follows_a_stop_text(setting):
+    setting.backend.at_once = 100
+    setting.say("one two STOP three")
+    asked = {"model": "small", "prompt": "the quick", "stop": "STOP", "max_tokens": 99, "logprobs": 0, "n": 2}
+    found = setting.client.completions.create(**asked)
+    setting.backend.at_once = 1
+    slowly = setting.client.completions.create(**asked)
+    assert (found.choices, found.usage) == (slowly.choices, slowly.usage)
+    spelt = "".join(found.choices[0].logprobs.tokens)
+    assert "STOP" in spelt
+    assert "three" not in spelt
+    assert found.usage.completion_tokens == 2 * len(found.choices[0].logprobs.tokens)
+    assert found.usage.prompt_tokens_details.cached_tokens == len(TOKENIZER.encode("the quick")) // 2 > 0
+
+
 def test_a_stream_without_usage_tells_none(setting):
     chunks = list(setting.client.completions.create(model="small", prompt="the", stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
@@ -157,9 +172,12 @@ def test_log_probs_of_completions_have_places_in_the_text(setting):
     tokens, told = TOKENIZER.encode(ANSWER), found.choices[0].logprobs
     assert told.token_logprobs == [logprob_of(token) for token in [*tokens, TOKENIZER.end_of_text]]
     assert told.text_offset == sorted(told.text_offset)
-    for place, token, text in zip(told.text_offset, tokens, told.tokens, strict=False):
-        if "\N{REPLACEMENT CHARACTER}" not in text:
-            assert ANSWER[place : place + len(text)] == text, token
+    spelt = b""
+    for place, token in zip(told.text_offset, tokens, strict=False):  # where the character is that its first byte is of
+        spelt += (own := setting.words.token_bytes(token))
+        whole = next(size for size in range(len(ANSWER) + 1) if len(ANSWER[:size].encode()) > len(spelt) - len(own))
+        assert place == whole - 1
+    assert spelt == ANSWER.encode()
     assert told.tokens[-1] == "<|endoftext|>"
     assert all(1 <= len(top) <= 2 for top in told.top_logprobs)
     likeliest = told.top_logprobs[0]

@@ -59,16 +59,21 @@ class Scripted:
     asked: list[Request] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     live: int = 0
+    streams: list[AsyncGenerator[Progress, None]] = field(default_factory=list)
 
-    async def stream(
+    def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[Progress, None]:
-        """The script's tokens, as they were asked for."""
+        """The script's tokens. It is kept: who does not close it leaves it open, and no collector of garbage helps."""
+        request = Request(
+            id=len(self.streams), prompt=prompt, sampling=sampling, priority=priority, adapter=adapter, salt=salt
+        )
+        self.streams.append(self._stream(request))
+        return self.streams[-1]
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Progress, None]:
         if self.is_full:
             raise Busy("the engine's queue is full; ask again.", retry_after_s=7.0)
-        request = Request(
-            id=len(self.asked), prompt=prompt, sampling=sampling, priority=priority, adapter=adapter, salt=salt
-        )
         self.asked.append(request)
         self.live += 1
         try:

@@ -123,8 +123,6 @@ def parse(body: bytes, limits: Limits) -> dict[str, Any]:
         raise _too_deep(limits) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = _read_slowly(body, limits)
-    if b"\\u" in body:
-        _check_values(found, "", limits.json_depth)
     if not isinstance(found, dict):
         raise Refused("body is no JSON object; send one, such as {}.", code="invalid_json")
     _check_depth(found, limits)

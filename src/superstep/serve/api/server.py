@@ -11,6 +11,10 @@ from starlette.applications import Starlette
 from superstep.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+KEPT_S = 65
+"""How long a connection without a request is kept: longer than clients keep theirs, who would else send into one that
+is just being closed."""
+
 LEAVING_S = 5
 """How long answers under way may go on once the server was told to stop."""
 
@@ -24,6 +28,7 @@ def make_server(app: Starlette) -> uvicorn.Server:
         lifespan="off",
         ws="none",
         server_header=False,
+        timeout_keep_alive=KEPT_S,
         timeout_graceful_shutdown=LEAVING_S,
     )
     return uvicorn.Server(config)
