@@ -155,12 +155,12 @@ def _one_late_whole(rank):
 
 
 def _one_early_in_the_chunks(rank):
-    inner = ExactAttend.hidden
+    inner = ExactAttend.parts
 
-    def hidden(self, chunk, length, device):
-        return inner(replace(self, starts=(self.starts - 1).clamp_min(0)), chunk, length, device)
+    def parts(self, chunk, length, sequences):
+        return inner(replace(self, starts=(self.starts - 1).clamp_min(0)), chunk, length, sequences)
 
-    return mock.patch.object(ExactAttend, "hidden", hidden)
+    return mock.patch.object(ExactAttend, "parts", parts)
 
 
 def _no_mask_in_one_turn(rank):

@@ -56,6 +56,11 @@ VERBS = {
         "superstep.cli.arguments.measure",
     ),
     "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.verb"),
+    "serve": Verb(
+        "answer prompts over HTTP with a trained run or a Hugging Face folder",
+        "superstep.cli.serve",
+        "superstep.cli.arguments.serve",
+    ),
     "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
 

@@ -10,17 +10,19 @@ The loop is ``step``: what to compute is decided by ``serve.schedule``, computed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
+from superstep.errors import ConfigError
 from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.pages import Pages
-from superstep.serve.request import Counters, Info, Progress, Request, Told, check_request
+from superstep.serve.request import Counters, Finish, Info, Progress, Request, Told, check_request
 from superstep.serve.schedule import schedule
 from superstep.serve.step import Budget, Chunk, Step, check
 
@@ -205,19 +207,30 @@ class Engine:
         if chunk.end < live.known:
             return news
         token = self._drawn(live, *told[wanted[-1]])
-        finish = live.take(token.token)
-        matcher = self._matcher.get(live.id)
-        if matcher is not None and finish is None:
-            matcher.advance(token.token)
-            finish = "stop" if matcher.is_done else None
+        finish = "abort" if token is None else self._taken(live, token.token)
         if finish is not None:
             self._running.remove(live)
             self._leave(live)
-        return replace(news, tokens=(token,), finish=finish)
+        return replace(news, tokens=() if token is None else (token,), finish=finish)
 
-    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: tuple[float, float]) -> Told:
+    def _taken(self, live: LiveRequest, token: int) -> Finish | None:
+        finish = live.take(token)
         matcher = self._matcher.get(live.id)
-        seen = Seen(live.request.prompt, live.drawn, None if matcher is None else matcher.allowed())
+        if matcher is not None and finish is None:
+            matcher.advance(token)
+            finish = "stop" if matcher.is_done else None
+        return finish
+
+    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: tuple[float, float]) -> Told | None:
+        """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
+        if not all(map(math.isfinite, totals)):
+            return None
+        matcher = self._matcher.get(live.id)
+        try:
+            allowed = None if matcher is None else matcher.allowed()
+        except ConfigError:
+            return None
+        seen = Seen(live.request.prompt, live.drawn, allowed)
         told = draw(logits_V, totals, live.request.sampling, seen, live.known)
         return replace(told, version=self.info.version)
 

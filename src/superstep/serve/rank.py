@@ -19,7 +19,7 @@ from superstep.serve.request import Request
 WAIT_S = 20.0
 """How long rank 0 waits for an order before it tells the others that it is still there."""
 
-Forms = Callable[[Path], Callable[[Request], Matcher | None]]
+Forms = Callable[[Path, int], Callable[[Request], Matcher | None]]
 
 
 def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, forms: Forms | None) -> None:
@@ -30,15 +30,16 @@ def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, for
         folder: of the model.
         serve: how.
         address: of the socket on which orders come, to rank 0.
-        forms: makes what holds answers to their form, from the folder.
+        forms: makes what holds answers to their form, from the folder and the vocabulary's size.
     """
-    mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
+    run = plan_of(folder, serve)
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:
             assert mesh.tp is not None, "ranks share the model"
             follow(load_rank(folder, serve, world.rank, mesh.tp, world.device).forward, mesh.tp, world.device)
             return
-        matchers = None if forms is None else forms(folder)
+        matchers = None if forms is None else forms(folder, run.shape.vocab)
         engine = open_engine(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers)
         with Client(address) as pipe:
             pipe.send_bytes(encode(Ready(engine.info)))

@@ -1,0 +1,99 @@
+"""What superstep serve is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from superstep.cli.options import read_flags
+from superstep.errors import ConfigError
+from superstep.plan.config import DeviceKind, Dtype
+
+DESCRIPTION = (
+    "Answer prompts over HTTP, as OpenAI's interface has it: MODEL is a run, a checkpoint or a Hugging Face folder."
+)
+COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How the model is cut."""
+
+    tp: int = 1
+    """Ranks that share the model."""
+    device: DeviceKind | None = None
+    """Where they compute; none takes GPUs where there are any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsOptions:
+    """How it computes."""
+
+    compute: Dtype | None = None
+    """dtype of weights and keys; none takes the run's, and bf16 for a folder without one."""
+    exact: bool | None = None
+    """Whether answers have the bits of training, whatever they are computed beside; none takes the run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What a step of the engine holds."""
+
+    context_tokens: int | None = None
+    """The most tokens of a prompt and its answer; none takes the run's sequence, or what the model was made for."""
+    page_tokens: int = 16
+    """Positions of one page of keys."""
+    pages: int | None = None
+    """Pages of keys; none takes a quarter of the free memory, if as much is of use."""
+    step_tokens: int = 512
+    """The most tokens that one step computes."""
+    requests: int = 64
+    """The most requests that are computed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Where to answer, and how."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; the ordinary one is seen by this machine alone."""
+    port: int = 8000
+    """The port to listen on; 0 takes a free one."""
+    name: str | None = None
+    """What clients call the model; none takes the folder's name."""
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
+    serve: ServeOptions = field(default_factory=ServeOptions)
+
+
+def read(argv: Sequence[str]) -> tuple[Path, Options]:
+    """The model, and the rest.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    words = [word for word in argv[:1] if not word.startswith("-")]
+    options = read_flags(
+        Options(), argv[len(words) :], prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
+    )
+    if not words:
+        raise ConfigError(
+            "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
+        )
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
+    least = {
+        "plan.tp": options.plan.tp,
+        "serve.page_tokens": options.serve.page_tokens,
+        "serve.step_tokens": options.serve.step_tokens,
+        "serve.requests": options.serve.requests,
+        "serve.pages": options.serve.pages or 1,
+    }
+    for name, value in least.items():
+        if value < 1:
+            raise ConfigError(f"{name} = {value} must be at least 1.")
+    if options.serve.context_tokens is not None and options.serve.context_tokens < 2:
+        raise ConfigError(f"serve.context_tokens = {options.serve.context_tokens} must be at least 2.")
+    return Path(words[0]), options

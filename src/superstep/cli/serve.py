@@ -1,0 +1,64 @@
+"""superstep serve: a trained model answers over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.cli.arguments.serve import Options, read
+from superstep.cli.served_model import ServedModel, find_model
+from superstep.runtime.device import choose
+from superstep.serve.api.app import make_app
+from superstep.serve.api.server import serve
+from superstep.serve.host import Host
+from superstep.serve.load import ServeConfig, plan_of
+from superstep.serve.words import forms_of, load_words
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer until Ctrl-C or SIGTERM."""
+    path, options = read(argv)
+    model = find_model(path)
+    config = serve_config(model, options)
+    shape = plan_of(model.folder, config).shape
+    words = load_words(model.folder, vocab=shape.vocab)
+    host = Host(
+        model.folder,
+        config,
+        device=choose(options.plan.device, config.tp),
+        name=options.name or model.name,
+        forms=forms_of,
+    )
+    _say(f"Loading {model.folder} on {config.tp} {'rank' if config.tp == 1 else 'ranks'}.")
+    try:
+        info = host.open()
+        exact = ", with the bits of training" if config.exact else ""
+        _say(f"{info.name}: {config.compute}, contexts of {info.context_tokens} tokens{exact}, weights {info.version}.")
+        serve(make_app(host, words), host=options.host, port=options.port, ready=_told)
+    finally:
+        host.close()
+    return 0
+
+
+def serve_config(model: ServedModel, options: Options) -> ServeConfig:
+    """How a model is served, what was not asked for taken from its run."""
+    run, asked = model.run, options.serve
+    context = run.data.sequence_tokens if run is not None and asked.context_tokens is None else asked.context_tokens
+    exact = run.numerics.exact if run is not None and options.numerics.exact is None else options.numerics.exact
+    return ServeConfig(
+        context_tokens=context,
+        page_tokens=asked.page_tokens,
+        pages=asked.pages,
+        step_tokens=asked.step_tokens,
+        requests=asked.requests,
+        compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
+        exact=bool(exact),
+        tp=options.plan.tp,
+    )
+
+
+def _told(host: str, port: int) -> None:
+    _say(f"Answering at http://{host}:{port} (chat in a browser), http://{host}:{port}/v1 (OpenAI's clients).")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

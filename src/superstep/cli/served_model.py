@@ -1,0 +1,51 @@
+"""What is named to be served: a run's newest checkpoint, or a folder as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.errors import ConfigError, StateError
+from superstep.plan.config import RunConfig
+from superstep.plan.toml import read_config
+from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model to be served.
+
+    Attributes:
+        folder: of its weights.
+        name: that it goes by.
+        run: how it was trained; None for a folder that is no run's.
+    """
+
+    folder: Path
+    name: str
+    run: RunConfig | None
+
+
+def find_model(path: Path) -> ServedModel:
+    """The model that a path names.
+
+    Raises:
+        StateError: there is none.
+        ConfigError: it is a model of the user's own, whose attention the engine does not know.
+    """
+    if not path.exists():
+        raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
+    run = RunFolder(root=path)
+    if not run.config.is_file():
+        return ServedModel(path, path.resolve().name, None)
+    config = read_config(run.config)
+    if config.model.source is not None:
+        raise ConfigError(
+            f"'{path}' is of a model of your own ({config.model.source}): the engine keeps keys of the decoder alone; "
+            "superstep sample draws from it."
+        )
+    found = checkpoints(run.checkpoints)
+    if not found:
+        raise StateError(f"'{path}' has no checkpoint yet; train it for at least state.save_every steps.")
+    return ServedModel(found[-1], path.resolve().name, config)
