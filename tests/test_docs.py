@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import sample, view
+from superstep.cli import sample, serve, view
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import verb as measure
 from superstep.cli.options import DEMO
@@ -166,6 +166,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)
+    monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     # A plan is searched; the programs of large models, which take a minute, keep their closed form here.

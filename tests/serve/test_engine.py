@@ -120,6 +120,7 @@ def test_few_pages_change_no_answer():
 
 def test_logits_that_are_no_numbers_end_their_request_and_no_other():
     served = engine()
+
     class Broken(Counting):
         def __call__(self, rows):
             logits = super().__call__(rows)

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import superstep
 from superstep.cli.options import asks_for_help
@@ -23,12 +24,14 @@ class Verb:
 
     Attributes:
         module: its ``main`` takes the arguments and gives the exit status.
+        extra: of the package, which brings what it needs beside the rest; none where nothing does.
         help: in this module ``read`` takes arguments that ask for help; none where ``main`` does, at no cost.
     """
 
     what: str
     module: str
     help: str | None = None
+    extra: str = ""
 
 
 VERBS = {
@@ -60,6 +63,7 @@ VERBS = {
         "answer prompts over HTTP with a trained run or a Hugging Face folder",
         "superstep.cli.serve",
         "superstep.cli.arguments.serve",
+        extra="serve",
     ),
     "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
@@ -103,8 +107,24 @@ def _run(argv: Sequence[str]) -> int:
     verb, rest = VERBS[argv[0]], argv[1:]
     if verb.help is not None and asks_for_help(rest):
         importlib.import_module(verb.help).read(rest)
-    status: int = importlib.import_module(verb.module).main(rest)
+    status: int = _imported(argv[0], verb).main(rest)
     return status
+
+
+def _imported(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have no type that says what is in them
+    """The module of a verb.
+
+    Raises:
+        UserError: the extra that it needs is not installed.
+    """
+    try:
+        return importlib.import_module(verb.module)
+    except ModuleNotFoundError as error:
+        if not verb.extra or (error.name or "").startswith("superstep"):
+            raise
+        raise UserError(
+            f"superstep {name} needs {error.name}, which is not installed: pip install 'superstep[{verb.extra}]'."
+        ) from error
 
 
 def _reported(argv: Sequence[str]) -> int:
