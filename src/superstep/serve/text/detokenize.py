@@ -37,7 +37,8 @@ class Words:
         decoder = json.loads(core.to_str())["decoder"]
         self._names = [core.id_to_token(token) for token in range(tokenizer.vocab)]
         self._special = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
-        self._is_byte_level = "ByteLevel" in json.dumps(decoder)
+        self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
+        self._has_bytes = '"ByteFallback"' in json.dumps(decoder)
         self.fresh_steps: Callable[[], list[Step]] = steps(decoder, lambda tokens: core.decoder.decode(tokens))
 
     def name(self, token: int, *, skip_special: bool = False) -> str | None:
@@ -58,7 +59,7 @@ class Words:
         if self._is_byte_level:
             return byte_level(name)
         byte = BYTE.fullmatch(name)
-        if byte:
+        if byte and self._has_bytes:
             return bytes([int(byte[1], 16)])
         return self._amid(name).encode()
 
