@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from superstep.cli.arguments.serve import Options, read
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
         device=choose(options.plan.device, config.tp),
         name=options.name or model.name,
         forms=forms_of,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
     )
     _say(f"Loading {model.folder} on {config.tp} {'rank' if config.tp == 1 else 'ranks'}.")
     try:

@@ -31,7 +31,7 @@ class Model(Protocol):
     """What computes a step."""
 
     def __call__(self, rows: Rows) -> Tensor:
-        """The logits of the wanted rows, fp32: [R, V]."""
+        """The logits of the wanted rows, fp32: [R, V], or more columns of -inf behind them."""
 
     def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
         """For each row the largest logit, and the logarithm of the sum of exp(logit - largest)."""
@@ -162,7 +162,8 @@ class Engine:
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
         totals = self._model.totals(logits_RV.clone()) if len(logits_RV) else []
-        told = dict(zip(rows.wanted, zip(logits_RV, totals, strict=True), strict=True))
+        # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
+        told = dict(zip(rows.wanted, zip(logits_RV[:, : self.info.vocab], totals, strict=True), strict=True))
         return news + [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
 
     def _apply(self, step: Step, live: dict[int, LiveRequest]) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Listener
@@ -45,6 +45,7 @@ class Host:
         device: where its ranks compute.
         name: that clients call it by.
         forms: makes what holds answers to their form; a function of a module.
+        tell: given a line when the ranks are lost, and when they are back.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class Host:
         device: DeviceKind = "cpu",
         name: str = "",
         forms: Forms | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._folder, self._serve, self._device, self._forms = folder, serve, device, forms
         self._name = name or folder.name
+        self._tell = tell
         self._loop: asyncio.AbstractEventLoop | None = None
         self._info: Info | None = None
         self._state = "starting"
@@ -157,6 +160,8 @@ class Host:
                 self._run()
             except SuperstepError as error:
                 self._failure = error
+                if self._first.is_set():
+                    self._tell(f"superstep: fault: {error}; the engine is started again.")
             if not self._first.is_set() or isinstance(self._failure, UserError):
                 self._first.set()
                 return
@@ -192,6 +197,8 @@ class Host:
             case Ready(info):
                 self._info = replace(info, name=self._name)
                 self._state = "ready"
+                if self._first.is_set():
+                    self._tell(f"The engine answers again, weights {info.version}.")
                 self._first.set()
             case News(progress, counters):
                 self._counters = counters
