@@ -321,6 +321,7 @@ def test_tool_calls_and_their_stream_say_the_same(setting, choice):
         ("function", "weather", {"city": "Rome"}),
     ]
     assert TOKENIZER.decode(list(setting.last.prompt)).startswith("tools: ")
+    assert setting.words.shown[-1]
     constraint = setting.last.sampling.constraint
     assert (constraint is None) == (choice == "auto")
     if constraint is not None:
@@ -340,6 +341,7 @@ def test_tools_that_may_not_be_called_are_not_shown(setting):
         model="small", messages=HELLO, tools=[TOOL], tool_choice="none"
     ).choices[0]
     assert (found.finish_reason, found.message.content) == ("stop", "<call>weather {}</call>")
+    assert not setting.words.shown[-1]
     assert "tools" not in TOKENIZER.decode(list(setting.last.prompt))
 
 
