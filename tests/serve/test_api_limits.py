@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -80,8 +83,8 @@ BAD = [
     (PLAIN, {"logit_bias": {"5": 101}}, 400, "logit_bias", "from -100 to 100"),
     (PLAIN, {"logit_bias": {"999999": 1}}, 400, "logit_bias", "token ids of this model"),
     (PLAIN, {"stop_token_ids": [999999]}, 400, "stop_token_ids", "token ids of this model"),
-    (PLAIN, {"stop": [""]}, 400, "stop", "1 to 1024"),
-    (PLAIN, {"stop": ["a"] * 65}, 400, "stop", "at most 64"),
+    (PLAIN, {"stop": [""]}, 400, "stop", "1 to 1000"),
+    (PLAIN, {"stop": ["a"] * 17}, 400, "stop", "at most 16"),
     (PLAIN, {"stop": 5}, 400, "stop", "valid"),
     (PLAIN, {"seed": 2**64}, 400, "seed", "less than"),
     (PLAIN, {"logprobs": 65}, 400, "logprobs", "less than or equal to 64"),
@@ -315,6 +318,44 @@ def test_a_client_that_vanishes_takes_its_requests_back(setting, path, stream, p
     assert [setting.backend.ended[request.id] for request in setting.backend.asked] == ["taken back"] * 3
     setting.backend.gate = None
     assert setting.client.post(PLAIN, json=SOUND[PLAIN]).status_code == 200
+
+
+def test_half_of_the_clients_vanish_at_random_and_the_others_lose_nothing(setting):
+    """Each reads for a while; every place in the queue is free again at the end."""
+    setting.backend.script = lambda request: [65 + (request.prompt[0] + place) % 50 for place in range(40)]
+    draw = random.Random(5)
+    leaves_at = [draw.choice([None, draw.randrange(1, 6000)]) for _ in range(150)]
+
+    async def client(number: int) -> list[int] | None:
+        body = json.dumps({"prompt": [number], "stream": True, "sampling": {"max_tokens": 40}}).encode()
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", setting.server.port)
+            head = b"POST /generate HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            writer.write(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            try:
+                if (size := leaves_at[number]) is not None:
+                    with suppress(asyncio.IncompleteReadError):
+                        await reader.readexactly(size)
+                    return None
+                told = await reader.read()
+            finally:
+                writer.close()
+            if b" 200 " in told[:20]:
+                lines = [json.loads(line) for line in re.findall(rb"^{.*}$", told.replace(b"\r", b""), re.MULTILINE)]
+                return [token for line in lines for token in line.get("tokens", [])]
+            assert b" 429 " in told[:20]
+            assert b"retry-after: " in told.lower()
+            await asyncio.sleep(0.01)
+
+    async def all_of_them() -> list[list[int] | None]:
+        return await asyncio.gather(*map(client, range(150)))
+
+    found = asyncio.run(all_of_them())
+    for number, tokens in enumerate(found):
+        if leaves_at[number] is None:
+            assert tokens == [65 + (number + place) % 50 for place in range(40)]
+    wait_until(lambda: setting.backend.live == 0)
+    assert setting.client.post(NATIVE, json={"prompt": [1], "n": 4}).status_code == 200
 
 
 def test_what_is_told_back_of_a_body_is_short_and_plain(setting):

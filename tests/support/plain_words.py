@@ -96,6 +96,7 @@ class PlainWords:
     tokenizer: Tokenizer
     chat_stops: tuple[str, ...] = ()
     checked: list[Constraint] = field(default_factory=list)
+    shown: list[bool] = field(default_factory=list)
 
     def encode(self, text: str) -> list[int]:
         """As the tokenizer does."""
@@ -123,8 +124,9 @@ class PlainWords:
             lines.append(f"{message['role']}: {message['content']}")
         return self.encode("\n".join([*lines, "assistant:"]))
 
-    def reader(self, stop: Sequence[str]) -> PlainReader:
-        """Of one answer."""
+    def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> PlainReader:
+        """Of one answer; there is no special token but the end."""
+        self.shown.append(shows_special)
         return PlainReader(self.tokenizer, stop)
 
     def tool_reader(self, use: ToolUse) -> PlainToolReader:

@@ -27,6 +27,7 @@ class Ask:
         priority: smaller ones go first.
         adapter: to answer with.
         salt: of what is cached.
+        shows_special: whether special tokens are spelt out in the text.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Ask:
     priority: int = 0
     adapter: str = ""
     salt: str = ""
+    shows_special: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ async def _merged(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News,
 
 async def answer(ask: Ask, service: Service) -> AsyncGenerator[News, None]:
     """The news of one answer, the last of which has a ``finish``."""
-    reader = service.words.reader(ask.stop)
+    reader = service.words.reader(ask.stop, shows_special=ask.shows_special)
     named = frozenset(ask.sampling.stop_tokens)
     ends = named if ask.sampling.ignore_eos else named | frozenset(service.backend.info.end_of_text)
     watch, ended = service.metrics.watch(len(ask.prompt)), "abort"

@@ -47,8 +47,8 @@ class Limits:
     json_values: int = 2_000_000
     choices: int = 512
     queue: int = 1024
-    stops: int = 64
-    stop_chars: int = 1024
+    stops: int = 16
+    stop_chars: int = 1000
     logit_biases: int = 4096
 
 

@@ -103,8 +103,13 @@ class Words(Protocol):
         """Texts that end an answer in a chat, where the template has no token for it."""
         ...
 
-    def reader(self, stop: Sequence[str]) -> Reader:
-        """A reader of one answer that ends at the first of some texts."""
+    def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> Reader:
+        """A reader of one answer that ends at the first of some texts.
+
+        Args:
+            stop: those texts.
+            shows_special: whether special tokens are spelt out; calls of tools may be marked by them.
+        """
         ...
 
     def tool_reader(self, use: ToolUse) -> ToolReader:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -85,6 +85,8 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
     }
     stop = stops_of(fields, service.limits) + tuple(service.words.chat_stops)
     asks = asks_of(fields, [prompt], sampling, stop, service, names={"prompt": "messages"})
+    if use is not None:
+        asks = [replace(ask, shows_special=True) for ask in asks]
     return Asked(fields=fields, asks=asks, use=use, head=head)
 
 

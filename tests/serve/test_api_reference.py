@@ -1,0 +1,51 @@
+"""The page about the HTTP interface tells of every path, field and metric, and of none that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from plain_words import small_tokenizer
+from scripted import Scripted
+from superstep.serve.api import native
+from superstep.serve.api.app import ROUTES
+from superstep.serve.api.metrics import Metrics
+from superstep.serve.api.openai import chat_fields, completions
+from superstep.serve.request import Info
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text(encoding="utf-8").split("\n## ")}
+SPELT = {title: set(re.findall(r"`([^`\n]+)`", part)) for title, part in SECTIONS.items()}
+
+
+def test_paths():
+    told = {one for one in SPELT["# The HTTP interface"] if one.startswith(("GET ", "POST "))}
+    assert told == {f"{method} {path.replace(':path', '')}" for method, path, _ in ROUTES}
+
+
+@pytest.mark.parametrize("form", [completions.Fields, chat_fields.Fields])
+def test_fields_of_openais_endpoints(form):
+    assert set(form.model_fields) <= SPELT["Completions and chats"]
+
+
+def test_no_field_is_told_that_is_refused():
+    known = set(completions.Fields.model_fields) | set(chat_fields.Fields.model_fields)
+    rows = re.findall(r"^\| (`.*?) \|", SECTIONS["Completions and chats"], flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} <= known
+
+
+def test_fields_of_the_native_endpoint():
+    assert set(native.Fields.model_fields) | set(native.SamplingFields.model_fields) <= SPELT["POST /generate"]
+
+
+def test_metrics():
+    tokenizer = small_tokenizer()
+    info = Info(name="m", vocab=300, context_tokens=9, version="", end_of_text=(tokenizer.end_of_text,))
+    metrics = Metrics(Scripted(info, lambda request: []))
+    metrics.end("stop")
+    metrics.refuse(400)
+    told = set(re.findall(r"^# TYPE (\S+) ", metrics.text().decode(), flags=re.MULTILINE))
+    told = {name for name in told if not name.endswith("_created")}
+    assert {name for name in SPELT["Metrics"] if ":" in name and not name.endswith(":")} == told

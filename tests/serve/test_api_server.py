@@ -1,0 +1,67 @@
+"""A server as a process: it says where it is, is seen by this machine alone, and ends when it is told to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from superstep.errors import ConfigError
+from superstep.serve.api.server import LOOPBACK, listen
+
+PROGRAM = """
+from plain_words import PlainWords, small_tokenizer
+from scripted import Scripted
+from superstep.serve.api.app import make_app
+from superstep.serve.api.server import serve
+from superstep.serve.request import Info
+
+tokenizer = small_tokenizer()
+end = (tokenizer.end_of_text,)
+info = Info(name="small", vocab=tokenizer.vocab, context_tokens=64, version="v1", end_of_text=end)
+app = make_app(Scripted(info, lambda request: [65] * 30), PlainWords(tokenizer))
+serve(app, port=0, ready=lambda host, port: print(host, port, flush=True))
+"""
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_says_where_it_is_and_ends_when_told(told):
+    support = str(Path(__file__).parents[1] / "support")
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {support!r})\n{PROGRAM}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        host, port = process.stdout.readline().split()
+        assert host == LOOPBACK
+        url = f"http://{host}:{port}"
+        assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ready"
+        body = {"prompt": [1], "stream": True, "sampling": {"max_tokens": 5}}
+        lines = httpx.post(f"{url}/generate", json=body, timeout=30).text.splitlines()
+        assert [json.loads(line).get("finish") for line in lines] == [None] * 4 + ["length", None]
+        process.send_signal(told)
+        assert process.wait(60) == -told
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port = {port} cannot be listened on.*or 0 for any free one"):
+            listen(LOOPBACK, port)
+    with pytest.raises(ConfigError, match="port = 70000"):
+        listen(LOOPBACK, 70000)
+    with pytest.raises(ConfigError, match=r"host = '192\.0\.2\.1'"):
+        listen("192.0.2.1", 0)
