@@ -12,7 +12,7 @@ from superstep.serve.api.app import make_app
 from superstep.serve.api.server import serve
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig, plan_of
-from superstep.serve.words import forms_of, load_words
+from superstep.serve.speech import forms_of, load_words
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     model = find_model(path)
     config = serve_config(model, options)
     shape = plan_of(model.folder, config).shape
-    words = load_words(model.folder, vocab=shape.vocab)
+    words = load_words(model.folder, shape.vocab)
     host = Host(
         model.folder,
         config,

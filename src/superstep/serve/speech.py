@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from superstep.data.tokenizer import Tokenizer
+from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.serve.api.words import Json, Said, ToolUse
+from superstep.serve.load import ends_of_text
 from superstep.serve.request import Constraint, Request
 from superstep.serve.text import reader
-from superstep.serve.text.chat import Chat, ChatTemplate
+from superstep.serve.text.chat import Chat, ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.serve.text.detokenize import Words
 from superstep.serve.text.grammar import Grammars, Matcher
@@ -182,3 +184,25 @@ def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], Form | 
         return None if constraint is None else Form(grammars.matcher(constraint), vocab)
 
     return matcher
+
+
+def load_words(folder: Path, vocab: int) -> ModelWords:
+    """The text part of a folder's model.
+
+    Raises:
+        DataError: it has no tokenizer that can be read.
+        ConfigError: its chat template cannot be used.
+    """
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    grammars = Grammars(tokenizer, vocab=vocab, ends=ends_of_text(folder))
+    return ModelWords(tokenizer, load_chat_template(folder), grammars)
+
+
+def forms_of(folder: Path, vocab: int) -> Callable[[Request], Form | None]:
+    """What holds answers of a folder's model to their form.
+
+    Raises:
+        DataError: it has no tokenizer that can be read.
+    """
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    return make_matchers(Grammars(tokenizer, vocab=vocab, ends=ends_of_text(folder)), vocab)
