@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-import served
+import model_folder
 
 pytestmark = pytest.mark.multiproc
 
@@ -75,7 +75,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One that answers with the bits of training, of many short contexts."""
-    folder = served.write_folder(tmp_path_factory.mktemp("model"))
+    folder = model_folder.write_folder(tmp_path_factory.mktemp("model"))
     flags = ["--numerics.exact", "true", "--numerics.compute", "fp32", "--serve.context-tokens", "128"]
     made = Server(folder, *flags)
     yield made
@@ -219,7 +219,7 @@ def test_a_killed_rank_is_told_at_once_and_comes_back(server):
 
 
 def test_a_server_that_is_told_to_end_leaves_nobody(tmp_path):
-    made = Server(served.write_folder(tmp_path / "model"), "--plan.tp", "2")
+    made = Server(model_folder.write_folder(tmp_path / "model"), "--plan.tp", "2")
     assert len(made.ranks()) == 2
     assert made.end(signal.SIGTERM) in (0, 143)
     assert "Traceback" not in made.said

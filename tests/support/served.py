@@ -1,35 +1,51 @@
-"""A small model as a folder that a server opens: random weights, and a tokenizer of a few lines."""
+"""An application on a free port, in a thread, for clients that speak HTTP."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-import torch
+from starlette.applications import Starlette
 
-from superstep.data.tokenizer import train_tokenizer
-from superstep.model.axes import units
-from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
-from superstep.model.unit import global_tensors, initial, parameters
-from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
-
-LINES = [
-    '{"name": "Ann", "age": 7}\n',
-    "To be, or not to be: that is the question.\n",
-    "Ümläute, 漢字 and 🙂 as well.\n",
-]
+from superstep.serve.api.server import LOOPBACK, listen, make_server
 
 
-def write_folder(folder: Path, **model: object) -> Path:
-    """The folder, written."""
-    tokenizer = train_tokenizer(LINES * 20, 400)
-    shape = shape_of(ModelConfig(name="tiny", vocab=tokenizer.vocab, **model))
-    decoder = Decoder(shape)
-    with torch.no_grad():
-        for spec, param in parameters(decoder, units(shape)).values():
-            # Larger than in training, so that one token is much likelier than another.
-            param.copy_(initial(spec, param.shape, 0) * (4 if param.dim() > 1 else 1))
-    save_weights(folder, global_tensors(decoder, units(shape)), shape)
-    tokenizer.save(folder / "tokenizer.json")
-    return folder
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and the event loop that it runs on."""
+
+    port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        """Of its root."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+
+@contextmanager
+def served(app: Starlette) -> Iterator[Served]:
+    """Runs until the block ends."""
+    listening = listen(LOOPBACK, 0)
+    server = make_server(app)
+    loops: list[asyncio.AbstractEventLoop] = []
+    running = threading.Event()
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        running.set()
+        await server.serve(sockets=[listening])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert running.wait(30)
+        yield Served(listening.getsockname()[1], loops[0])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listening.close()
+        assert not thread.is_alive()

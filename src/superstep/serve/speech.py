@@ -66,14 +66,14 @@ class ModelWords:
         """
         return self._encoder.tokens(Chat(messages=messages, tools=tools))
 
-    def reader(self, stop: Sequence[str]) -> TextReader:
-        """A reader of one answer that ends at the first of some texts.
+    def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> TextReader:
+        """A reader of one answer that ends at the first of some texts; special tokens are spelled out, or left out.
 
         Raises:
             ConfigError: for texts that cannot be looked for.
         """
         check_stops(stop)
-        return TextReader(reader.Reader(self._words, stop, skip_special=True))
+        return TextReader(reader.Reader(self._words, stop, skip_special=not shows_special))
 
     def tool_reader(self, use: ToolUse) -> ToolReader:
         """A reader of the calls in one answer; of none, where the model's template shows no form of calls."""
