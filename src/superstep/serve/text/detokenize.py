@@ -6,7 +6,7 @@ Characters that are cut across tokens wait until they are whole. The work for a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from superstep.data.tokenizer import Tokenizer
@@ -30,20 +30,26 @@ class Piece:
 
 
 class Words:
-    """What a tokenizer's tokens look like, read once and used by every answer."""
+    """What a tokenizer's tokens look like, read once and used by every answer.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: of the model.
+        shown: spellings of special tokens that are text even where special tokens are left out: marks of tool calls.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[str] = ()) -> None:
         core = tokenizer.core
         decoder = json.loads(core.to_str())["decoder"]
         self._names = [core.id_to_token(token) for token in range(tokenizer.vocab)]
         self._special = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
+        self._skipped = frozenset(token for token in self._special if self._names[token] not in shown)
         self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
         self._has_bytes = '"ByteFallback"' in json.dumps(decoder)
         self.fresh_steps: Callable[[], list[Step]] = steps(decoder, lambda tokens: core.decoder.decode(tokens))
 
     def name(self, token: int, *, skip_special: bool = False) -> str | None:
         """A token as its vocabulary spells it; None for one that has no text: unknown, or special and skipped."""
-        if not 0 <= token < len(self._names) or (skip_special and token in self._special):
+        if not 0 <= token < len(self._names) or (skip_special and token in self._skipped):
             return None
         return self._names[token]
 
