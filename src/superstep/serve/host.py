@@ -4,12 +4,13 @@
                           │ a rank is lost
                           └── every stream ends at once with ``Away``; the ranks are started again
 
-One thread keeps the ranks alive, and one reads what they say; neither touches what the event loop owns.
+One thread keeps the ranks alive, one reads what they say and one tells them; none touches what the event loop owns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import tempfile
 import threading
 import time
@@ -66,7 +67,7 @@ class Host:
         self._state = "starting"
         self._counters = Counters()
         self._pipe: Connection | None = None
-        self._writing = threading.Lock()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._queues: dict[int, asyncio.Queue[News_]] = {}
         self._number = 0
         self._is_leaving = False
@@ -83,6 +84,7 @@ class Host:
             ConfigError: the model cannot be served so.
             Fault: a rank failed.
         """
+        threading.Thread(target=self._write, name="orders", daemon=True).start()
         self._keeper.start()
         self._first.wait()
         if self._failure is not None:
@@ -95,6 +97,7 @@ class Host:
         self._is_leaving = True
         self._send(Leave())
         self._keeper.join()
+        self._orders.put(None)
 
     # From the event loop.
 
@@ -114,19 +117,21 @@ class Host:
     ) -> AsyncGenerator[Progress, None]:
         """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
         self._loop = asyncio.get_running_loop()
-        if self._state != "ready":
-            raise Away(f"the engine is {self._state}; ask again.", rank=0)
         self._number += 1
         number = self._number
-        queue = self._queues[number] = asyncio.Queue()
+        # There before the state is looked at: who is lost from now on is told here.
+        told = self._queues[number] = asyncio.Queue()
         is_over = False
         try:
+            if self._state != "ready":
+                is_over = True
+                raise Away(f"the engine is {self._state}; ask again.", rank=0)
             asked = Request(
                 id=number, prompt=tuple(prompt), sampling=sampling, priority=priority, adapter=adapter, salt=salt
             )
             self._send(Ask(asked))
             while not is_over:
-                news = await queue.get()
+                news = await told.get()
                 if isinstance(news, SuperstepError):
                     is_over = True
                     raise news
@@ -213,9 +218,9 @@ class Host:
             loop.call_soon_threadsafe(self._put, request, news)
 
     def _put(self, request: int, news: News_) -> None:
-        queue = self._queues.get(request)
-        if queue is not None:  # who asked may have gone
-            queue.put_nowait(news)
+        told = self._queues.get(request)
+        if told is not None:  # who asked may have gone
+            told.put_nowait(news)
 
     def _lost(self) -> None:
         """The ranks are gone: whoever waits for them is told."""
@@ -226,7 +231,12 @@ class Host:
                 self._hand(number, Away("the engine was lost on the way and is starting again; ask again.", rank=0))
 
     def _send(self, order: Order) -> None:
-        pipe = self._pipe
-        if pipe is not None:
-            with self._writing, suppress(OSError):
-                pipe.send_bytes(encode(order))
+        self._orders.put(order)
+
+    def _write(self) -> None:
+        """Hand orders on. A thread of its own: rank 0 reads between two steps only, and nobody shall wait for that."""
+        while (order := self._orders.get()) is not None:
+            pipe = self._pipe
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.send_bytes(encode(order))
