@@ -110,9 +110,9 @@ LAYOUTS = {
 
 
 SERVED = {
-    "fp32": {1: ALL, 2: ALL[2:4], 4: ALL[1:2]},
-    "bf16": {1: ALL[1:], 2: ALL[4:5]},
-    "experts": {1: ALL[1:], 2: ALL[2:3]},
+    "fp32": {1: ALL, 2: (ALL[1], ALL[5]), 4: ALL[5:6]},
+    "bf16": {1: ALL[1:5], 2: ALL[5:]},
+    "experts": {1: ALL[1:5], 2: ALL[5:]},
 }
 """Ways for each number of ranks. A step of several ranks takes long, so each way is tried on some."""
 
