@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from superstep.model.decoder import Decoder
 from superstep.model.norm import RMSNorm
+from superstep.model.rope import Rope
 from superstep.plan.model.shape import SHAPES
 from superstep.serve.compute.decode_attention import Places, gathered_attention, paged_attention
-from superstep.serve.compute.fast import make_fast
+from superstep.serve.compute.fast import Turn, make_fast
 from superstep.serve.compute.few_rows import FEW, few_rows, few_rows_of_8_bits
 from superstep.serve.compute.kernels.build import FLAGS, SOURCES, Built, build
 from superstep.serve.compute.packed import packed
@@ -80,6 +81,24 @@ def test_norms_are_the_models_own(products):
         x = numbers(3, 5, width, seed=2).bfloat16()
         out = products.ops.rms_norm(x, norm.weight, norm.eps)
         torch.testing.assert_close(out, norm(x), rtol=BF16, atol=0)  # the same number, or a neighbour
+
+
+def test_gates_are_the_models_own(products):
+    both = numbers(5, 200).bfloat16() * 4
+    gate, up = both.split([100, 100], -1)
+    exact = F.silu(gate.double()) * up.double()
+    assert ((products.ops.gated(gate, up).double() - exact).abs() <= (BF16 + 8 * FP32) * exact.abs()).all()
+
+
+def test_turns_are_the_models_own(products):
+    rope = Rope(SHAPES["tiny"])
+    positions = torch.tensor([[0, 1, 7, 900, 3]])
+    x = numbers(1, 5, 6, 16).bfloat16()[:, :, :4]  # rows that lie apart
+    turn = Turn(rope, products.ops)
+    for at in (positions, positions + 1, positions):
+        # Torch's operations round a product before the sum.
+        torch.testing.assert_close(turn(x, at), rope(x, at), rtol=2 * BF16, atol=2 * BF16)
+    assert torch.equal(turn(x), rope(x))
 
 
 @pytest.mark.parametrize("quantize", [None, "w8a8", "int8"])

@@ -236,6 +236,50 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return out;
 }
 
+// silu(gate) · up (Shazeer 2020): rows may lie apart, as the halves of one product do.
+at::Tensor gated(const at::Tensor& gate, const at::Tensor& up) {
+  const int64_t width = gate.size(-1), rows = gate.numel() / std::max<int64_t>(width, 1);
+  TORCH_CHECK(gate.sizes() == up.sizes() && gate.stride(-1) == 1 && up.stride(-1) == 1);
+  at::Tensor out = at::empty(gate.sizes(), gate.options());
+  const auto* gates = gate.const_data_ptr<at::BFloat16>();
+  const auto* ups = up.const_data_ptr<at::BFloat16>();
+  auto* to = out.mutable_data_ptr<at::BFloat16>();
+  const int64_t gate_stride = gate.stride(-2), up_stride = up.stride(-2);
+  at::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t f = 0; f < width; ++f) {
+        const float x = gates[t * gate_stride + f];
+        to[t * width + f] = x / (1.0f + std::exp(-x)) * static_cast<float>(ups[t * up_stride + f]);
+      }
+  });
+  return out;
+}
+
+// Turns pairs half a head apart (Su 2021): x [T, N, H], whose rows may lie apart; cosine and signed sine [T, H].
+at::Tensor turned(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine) {
+  const int64_t rows = x.size(0), heads = x.size(1), width = x.size(2), half = width / 2;
+  TORCH_CHECK(x.stride(2) == 1 && cosine.is_contiguous() && sine.is_contiguous() && cosine.numel() == rows * width);
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  const auto* xs = x.const_data_ptr<at::BFloat16>();
+  const auto* cosines = cosine.const_data_ptr<at::BFloat16>();
+  const auto* sines = sine.const_data_ptr<at::BFloat16>();
+  auto* to = out.mutable_data_ptr<at::BFloat16>();
+  at::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t n = 0; n < heads; ++n) {
+        const auto* from = xs + t * x.stride(0) + n * x.stride(1);
+        const auto *c = cosines + t * width, *s = sines + t * width;
+        auto* into = to + (t * heads + n) * width;
+        for (int64_t h = 0; h < half; ++h) {
+          const float a = from[h], b = from[h + half];
+          into[h] = a * static_cast<float>(c[h]) + b * static_cast<float>(s[h]);
+          into[h + half] = b * static_cast<float>(c[h + half]) + a * static_cast<float>(s[h + half]);
+        }
+      }
+  });
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(SUPERSTEP_OPS, m) {
@@ -243,5 +287,7 @@ TORCH_LIBRARY(SUPERSTEP_OPS, m) {
   m.def("has_int8() -> bool", &has_int8);
   m.def("bf16_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &bf16_product);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
+  m.def("gated(Tensor gate, Tensor up) -> Tensor", &gated);
+  m.def("turned(Tensor x, Tensor cosine, Tensor sine) -> Tensor", &turned);
   m.def("int8_product(Tensor x, Tensor codes, Tensor scale, Tensor sums, Tensor? bias) -> Tensor", &int8_product);
 }
