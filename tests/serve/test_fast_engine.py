@@ -33,11 +33,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
 PROMPTS = [[(7 * n + 3 * k) % 256 for k in range(length)] for n, length in enumerate((1, 15, 16, 17, 40))]
 TOKENS = 20
 

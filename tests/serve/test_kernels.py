@@ -22,21 +22,16 @@ BF16, FP32 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def products(folder):
-    built = build("products", folder)
+def products(compiled):
+    built = build("products", compiled)
     if built.ops is None:
         pytest.skip(built.why)
     return built
 
 
 @pytest.fixture(scope="module")
-def attention(folder):
-    built = build("attention", folder)
+def attention(compiled):
+    built = build("attention", compiled)
     if built.ops is None or not built.ops.has_bf16():
         pytest.skip(built.why or "this machine has no products of bf16")
     return built
@@ -131,19 +126,21 @@ def test_a_compiler_that_fails_is_no_fault_of_the_server(tmp_path, monkeypatch):
     assert list((tmp_path / "built").iterdir()) == []
 
 
-def test_two_folders_in_one_process(products, folder, tmp_path):
-    for library in folder.glob("products-*.so"):
+def test_two_folders_in_one_process(products, compiled, tmp_path):
+    for library in compiled.glob("products-*.so"):
         (tmp_path / library.name).write_bytes(library.read_bytes())
     again = build("products", tmp_path)
     assert again.ops is not None
     assert again.ops.has_bf16() == products.ops.has_bf16()
 
 
-def test_what_was_compiled_is_not_compiled_again(products, folder, monkeypatch):
+def test_what_was_compiled_is_not_compiled_again(products, compiled, monkeypatch):
     monkeypatch.setattr("superstep.serve.compute.kernels.build.COMPILERS", ())
-    assert build("products", folder).ops is not None
+    assert build("products", compiled).ops is not None
     monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
-    assert build("products", folder / "elsewhere").why.startswith("compiling products.cpp failed: there is no compiler")
+    assert build("products", compiled / "elsewhere").why.startswith(
+        "compiling products.cpp failed: there is no compiler"
+    )
 
 
 def texts(lengths, *, page_tokens=16, kv_heads=2, width=64, seed=0):
