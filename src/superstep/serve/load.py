@@ -16,14 +16,20 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.device import Device
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.forward import Forward
+from superstep.serve.compute.kernels.build import Built
+from superstep.serve.compute.kernels.build import build as build_ops
 from superstep.serve.compute.keys import KeyStore
-from superstep.serve.compute.model import build, fill
+from superstep.serve.compute.model import Served, build, fill
 from superstep.serve.compute.ranks import Ranks
 from superstep.serve.engine import Engine, Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.request import Info
 from superstep.serve.step import Budget
+
+KERNELS = ("products", "attention")
+"""The operations that fast mode compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,8 @@ class ServeConfig:
         compute: dtype of weights and keys.
         exact: whether answers have the trainer's bits, whatever they are computed beside.
         tp: ranks that share the model.
+        quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
+        kernels: the folder for operations that are compiled here; None computes without.
     """
 
     context_tokens: int | None = None
@@ -49,6 +57,8 @@ class ServeConfig:
     compute: Dtype = "bf16"
     exact: bool = False
     tp: int = 1
+    quantize: str = ""
+    kernels: Path | None = None
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
@@ -133,6 +143,7 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
     fill(served, open_weights(folder))
+    attention = _made_fast(served, serve, device)
     kv_heads, dtype = shape.kv_heads // serve.tp, DTYPES[serve.compute]
     page_bytes = 2 * shape.layers * serve.page_tokens * kv_heads * shape.head_dim * dtype.itemsize
     room = device.free_bytes(serve.tp) // 4 // page_bytes
@@ -151,7 +162,23 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
         dtype=dtype,
         device=device.torch,
     )
-    return Rank(run, Forward(served, store, tp, device), pages, context_tokens)
+    return Rank(run, Forward(served, store, tp, device, attention), pages, context_tokens)
+
+
+def _made_fast(served: Served, serve: ServeConfig, device: Device) -> Built:
+    """Make fast mode's changes, and give what it attends with."""
+    if serve.exact:
+        if serve.quantize:
+            raise ConfigError(
+                f"serve.quantize = '{serve.quantize}' with serve.exact = true: weights of few bits are not the "
+                "trainer's; leave one of them out."
+            )
+        return Built(None, "exact mode computes with torch's operations alone")
+    folder = serve.kernels if device.torch.type == "cpu" else None
+    none = Built(None, "no folder for compiled operations was given" if folder is None else "")
+    products, attention = (none if folder is None else build_ops(name, folder) for name in KERNELS)
+    make_fast(served.modules, products, quantize=serve.quantize or None)
+    return attention
 
 
 def open_engine(

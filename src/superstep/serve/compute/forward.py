@@ -15,9 +15,13 @@ from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.attend import PagedAttend, reading
+from superstep.serve.compute.decode_attention import can_attend
+from superstep.serve.compute.kernels.build import Built
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Rows, positions
+
+NONE = Built(None, "none was asked for")
 
 
 class Forward:
@@ -28,14 +32,21 @@ class Forward:
         store: its keys.
         tp: the ranks that share the model; None where there is one.
         device: where it computes.
+        attention: the operation compiled here that reads keys in their pages, or why there is none.
     """
 
-    def __init__(self, served: Served, store: KeyStore, tp: Group | None, device: Device) -> None:
+    def __init__(
+        self, served: Served, store: KeyStore, tp: Group | None, device: Device, attention: Built = NONE
+    ) -> None:
         self._served = served
         self._store = store
         self._tp = tp
         self._device = device.torch
         self._vocab = served.run.shape.vocab
+        kv_heads, head_dim, dtype = *store.keys.shape[2:], store.keys.dtype
+        heads = served.run.shape.heads * kv_heads // served.run.shape.kv_heads
+        is_taken = can_attend(attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        self._attention = attention if is_taken else None
 
     @torch.inference_mode()
     def __call__(self, rows: Rows) -> Tensor:
@@ -48,6 +59,7 @@ class Forward:
             device,
             window=served.run.shape.window,
             is_exact=served.run.plan.grain is not None,
+            built=self._attention,
         )
         embed, *blocks, _ = served.modules
         h_1TD = embed(torch.tensor([rows.tokens], device=device))

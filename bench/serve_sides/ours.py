@@ -1,0 +1,31 @@
+"""Superstep's engine, as a library."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.serve_sides.asked import Answers, Side, answer_jobs
+from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.offline import generate
+from superstep.serve.request import Sampling
+
+
+def load(asked: dict) -> tuple[Side, dict]:
+    """An engine with the settings that ``asked["serve"]`` gives."""
+    torch.set_num_threads(asked["threads"])
+    folder = Path(asked["folder"])
+    kernels = Path(tempfile.gettempdir()) / "superstep-kernels"
+    engine = open_engine(folder, ServeConfig(compute="bf16", kernels=kernels, **asked["serve"]))
+
+    def side(prompts: list[list[int]], tokens: list[int]) -> Answers:
+        ways = [Sampling(max_tokens=count, temperature=0.0, ignore_eos=True) for count in tokens]
+        return [answer.ids for answer in generate(engine, prompts, ways)]
+
+    return side, {"torch": torch.__version__}
+
+
+if __name__ == "__main__":
+    answer_jobs(load)

@@ -1,0 +1,140 @@
+"""The products of a model done in another way: with weights laid out for it once, from outside the model's code.
+
+Each plain linear gets a forward of its own. Linears that read the same input (queries, keys and values; gate and up)
+become one product: a weight of few rows cannot keep the cores busy, and a call costs the same for many rows as for few.
+
+The plain weights stay where they are, for three reasons: new weights are copied into them while the server runs, they
+are views of one buffer, which cannot be given back by pieces, and a tied embedding looks its rows up in them.
+
+    O  outputs      I  inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from superstep.model.decoder import Attention, Head
+from superstep.model.feedforward import FeedForward
+from superstep.model.plain_layer import is_plain_linear
+from superstep.runtime.accumulate import replace_forward
+
+Product = Callable[[Tensor], Tensor]
+"""[..., I] to [..., O]: a linear whose weight and bias it holds."""
+
+Pack = Callable[[Tensor, Tensor | None], Product | None]
+"""Lays out weight [O, I] and bias [O]; what it gives holds no view of either. None where a layer is best left alone."""
+
+ONE_INPUT: Mapping[type[nn.Module], tuple[str, ...]] = {
+    Attention: ("q_proj", "k_proj", "v_proj"),
+    FeedForward: ("gate_proj", "up_proj"),
+}
+"""Layers of the model's code that are called with the same input, in the order of the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Linears that are computed as one."""
+
+    layers: tuple[nn.Linear, ...]
+    pack: Pack
+    product: _Shared
+
+    @torch.no_grad()
+    def lay_out(self) -> bool:
+        """Bring their weights, as they are now, into the product. Whether there is one."""
+        weight = torch.cat([layer.weight.detach() for layer in self.layers])
+        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
+        product = self.pack(weight, torch.cat(biases) if biases else None)
+        if product is not None:
+            self.product.use(product)
+        return product is not None
+
+
+class Linears:
+    """The linears of a module whose products were replaced.
+
+    Args:
+        modules: whose plain linears change; one with a forward, hooks or options of its own stays as it is.
+        pack: lays out the weights.
+        pack_head: the same for the product that gives the logits.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], pack: Pack, pack_head: Pack | None = None) -> None:
+        self._rows: list[_Row] = []
+        for layers, is_head in [row for module in modules for row in _rows(module)]:
+            row = _Row(layers, (pack_head or pack) if is_head else pack, _Shared([x.out_features for x in layers]))
+            if not row.lay_out():
+                continue
+            self._rows.append(row)
+            for place, layer in enumerate(layers):
+                replace_forward(layer, row.product.reader(place))
+
+    def __len__(self) -> int:
+        """How many layers changed."""
+        return sum(len(row.layers) for row in self._rows)
+
+    def lay_out(self) -> None:
+        """Lay the weights out again, after new ones have been copied into the layers."""
+        for row in self._rows:
+            row.lay_out()
+
+
+class _Shared:
+    """One product, of which each of some layers reads its part. They are called one after the other with one input."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._product: Product | None = None
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    def use(self, product: Product) -> None:
+        """Compute with other weights from here on."""
+        self._product = product
+        self._input, self._parts = None, ()
+
+    def reader(self, place: int) -> Product:
+        """The forward of the layer at a place."""
+        last = len(self._sizes) - 1
+
+        def read(x: Tensor) -> Tensor:
+            assert self._product is not None
+            if last == 0:
+                return self._product(x)
+            if place == 0 or self._input is not x:
+                self._input, self._parts = x, self._product(x).split(self._sizes, -1)
+            part = self._parts[place]
+            if place == last:  # nothing is kept for longer than a layer takes
+                self._input, self._parts = None, ()
+            return part
+
+        return read
+
+
+def _rows(module: nn.Module) -> Iterator[tuple[tuple[nn.Linear, ...], bool]]:
+    """The plain linears, those of one input together, and whether they give the logits."""
+    taken: set[nn.Module] = set()
+    for parent in module.modules():
+        layers = [getattr(parent, name) for name in ONE_INPUT.get(type(parent), ())]
+        if layers and all(is_plain_linear(layer) for layer in layers) and _fit([*map(_linear, layers)]):
+            taken.update(layers)
+            yield tuple(map(_linear, layers)), False
+    heads = {unit.lm_head for unit in module.modules() if isinstance(unit, Head)}
+    for layer in module.modules():
+        if is_plain_linear(layer) and layer not in taken:
+            yield (_linear(layer),), layer in heads
+
+
+def _linear(layer: nn.Module) -> nn.Linear:
+    return cast(nn.Linear, layer)
+
+
+def _fit(layers: list[nn.Linear]) -> bool:
+    """Whether their weights can be one above the other."""
+    kinds = {(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    return len(kinds) == 1
