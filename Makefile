@@ -28,7 +28,7 @@ train: setup
 	$(BIN)/superstep train --state.existing resume $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests
 
 check: setup
 	$(BIN)/ruff check .

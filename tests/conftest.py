@@ -19,6 +19,11 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of several ranks first: they take longest, and of two processes neither shall wait for the other's last."""
+    items.sort(key=lambda item: item.get_closest_marker("multiproc") is None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which files take the time."""
     seconds: Counter[str] = Counter()

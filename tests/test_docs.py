@@ -170,7 +170,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     # A plan is searched; the programs of large models, which take a minute, keep their closed form here.
-    monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 10_000)
+    monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 1_000)
 
     def called(argv):
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from superstep.cli.arguments.serve import Options, read
 from superstep.cli.served_model import ServedModel, find_model
@@ -55,7 +57,17 @@ def serve_config(model: ServedModel, options: Options) -> ServeConfig:
         compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
         exact=bool(exact),
         tp=options.plan.tp,
+        quantize=asked.quantize or "",
+        kernels=_kernels(asked.kernels),
     )
+
+
+def _kernels(asked: str | None) -> Path | None:
+    """The folder for compiled operations."""
+    if asked is None:
+        cache = os.environ.get("XDG_CACHE_HOME")
+        return (Path(cache) if cache else Path.home() / ".cache") / "superstep" / "kernels"
+    return None if asked == "off" else Path(asked)
 
 
 def _told(host: str, port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -148,3 +149,8 @@ def pick(local_rank: int, asked: DeviceKind | None = None) -> Device:
     device = Device("cuda", local_rank % gpus())
     torch.cuda.set_device(device.torch)
     return device
+
+
+def cores() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,10 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
+import torch
+
 from superstep.errors import ConfigError
+from superstep.runtime.device import cores
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
@@ -33,6 +36,9 @@ def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, for
         forms: makes what holds answers to their form, from the folder and the vocabulary's size.
     """
     run = plan_of(folder, serve)
+    if world.device.kind == "cpu" and not serve.exact:
+        # A launched rank has one thread; those of a server share out the cores, and exact mode sums on one.
+        torch.set_num_threads(max(1, cores() // world.size))
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:

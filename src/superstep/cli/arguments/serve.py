@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from superstep.cli.options import read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
+
+Quantize = Literal["int8", "w8a8", "int4"]
 
 DESCRIPTION = (
     "Answer prompts over HTTP, as OpenAI's interface has it: MODEL is a run, a checkpoint or a Hugging Face folder."
@@ -50,6 +53,12 @@ class ServeOptions:
     """The most tokens that one step computes."""
     requests: int = 64
     """The most requests that are computed at once."""
+    quantize: Quantize | None = None
+    """How weights are held: int8 and int4 for the weights alone, w8a8 for what they are multiplied with as well; none
+    keeps them as they are."""
+    kernels: str | None = None
+    """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
+    `off` computes without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
