@@ -38,6 +38,8 @@ def test_a_server_says_where_it_is_and_ends_when_told(told):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job, as this suite may be, has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         host, port = process.stdout.readline().split()
