@@ -264,17 +264,18 @@ def main(argv: list[str]) -> None:
         folder.mkdir()
         save_model(folder)
         running = _start(line_up(asked), folder, asked.threads)
+        versions = {one.side.name: one.versions for one in running}
         try:
             results = {}
             for scenario in (s for s in SCENARIOS if s.name in asked.scenarios):
                 able = [one for one in running if scenario.name not in one.side.leaves]
                 ours = next((one.side.name for one in able if one.side.module == "ours"), "")
                 results[scenario.name] = told(scenario, measure(able, scenario, asked.rounds), ours)
+                # After each: what was measured is not lost with what takes too long.
+                write_result(asked.json, threads=asked.threads, rounds=asked.rounds, versions=versions, results=results)
         finally:
             for one in running:
                 one.end()
-    versions = {one.side.name: one.versions for one in running}
-    write_result(asked.json, threads=asked.threads, rounds=asked.rounds, versions=versions, results=results)
 
 
 def _start(sides: Sequence[Side], folder: Path, threads: int) -> list[Running]:
