@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from official_client import ANSWER, HELLO, TOKENIZER, OfficialClient, official_client
+from official_client import ANSWER, HELLO, TOKENIZER
 from scripted import logprob_of
 
 TOOL = {
@@ -15,18 +14,6 @@ TOOL = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[OfficialClient]:
-    with official_client() as client:
-        yield client
-
-
-@pytest.fixture
-def setting(running: OfficialClient) -> OfficialClient:
-    running.reset()
-    return running
 
 
 def test_a_chat_and_its_stream_say_the_same(setting):

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import openai
 import pytest
 
-from official_client import ANSWER, HELLO, TOKENIZER, OfficialClient, official_client
+from official_client import ANSWER, HELLO, TOKENIZER
 from scripted import logprob_of
 from superstep.serve.api.seeds import seed_of_choice
 from superstep.serve.request import Request
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[OfficialClient]:
-    with official_client() as client:
-        yield client
-
-
-@pytest.fixture
-def setting(running: OfficialClient) -> OfficialClient:
-    running.reset()
-    return running
 
 
 def test_models_and_adapters_are_listed(setting):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.sample import read
+from superstep.cli.served_model import newest_checkpoint
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import load_weights
@@ -17,7 +18,6 @@ from superstep.plan.toml import read_config
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
-from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
@@ -68,10 +68,8 @@ def _found(run: Path) -> tuple[RunConfig, Path]:
         raise StateError(f"'{run}' is not there; name the folder that train wrote.")
     if not folder.config.is_file():
         raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
-    return read_config(folder.config), found[-1]
+    checkpoint = newest_checkpoint(run)
+    return read_config(folder.config), checkpoint
 
 
 def _drawn(

@@ -45,7 +45,16 @@ def find_model(path: Path) -> ServedModel:
             f"'{path}' is of a model of your own ({config.model.source}): the engine keeps keys of the decoder alone; "
             "superstep sample draws from it."
         )
-    found = checkpoints(run.checkpoints)
+    return ServedModel(newest_checkpoint(path), path.resolve().name, config)
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The last checkpoint that a run wrote.
+
+    Raises:
+        StateError: it has none yet.
+    """
+    found = checkpoints(RunFolder(root=run).checkpoints)
     if not found:
-        raise StateError(f"'{path}' has no checkpoint yet; train it for at least state.save_every steps.")
-    return ServedModel(found[-1], path.resolve().name, config)
+        raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
+    return found[-1]

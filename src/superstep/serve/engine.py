@@ -161,7 +161,7 @@ class Engine:
         self._apply(step, live)
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
-        totals = self._model.totals(logits_RV.clone()) if len(logits_RV) else []
+        totals = self._model.totals(logits_RV) if len(logits_RV) else []
         # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
         told = dict(zip(rows.wanted, zip(logits_RV[:, : self.info.vocab], totals, strict=True), strict=True))
         return news + [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
@@ -201,8 +201,10 @@ class Engine:
     ) -> Progress:
         """Book what was computed of a request, and draw its next token where all it has is computed."""
         live.computed = chunk.end
-        for page in range(chunk.first // self.pages.page_tokens, chunk.end // self.pages.page_tokens):
-            self.pages.publish(chunk.pages[page], live.keys(self.info.version)[page])
+        full = range(chunk.first // self.pages.page_tokens, chunk.end // self.pages.page_tokens)
+        keys = live.keys(self.info.version) if full else []
+        for page in full:
+            self.pages.publish(chunk.pages[page], keys[page])
         prompt = self._of_prompt(live, chunk, wanted, told)
         news = Progress(request=live.id, prompt=prompt, cached_tokens=live.cached_tokens)
         if chunk.end < live.known:

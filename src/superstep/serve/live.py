@@ -33,6 +33,7 @@ class LiveRequest:
         self._ends = set(request.sampling.stop_tokens) | (set() if request.sampling.ignore_eos else set(end_of_text))
         self._room = min(request.sampling.max_tokens, context_tokens - len(request.prompt))
         self._keys: list[bytes] = []
+        self._root = b""
         self._version = ""
 
     @property
@@ -64,8 +65,8 @@ class LiveRequest:
         """The keys of its full pages, under these weights."""
         if version != self._version:
             self._keys, self._version = [], version
-        root = root_key(version, self.request.adapter, self.request.salt)
-        self._keys = page_keys(root, self.tokens, self._page_tokens, known=self._keys)
+            self._root = root_key(version, self.request.adapter, self.request.salt)
+        self._keys = page_keys(self._root, self.tokens, self._page_tokens, known=self._keys)
         return self._keys
 
     def page_keys(self) -> Sequence[bytes]:
@@ -87,4 +88,4 @@ class LiveRequest:
         self.tokens.append(token)
         if token in self._ends:
             return "stop"
-        return "length" if len(self.drawn) >= self._room else None
+        return "length" if self.known - len(self.request.prompt) >= self._room else None

@@ -17,10 +17,10 @@ from superstep.cost.program.operation import Attention, Operation, Operations, P
 from superstep.hardware.text import write_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.device import choose, gpus
+from superstep.runtime.device import choose, cores, gpus
 from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.disk import disk_rates
-from superstep.runtime.measure.here import cores, distinct, measured
+from superstep.runtime.measure.here import distinct, measured
 from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import measure_collectives

@@ -10,17 +10,15 @@ from typing import TypeVar
 import torch
 
 from superstep.cli.describe import layout_text
+from superstep.cli.served_model import newest_checkpoint
 from superstep.data.stream import Source
-from superstep.errors import StateError
 from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, launch_on
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine
 from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
-from superstep.state.folders import checkpoints
 from superstep.train.proof.served import Told, Way, answers, batch_of, compare, told_of, trained_losses, ways
-from superstep.train.run_folder import RunFolder
 
 Texts = list[list[int]]
 T = TypeVar("T")
@@ -39,17 +37,15 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     Raises:
         StateError: the run has no checkpoint.
     """
-    found = checkpoints(RunFolder(root=root).checkpoints)
-    if not found:
-        raise StateError(f"'{root}' has no checkpoint to serve; train it for at least state.save_every steps.")
+    checkpoint = newest_checkpoint(root)
     tokens, asked = run.config.data.sequence_tokens, run.config.plan.device
     serve = ServeConfig(context_tokens=tokens, compute=run.config.numerics.compute, exact=True, tp=tp)
     prompts = _prompts(source, steps, tokens)
-    texts: Texts = launch_on(asked, tp, _draw, found[-1], serve, prompts, tokens)
+    texts: Texts = launch_on(asked, tp, _draw, checkpoint, serve, prompts, tokens)
     size = source.batch_sequences
     batches = [batch_of(texts[at : at + size]) for at in range(0, len(texts), size)]
-    losses = launch_on(asked, run.plan.mesh.world, trained_losses, run, found[-1], batches)
-    told: list[list[Told]] = launch_on(asked, tp, _tell, found[-1], serve, texts, prompts)
+    losses = launch_on(asked, run.plan.mesh.world, trained_losses, run, checkpoint, batches)
+    told: list[list[Told]] = launch_on(asked, tp, _tell, checkpoint, serve, texts, prompts)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
     compared = [compare(way.name, torch.cat(losses), row) for way, row in zip(ways(tokens), told, strict=True)]
     for way in compared:
@@ -57,7 +53,7 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     first = next((way for way in compared if way.first is not None), None)
     _say(
         f"{'PROVEN' if first is None else 'NOT PROVEN'}: {sum(way.compared for way in compared)} log-probabilities of "
-        f"{found[-1].name}, {sum(way.differing for way in compared)} with other bits than in training."
+        f"{checkpoint.name}, {sum(way.differing for way in compared)} with other bits than in training."
     )
     if first is not None and first.first is not None:
         _say(f"First: {first.way}, text {first.first[0]}, position {first.first[1]}.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -17,7 +15,7 @@ from superstep.hardware.chip import Chip, CopyRate, ProductRate
 from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
 from superstep.plan.config import Dtype
 from superstep.plan.resolve import Resolved
-from superstep.runtime.device import Device
+from superstep.runtime.device import Device, cores
 from superstep.runtime.launch import World, barrier
 from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
@@ -127,11 +125,6 @@ def measured(
         collectives=rates,
     )
     return Measured(cluster=cluster, rate=dtype, is_host=device.kind == "cpu")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cast(int, os.cpu_count())
 
 
 def host_name(device: Device) -> str:

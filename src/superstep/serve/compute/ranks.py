@@ -43,13 +43,11 @@ class Ranks:
         return self._forward(rows)
 
     def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
-        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), rounded as in training.
-        The logits are overwritten.
-        """
+        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), as in training."""
         if self._cells is None:
             return totals_of(logits_RV)
         cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
-        _, total_R1, top_R1 = totals_(logits_RV, cut)
+        _, total_R1, top_R1 = totals_(logits_RV.clone(), cut)
         return list(zip(top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), strict=True))
 
     def wait(self) -> None:

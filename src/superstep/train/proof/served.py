@@ -135,9 +135,8 @@ def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: 
 
 
 def told_of(engine: Engine, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
-    """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way.
-    None of a text of which
-       other tokens were drawn.
+    """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way. None of a text of which
+    other tokens were drawn.
     """
     if way.as_prompt:
         asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)

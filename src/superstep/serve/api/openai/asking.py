@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from superstep.errors import ConfigError
 from superstep.serve.api.answers import Ask, choices_of
@@ -46,3 +49,21 @@ def asks_of(
         except ConfigError as error:
             raise refused_by_backend(error, names=NAMES | dict(names or {})) from None
     return asks
+
+
+def head_of(fields: Common, service: Service, *, prefix: str, kind: str) -> dict[str, Any]:
+    """How a response begins, and each chunk of a stream.
+
+    Args:
+        fields: of the request.
+        service: that answers.
+        prefix: of its id.
+        kind: its ``object``.
+    """
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": given(fields.model, service.backend.info.name),
+        "system_fingerprint": service.backend.info.version,
+    }

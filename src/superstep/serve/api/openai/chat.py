@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from superstep.serve.api.answers import Ask, News, answers
 from superstep.serve.api.aside import aside, check_constraint, encode_chat
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.openai.asking import asks_of
+from superstep.serve.api.openai.asking import asks_of, head_of
 from superstep.serve.api.openai.chat_fields import Fields, tool_use
 from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
 from superstep.serve.api.openai.telling import chat_logprobs, ids, prompt_logprobs
@@ -76,13 +75,7 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
         limits=service.limits,
         constraint=constraint,
     )
-    head = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": given(fields.model, service.backend.info.name),
-        "system_fingerprint": service.backend.info.version,
-    }
+    head = head_of(fields, service, prefix="chatcmpl", kind="chat.completion")
     stop = stops_of(fields, service.limits) + tuple(service.words.chat_stops)
     asks = asks_of(fields, [prompt], sampling, stop, service, names={"prompt": "messages"})
     if use is not None:

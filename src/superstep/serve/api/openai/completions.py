@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from starlette.responses import Response
 from superstep.serve.api.answers import Ask, News, answers
 from superstep.serve.api.aside import check_constraint, encode
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.openai.asking import asks_of
+from superstep.serve.api.openai.asking import asks_of, head_of
 from superstep.serve.api.openai.fields import (
     Common,
     check_common,
@@ -108,13 +106,7 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
     if fields.echo and fields.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=True)
     asks = asks_of(fields, prompts, sampling, stops_of(fields, service.limits), service)
-    head = {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": given(fields.model, service.backend.info.name),
-        "system_fingerprint": service.backend.info.version,
-    }
+    head = head_of(fields, service, prefix="cmpl", kind="text_completion")
     return Asked(fields=fields, asks=asks, texts=_echoes(fields, prompts, service), head=head)
 
 
