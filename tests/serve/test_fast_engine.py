@@ -1,10 +1,13 @@
 """An engine with packed and quantized weights and compiled operations says what a plain one says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from superstep.errors import ConfigError
+from superstep.serve.compute.kernels.build import build
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
@@ -64,6 +67,19 @@ def test_fast_ways_say_what_the_plain_one_says(folder, compiled, monkeypatch):
         worst, compared = far(told(folder, **settings), plain)
         assert worst < most, settings
         assert compared > len(PROMPTS), settings
+
+
+@pytest.mark.parametrize("quantize", ["", "w8a8"])
+def test_what_is_compiled_here_says_the_same_whoever_else_asks(folder, compiled, quantize):
+    if build(compiled).library is None:
+        pytest.skip("there is no compiled decoder here")
+    serve = ServeConfig(compute="bf16", kernels=compiled, quantize=quantize, step_tokens=24, requests=4)
+    ways = Sampling(max_tokens=TOKENS, temperature=0.8, ignore_eos=True, top_logprobs=3)
+    together = generate(open_engine(folder, serve), PROMPTS, ways)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        engine = open_engine(folder, replace(serve, step_tokens=512))
+        assert generate(engine, [prompt], ways)[0].tokens == answer.tokens
+        assert generate(engine, [prompt], ways)[0].tokens == answer.tokens  # from the cache
 
 
 def test_exact_answers_are_not_of_quantized_weights(folder):

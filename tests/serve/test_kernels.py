@@ -1,39 +1,31 @@
-"""Operations that are compiled here, beside torch's own: the same numbers, within their rounding."""
+"""The decoder that is compiled here: fp64's numbers within bf16's rounding, and bits that no neighbour changes."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from superstep.model.decoder import Decoder
-from superstep.model.norm import RMSNorm
-from superstep.model.rope import Rope
+from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.decode_attention import Places, gathered_attention, paged_attention
-from superstep.serve.compute.fast import Turn, make_fast
-from superstep.serve.compute.few_rows import FEW, few_rows, few_rows_of_8_bits
-from superstep.serve.compute.kernels.build import FLAGS, SOURCES, Built, build
+from superstep.serve.compute.compiled import Compiled, can_compile
+from superstep.serve.compute.fast import make_fast
+from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, Built, build
+from superstep.serve.compute.linears import Linears
 from superstep.serve.compute.packed import packed
-from superstep.serve.compute.quantize import format_named, to_8_bits
+from superstep.serve.compute.panels import Panels, in_panels
+from superstep.serve.compute.quantize import format_named, tokens_to_8_bits
+from superstep.serve.compute.rows import Part, Rows
+from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
 
 BF16, FP32 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
-def products(compiled):
-    built = build("products", compiled)
-    if built.ops is None:
+def built(compiled):
+    built = build(compiled)
+    if built.library is None:
         pytest.skip(built.why)
-    return built
-
-
-@pytest.fixture(scope="module")
-def attention(compiled):
-    built = build("attention", compiled)
-    if built.ops is None or not built.ops.has_bf16():
-        pytest.skip(built.why or "this machine has no products of bf16")
     return built
 
 
@@ -41,151 +33,210 @@ def numbers(*size, seed=0):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 64])
-@pytest.mark.parametrize("outputs", [1, 6, 130])
-def test_products_of_few_rows(products, rows, outputs):
-    if not products.ops.has_bf16():
-        pytest.skip("this machine has no products of bf16")
-    x, weight, bias = (t.bfloat16() for t in (numbers(rows, 96), numbers(outputs, 96, seed=1), numbers(outputs)))
-    pack = few_rows(products, packed)
+# Products.
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 600])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 4), (70, 96), (192, 1000)])
+def test_products_of_any_number_of_rows(built, rows, outputs, inputs):
+    x, weight, bias = (
+        t.bfloat16() for t in (numbers(rows, inputs), numbers(outputs, inputs, seed=1), numbers(outputs))
+    )
+    product = in_panels(built.library, packed)(weight, bias)
+    assert isinstance(product, Panels)
     exact = F.linear(x.double(), weight.double(), bias.double())
     size = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
-    out = pack(weight, bias)(x[None])[0]
-    assert ((out.double() - exact).abs() <= 97 * FP32 * size + BF16 * exact.abs()).all()
-    for row in range(rows):  # a row is computed as if it were alone
-        assert torch.equal(pack(weight, bias)(x[row : row + 1])[0], out[row]) or rows > FEW
+    out = product(x[None])[0]
+    assert ((out.double() - exact).abs() <= (inputs + 1) * FP32 * size + BF16 * exact.abs()).all()
+    for row in {0, rows // 2, rows - 1}:  # a row is computed as if it were alone
+        assert torch.equal(product(x[row : row + 1])[0], out[row])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_products_of_8_bits_of_few_rows(products, rows):
-    if not products.ops.has_int8():
-        pytest.skip("this machine has no products of 8 bits")
-    x, weight, bias = (t.bfloat16() for t in (numbers(rows, 128), numbers(70, 128, seed=1), numbers(70)))
-    row = format_named("w8a8")
+@pytest.mark.parametrize("rows", [1, 6, 13])
+def test_products_of_8_bits_are_exact_but_for_one_rounding(built, rows):
+    x, weight, bias = (t.bfloat16() for t in (numbers(rows, 132), numbers(70, 132, seed=1), numbers(70)))
     x[0] = 0
-    mine, torchs = few_rows_of_8_bits(products, row)(weight, bias)(x), row.pack(weight, bias)(x)
-    # The codes are equal but where a number is half way between two, or the division is rounded in another way.
-    step = x.float().abs().amax(1, keepdim=True) / 127 * to_8_bits(weight).weight().abs().amax(1)
-    assert ((mine.float() - torchs.float()).abs() <= 2 * step + 3 * BF16 * torchs.float().abs() + FP32).all()
-
-
-def test_norms_are_the_models_own(products):
-    for width in (64, 100, 768):
-        norm = RMSNorm(width, 1e-5).bfloat16().requires_grad_(False)
-        norm.weight.copy_(numbers(width))
-        x = numbers(3, 5, width, seed=2).bfloat16()
-        out = products.ops.rms_norm(x, norm.weight, norm.eps)
-        torch.testing.assert_close(out, norm(x), rtol=BF16, atol=0)  # the same number, or a neighbour
-
-
-def test_gates_are_the_models_own(products):
-    both = numbers(5, 200).bfloat16() * 4
-    gate, up = both.split([100, 100], -1)
-    exact = F.silu(gate.double()) * up.double()
-    assert ((products.ops.gated(gate, up).double() - exact).abs() <= (BF16 + 8 * FP32) * exact.abs()).all()
-
-
-def test_turns_are_the_models_own(products):
-    rope = Rope(SHAPES["tiny"])
-    positions = torch.tensor([[0, 1, 7, 900, 3]])
-    x = numbers(1, 5, 6, 16).bfloat16()[:, :, :4]  # rows that lie apart
-    turn = Turn(rope, products.ops)
-    for at in (positions, positions + 1, positions):
-        # Torch's operations round a product before the sum.
-        torch.testing.assert_close(turn(x, at), rope(x, at), rtol=2 * BF16, atol=2 * BF16)
-    assert torch.equal(turn(x), rope(x))
-
-
-@pytest.mark.parametrize("quantize", [None, "w8a8", "int8"])
-def test_a_fast_model_gives_nearly_the_same_logits(products, quantize):
-    torch.manual_seed(3)
-    model = Decoder(replace(SHAPES["tiny"], vocab=128, ffn=192, tied=False)).bfloat16().requires_grad_(False)
-    expected = model(torch.arange(24).view(2, 12)).float()
-    linears = make_fast([model], products, quantize=quantize)
-    assert len(linears) == 2 * 7 + 1
-    error = (model(torch.arange(24).view(2, 12)).float() - expected).norm() / expected.norm()
-    assert error < (0.02 if quantize is None else 0.05)
-
-
-def test_what_is_not_there_leaves_torch_in_its_place():
-    none = Built(None, "no compiler")
     row = format_named("w8a8")
-    weight = numbers(8, 64).bfloat16()
-    assert few_rows(none, packed) is packed
-    assert few_rows_of_8_bits(none, row)(weight, None)(weight).shape == (8, 8)
+    product = in_panels(built.library, row.pack, row)(weight, bias)
+    assert isinstance(product, Panels)
+    codes, scale = tokens_to_8_bits(x)
+    exact = F.linear((codes.double() - 128) * scale.double(), row.encode(weight).weight().double(), bias.double())
+    assert ((product(x).double() - exact).abs() <= (BF16 + 4 * FP32) * (exact.abs() + bias.double().abs())).all()
+    x[-1, 3] = torch.nan
+    assert product(x)[-1].isnan().all()
 
 
-def test_a_compiler_that_fails_is_no_fault_of_the_server(tmp_path, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.kernels.build.SOURCES", tmp_path)
-    (tmp_path / "broken.cpp").write_text("this is no C++", encoding="utf-8")
-    built = build("broken", tmp_path / "built")
-    assert built.ops is None
-    assert built.why.startswith("compiling broken.cpp failed: ")
-    assert "error" in built.why
-    assert "\n" not in built.why
-    assert list((tmp_path / "built").iterdir()) == []
+def test_other_weights_are_laid_out_in_the_other_way(built):
+    pack = in_panels(built.library, packed)
+    assert not isinstance(pack(numbers(8, 6).bfloat16(), None), Panels)  # inputs that are no multiple of 4
+    assert not isinstance(pack(numbers(8, 64), None), Panels)
+    assert make_fast([], Built(None, "no compiler"), quantize="w8a8").product(torch.nn.Linear(1, 1)) is None
 
 
-def test_two_folders_in_one_process(products, compiled, tmp_path):
-    for library in compiled.glob("products-*.so"):
-        (tmp_path / library.name).write_bytes(library.read_bytes())
-    again = build("products", tmp_path)
-    assert again.ops is not None
-    assert again.ops.has_bf16() == products.ops.has_bf16()
+# Attention.
 
 
-def test_what_was_compiled_is_not_compiled_again(products, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.kernels.build.COMPILERS", ())
-    assert build("products", compiled).ops is not None
-    monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
-    assert build("products", compiled / "elsewhere").why.startswith(
-        "compiling products.cpp failed: there is no compiler"
+def paged(built, q, k, v, chunks, *, window=None, page_tokens=16, seed=0):
+    """Attention of two texts at once, each in chunks, in pages of no order that held numbers that are none."""
+    _, tokens, heads, width = k.shape
+    pages = -(-tokens // page_tokens)
+    store = TiledStore(layers=2, pages=2 * pages + 3, page_tokens=page_tokens, kv_heads=heads, head_dim=width)
+    store.keys.fill_(torch.nan)
+    store.values.fill_(torch.nan)
+    order = torch.randperm(2 * pages + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = order[:pages], order[pages : 2 * pages]
+    attention, out, at = TiledAttention(built.library, store, window), [[], []], 0
+    for count in chunks:
+        held = -(-(at + count) // page_tokens)
+        parts = [Part(first=at, count=count, pages=tuple(table[:held])) for table in tables]
+        rows = slice(at, at + count)
+        mixed = attention(parts)(1)(*(torch.cat((x[:1, rows], x[1:, rows]), 1) for x in (q, k, v)))
+        for text, mine in zip(out, mixed[0].split(count), strict=True):
+            text.append(mine)
+        at += count
+    return torch.stack([torch.cat(text) for text in out])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 16), (6, 2, 64), (16, 1, 80), (4, 2, 128)])
+def test_attention_over_pages(built, heads, kv_heads, width, window):
+    tokens = 150
+    q = numbers(2, tokens, heads, width, seed=9).bfloat16() * 2
+    k, v = (numbers(2, tokens, kv_heads, width, seed=seed).bfloat16() for seed in (1, 2))
+    exact = (Sliding(window) if window else flash)(q.double(), k.double(), v.double())
+    out = paged(built, q, k, v, [tokens], window=window)
+    # Each is a mean of values, so that errors of the shares are of the values' own size.
+    assert (out.double() - exact).abs().max() < 2 * BF16 * v.double().abs().max()
+    for chunks in ([1, 1, 1, 13, 48, 1, 64, 21], [100, *[1] * 50], [63, 1, 64, 22]):
+        assert torch.equal(paged(built, q, k, v, chunks, window=window, seed=len(chunks), page_tokens=32), out)
+
+
+def test_what_attention_does_not_take():
+    given = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_tokens": 16, "dtype": torch.bfloat16}
+    assert can_tile(**given)
+    for change in ({"head_dim": 24}, {"page_tokens": 8}, {"dtype": torch.float32}, {"heads": 34}, {"head_dim": 272}):
+        assert not can_tile(**(given | change))
+
+
+# The whole.
+
+SIZES = {
+    "llama": {},
+    "groups of 3, untied": {"heads": 6, "kv_heads": 2, "tied": False, "head_dim": 32},
+    "biases, a window": {"qkv_bias": True, "window": 24, "width": 80, "head_dim": 16},
+    "normed heads": {"qk_norm": True, "ffn": 100},
+}
+
+
+def decoder(**changes):
+    """A model whose attention and feed-forwards all matter."""
+    torch.manual_seed(3)
+    model = Decoder(replace(SHAPES["tiny"], vocab=130, **changes)).requires_grad_(False)
+    for name, values in model.named_parameters():
+        values.normal_(1.0 if "norm" in name else 0.0, 0.3 if values.dim() == 1 else 2.0 / values.shape[1] ** 0.5)
+    return model.bfloat16()
+
+
+def compile_(built, model, shape, quantize=None, linears=None):
+    modules = [model.embed, *model.block, model.head]
+    linears = linears or make_fast(modules, built, quantize=quantize)
+    assert can_compile(shape, modules, linears)
+    store = TiledStore(layers=shape.layers, pages=40, page_tokens=16, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    return Compiled(built.library, shape, modules, linears, store)
+
+
+def rows_of(tokens, first, count, page=0):
+    part = Part(first=first, count=count, pages=tuple(range(page, page - (-(first + count) // 16))))
+    return Rows(tokens=tuple(tokens[first : first + count]), parts=(part,), wanted=tuple(range(count)))
+
+
+TOKENS = [(37 * n + 11) % 130 for n in range(90)]
+
+
+@pytest.mark.parametrize("quantize", [None, "w8a8"])
+@pytest.mark.parametrize("changes", SIZES.values(), ids=SIZES)
+def test_a_model_in_one_call(built, changes, quantize):
+    model = decoder(**changes)
+    shape = replace(SHAPES["tiny"], vocab=130, **changes)
+    exact = decoder(**changes).double()(torch.tensor([TOKENS]))[0]
+    torchs = model(torch.tensor([TOKENS])).double()[0]
+    compute = compile_(built, model, shape, quantize)
+    out = compute(rows_of(TOKENS, 0, 90))
+    error = (out.double() - exact).norm() / exact.norm()
+    usual = (torchs - exact).norm() / exact.norm()
+    assert error < (1.25 * usual if quantize is None else 8 * usual)
+    # Cut into steps, and beside another text: the same bits.
+    at, pieces = 0, []
+    for count in (1, 17, 40, 1, 1, 30):
+        mine, other = rows_of(TOKENS, at, count, page=20), rows_of(TOKENS[::-1], at, count, page=10)
+        both = Rows(
+            tokens=other.tokens + mine.tokens,
+            parts=other.parts + mine.parts,
+            wanted=tuple(range(count, 2 * count)),
+        )
+        pieces.append(compute(both))
+        at += count
+    assert torch.equal(torch.cat(pieces), out)
+
+
+def test_a_model_of_no_numbers_gives_none(built):
+    model, shape = decoder(), replace(SHAPES["tiny"], vocab=130)
+    model.block[1].mlp.up_proj.weight[3, 5] = torch.nan
+    assert compile_(built, model, shape)(rows_of(TOKENS, 0, 3)).isnan().all()
+
+
+def test_new_weights_count_once_they_are_laid_out(built):
+    shape = replace(SHAPES["tiny"], vocab=130)
+    model, other = decoder(), decoder()
+    for values in other.parameters():
+        values.mul_(1.25)
+    modules = [model.embed, *model.block, model.head]
+    linears = make_fast(modules, built, quantize=None)
+    compute, fresh = compile_(built, model, shape, linears=linears), compile_(built, other, shape)
+    old = compute(rows_of(TOKENS, 0, 40))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        mine.copy_(theirs)
+    linears.lay_out()
+    assert torch.equal(compute(rows_of(TOKENS, 0, 40)), fresh(rows_of(TOKENS, 0, 40)))
+    assert not torch.equal(compute(rows_of(TOKENS, 0, 40)), old)
+
+
+def test_what_one_call_does_not_compute(built):
+    model, shape = decoder(), replace(SHAPES["tiny"], vocab=130)
+    modules = [model.embed, *model.block, model.head]
+    assert not can_compile(shape, modules, Linears(modules, packed))  # products of another layout
+    assert not can_compile(
+        replace(shape, moe=SHAPES["demo-moe"].moe), modules, make_fast(modules, built, quantize=None)
     )
 
 
-def texts(lengths, *, page_tokens=16, kv_heads=2, width=64, seed=0):
-    """Keys and values of some texts, in pages of no order, and beside them numbers that are none."""
-    held = [math.ceil(length / page_tokens) for length in lengths]
-    order = torch.randperm(sum(held) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
-    keys, values = (torch.full(((sum(held) + 3) * page_tokens, kv_heads, width), math.nan).bfloat16() for _ in range(2))
-    pages = torch.zeros(len(lengths), max(held), dtype=torch.int32)
-    for number, (count, length) in enumerate(zip(held, lengths, strict=True)):
-        mine = [order.pop() for _ in range(count)]
-        pages[number, :count] = torch.tensor(mine)
-        for place in range(length):
-            slot = mine[place // page_tokens] * page_tokens + place % page_tokens
-            keys[slot], values[slot] = numbers(2, kv_heads, width, seed=1000 * number + place).bfloat16()
-    return keys, values, pages
+# Compiling.
 
 
-@pytest.mark.parametrize("heads", [2, 6, 8])
-@pytest.mark.parametrize("window", [None, 20])
-def test_attention_over_pages(attention, heads, window):
-    lengths = [1, 15, 16, 17, 64, 65, 200]
-    keys, values, pages = texts(lengths)
-    q = numbers(len(lengths), heads, 64, seed=9).bfloat16() * 3
-    ends = torch.tensor(lengths, dtype=torch.int32)
-    first = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
-    places = Places(pages, first, ends, 16)
-    out = paged_attention(attention, q, keys, values, places)
-    slow = gathered_attention(q, keys, values, places)
-    # Each is a mean of values, so that errors of the shares, of some roundings of bf16, are of the values' own size.
-    assert (out.float() - slow.float()).abs().max() < 4 * BF16 * values[~values.isnan()].abs().max()
-    exact = exact_attention(q, keys, values, pages, first, ends)
-    assert (out.double() - exact).abs().max() < 4 * BF16
-    assert (slow.double() - exact).abs().max() < 16 * BF16
+def test_a_compiler_that_fails_is_no_fault_of_the_server(built, tmp_path, monkeypatch):
+    monkeypatch.setattr("superstep.serve.compute.kernels.build.SOURCES", tmp_path)
+    for name in NAMES:
+        (tmp_path / name).write_text("this is no C++", encoding="utf-8")
+    failed = build(tmp_path / "built")
+    assert failed.library is None
+    assert failed.why.startswith("compiling decoder.cpp failed: ")
+    assert "error" in failed.why
+    assert "\n" not in failed.why
+    assert list((tmp_path / "built").iterdir()) == []
 
 
-def exact_attention(q, keys, values, pages, first, ends):
-    rows = []
-    for row, (begin, end) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
-        slots = [int(pages[row, place // 16]) * 16 + place % 16 for place in range(begin, end)]
-        k, v = (x[slots].double().repeat_interleave(q.shape[1] // keys.shape[1], 1) for x in (keys, values))
-        share = (torch.einsum("nh,lnh->nl", q[row].double(), k) / q.shape[2] ** 0.5).softmax(-1)
-        rows.append(torch.einsum("nl,lnh->nh", share, v))
-    return torch.stack(rows)
+def test_what_was_compiled_is_not_compiled_again(built, compiled, monkeypatch):
+    monkeypatch.setattr("superstep.serve.compute.kernels.build.COMPILERS", ())
+    assert build(compiled).library is not None
+    monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
+    assert build(compiled).why.startswith("compiling decoder.cpp failed: there is no compiler")
+
+
+def test_a_processor_without_the_instructions_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("superstep.serve.compute.kernels.build._features", lambda: "flags : fpu avx512f")
+    assert build(tmp_path).why == "this processor has no avx512bw"
 
 
 def test_sources_are_part_of_the_package():
-    assert {path.name for path in SOURCES.glob("*.cpp")} == {"products.cpp", "attention.cpp"}
+    assert {path.name for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h")} == set(NAMES)
     assert "-ffast-math" not in FLAGS  # numbers that are none must stay so

@@ -16,20 +16,20 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.device import Device
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.attend import PagedAttention
+from superstep.serve.compute.compiled import Compiled, can_compile
 from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.forward import Forward
 from superstep.serve.compute.kernels.build import Built
-from superstep.serve.compute.kernels.build import build as build_ops
+from superstep.serve.compute.kernels.build import build as build_decoder
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.model import Served, build, fill
-from superstep.serve.compute.ranks import Ranks
+from superstep.serve.compute.ranks import Compute, Ranks
+from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
 from superstep.serve.engine import Engine, Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.request import Info
 from superstep.serve.step import Budget
-
-KERNELS = ("products", "attention")
-"""The operations that fast mode compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ServeConfig:
         exact: whether answers have the trainer's bits, whatever they are computed beside.
         tp: ranks that share the model.
         quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
-        kernels: the folder for operations that are compiled here; None computes without.
+        kernels: the folder for the decoder that is compiled here; None computes without.
     """
 
     context_tokens: int | None = None
@@ -118,7 +118,7 @@ class Rank:
     """
 
     run: Resolved
-    forward: Forward
+    forward: Compute
     pages: int
     context_tokens: int
 
@@ -143,7 +143,6 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
     fill(served, open_weights(folder))
-    attention = _made_fast(served, serve, device)
     kv_heads, dtype = shape.kv_heads // serve.tp, DTYPES[serve.compute]
     page_bytes = 2 * shape.layers * serve.page_tokens * kv_heads * shape.head_dim * dtype.itemsize
     room = device.free_bytes(serve.tp) // 4 // page_bytes
@@ -153,32 +152,36 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
             f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
             f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
         )
-    store = KeyStore(
-        layers=shape.layers,
-        pages=pages,
-        page_tokens=serve.page_tokens,
-        kv_heads=kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=device.torch,
-    )
-    return Rank(run, Forward(served, store, tp, device, attention), pages, context_tokens)
+    return Rank(run, _compute(served, serve, pages, tp, device), pages, context_tokens)
 
 
-def _made_fast(served: Served, serve: ServeConfig, device: Device) -> Built:
-    """Make fast mode's changes, and give what it attends with."""
+def _compute(served: Served, serve: ServeConfig, pages: int, tp: Group | None, device: Device) -> Compute:
+    """What computes a step: as torch does, or as was compiled here."""
+    shape, dtype = served.run.shape, DTYPES[serve.compute]
+    heads, kv_heads = shape.heads // serve.tp, shape.kv_heads // serve.tp
+    memory = {"layers": shape.layers, "pages": pages, "page_tokens": serve.page_tokens}
+    memory |= {"kv_heads": kv_heads, "head_dim": shape.head_dim}
     if serve.exact:
         if serve.quantize:
             raise ConfigError(
                 f"serve.quantize = '{serve.quantize}' with serve.exact = true: weights of few bits are not the "
                 "trainer's; leave one of them out."
             )
-        return Built(None, "exact mode computes with torch's operations alone")
-    folder = serve.kernels if device.torch.type == "cpu" else None
-    none = Built(None, "no folder for compiled operations was given" if folder is None else "")
-    products, attention = (none if folder is None else build_ops(name, folder) for name in KERNELS)
-    make_fast(served.modules, products, quantize=serve.quantize or None)
-    return attention
+        store = KeyStore(**memory, dtype=dtype, device=device.torch)
+        return Forward(served, PagedAttention(store, device.torch, window=shape.window, is_exact=True), tp, device)
+    is_wanted = serve.kernels is not None and device.torch.type == "cpu"
+    is_taken = can_tile(
+        heads=heads, kv_heads=kv_heads, head_dim=shape.head_dim, page_tokens=serve.page_tokens, dtype=dtype
+    )
+    built = build_decoder(serve.kernels) if serve.kernels and is_wanted and is_taken else Built(None)
+    linears = make_fast(served.modules, built, quantize=serve.quantize or None)
+    if built.library is None:
+        store = KeyStore(**memory, dtype=dtype, device=device.torch)
+        return Forward(served, PagedAttention(store, device.torch, window=shape.window, is_exact=False), tp, device)
+    tiled = TiledStore(**memory)
+    if tp is None and can_compile(shape, served.modules, linears):
+        return Compiled(built.library, shape, served.modules, linears, tiled)
+    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device)
 
 
 def open_engine(

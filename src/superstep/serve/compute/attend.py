@@ -10,7 +10,7 @@ training; in fast mode torch's fused attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
-from superstep.serve.compute.decode_attention import Places, paged_attention
-from superstep.serve.compute.kernels.build import Built
 from superstep.serve.compute.keys import KeyStore, Together, slots_of, together
 from superstep.serve.compute.rows import Part
 
@@ -36,29 +34,12 @@ class Reading:
         groups: rows that are computed together.
         hidden: for each group, which keys its rows do not see: [n, C, L].
         is_exact: whether bits must not depend on what is computed together.
-        single: texts of one row each, read in their pages; None where all are in groups.
     """
 
     slots: Tensor
     groups: tuple[Together, ...]
     hidden: tuple[Tensor, ...]
     is_exact: bool
-    single: Single | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Single:
-    """Rows that are their text's only ones in a step.
-
-    Attributes:
-        rows: which: [n].
-        places: where the keys lie that they see.
-        built: the operation that reads them there.
-    """
-
-    rows: Tensor
-    places: Places
-    built: Built
 
 
 def reading(
@@ -68,7 +49,6 @@ def reading(
     *,
     window: int | None,
     is_exact: bool,
-    built: Built | None = None,
 ) -> Reading:
     """The places of a step's rows.
 
@@ -78,11 +58,9 @@ def reading(
         device: where keys lie.
         window: tokens that a row sees back to, itself among them; None means all.
         is_exact: whether bits must not depend on what is computed together.
-        built: attention in pages, where it can be used.
     """
-    single = None if built is None else _single(parts, page_tokens, device, window, built)
     block = BLOCK if is_exact else FAST_BLOCK
-    groups = together(parts, page_tokens, block, device, with_single=single is None)
+    groups = together(parts, page_tokens, block, device)
     written = [
         slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
     ]
@@ -91,26 +69,7 @@ def reading(
         groups=tuple(groups),
         hidden=tuple(_hidden(group, window) for group in groups),
         is_exact=is_exact,
-        single=single,
     )
-
-
-def _single(
-    parts: Sequence[Part], page_tokens: int, device: torch.device, window: int | None, built: Built
-) -> Single | None:
-    rows, held, at = [], [], 0
-    for part in parts:
-        if part.count == 1:
-            rows.append(at)
-            held.append(part)
-        at += part.count
-    if not held:
-        return None
-    most = max(len(part.pages) for part in held)
-    ends = torch.tensor([part.first + 1 for part in held], dtype=torch.int32, device=device)
-    pages = torch.tensor([[*p.pages, *[0] * (most - len(p.pages))] for p in held], dtype=torch.int32, device=device)
-    first = torch.zeros_like(ends) if window is None else (ends - window).clamp_(min=0)
-    return Single(torch.tensor(rows, device=device), Places(pages, first, ends, page_tokens), built)
 
 
 def _hidden(group: Together, window: int | None) -> Tensor:
@@ -132,18 +91,34 @@ class PagedAttend:
         """The mixed values: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
-        single = self.step.single
-        if single is not None:
-            keys, values = self.store.keys[self.layer], self.store.values[self.layer]
-            mixed = paged_attention(single.built, q_1TNH[0][single.rows], keys, values, single.places)
-            if not self.step.groups:
-                return mixed[None]
-            out_TNH[single.rows] = mixed
         mix = _exact if self.step.is_exact else _fast
         for group, hidden in zip(self.step.groups, self.step.hidden, strict=True):
             keys, values = self.store.read(self.layer, group.slots)
             out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values, hidden).to(out_TNH.dtype)
         return out_TNH[None]
+
+
+class PagedAttention:
+    """What attends in a step: called with its parts, gives the ``attend`` of each layer.
+
+    Args:
+        store: of keys.
+        device: where they lie.
+        window: tokens that a row sees back to, itself among them; None means all.
+        is_exact: whether bits must not depend on what is computed together.
+    """
+
+    def __init__(self, store: KeyStore, device: torch.device, *, window: int | None, is_exact: bool) -> None:
+        self._store = store
+        self._device = device
+        self._window = window
+        self._is_exact = is_exact
+
+    def __call__(self, parts: Sequence[Part]) -> Callable[[int], PagedAttend]:
+        """The ``attend`` of a layer, by its number."""
+        store = self._store
+        step = reading(parts, store.page_tokens, self._device, window=self._window, is_exact=self._is_exact)
+        return lambda layer: PagedAttend(store, layer, step)
 
 
 def _fast(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:

@@ -6,66 +6,52 @@ R  wanted rows           V  vocabulary, padded where tp or exact mode's cells do
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from superstep.model.decoder import Attend
 from superstep.numerics.invariant_matmul import product
 from superstep.plan.split.parameters import has_cut_output
 from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
-from superstep.serve.compute.attend import PagedAttend, reading
-from superstep.serve.compute.decode_attention import can_attend
-from superstep.serve.compute.kernels.build import Built
-from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.model import Served
-from superstep.serve.compute.rows import Rows, positions
+from superstep.serve.compute.rows import Part, Rows, positions
 
-NONE = Built(None, "none was asked for")
+Attending = Callable[[Sequence[Part]], Callable[[int], Attend]]
+"""Given the parts of a step, gives the ``attend`` of each layer."""
 
 
 class Forward:
-    """The model of one rank, with its keys.
+    """The model of one rank, unit by unit.
 
     Args:
         served: its units.
-        store: its keys.
+        attending: what attends, and keeps the keys.
         tp: the ranks that share the model; None where there is one.
         device: where it computes.
-        attention: the operation compiled here that reads keys in their pages, or why there is none.
     """
 
-    def __init__(
-        self, served: Served, store: KeyStore, tp: Group | None, device: Device, attention: Built = NONE
-    ) -> None:
+    def __init__(self, served: Served, attending: Attending, tp: Group | None, device: Device) -> None:
         self._served = served
-        self._store = store
+        self._attending = attending
         self._tp = tp
         self._device = device.torch
         self._vocab = served.run.shape.vocab
-        kv_heads, head_dim, dtype = *store.keys.shape[2:], store.keys.dtype
-        heads = served.run.shape.heads * kv_heads // served.run.shape.kv_heads
-        is_taken = can_attend(attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-        self._attention = attention if is_taken else None
 
     @torch.inference_mode()
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32, the same on every rank: [R, V]."""
         served, device = self._served, self._device
         place_1T = torch.tensor([positions(rows.parts)], device=device)
-        step = reading(
-            rows.parts,
-            self._store.page_tokens,
-            device,
-            window=served.run.shape.window,
-            is_exact=served.run.plan.grain is not None,
-            built=self._attention,
-        )
+        attend = self._attending(rows.parts)
         embed, *blocks, _ = served.modules
         h_1TD = embed(torch.tensor([rows.tokens], device=device))
         given = {"exchange": served.exchange} if served.run.shape.moe else {}
         for layer, block in enumerate(blocks):
-            h_1TD = block(h_1TD, attend=PagedAttend(self._store, layer, step), positions=place_1T, **given)
+            h_1TD = block(h_1TD, attend=attend(layer), positions=place_1T, **given)
         return self._logits(h_1TD[:, torch.tensor(rows.wanted, dtype=torch.long, device=device)])
 
     def _logits(self, h_1RD: Tensor) -> Tensor:

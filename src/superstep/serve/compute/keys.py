@@ -81,17 +81,14 @@ def slots_of(part: Part, page_tokens: int, *, first: int, end: int) -> list[int]
     return [part.pages[place // page_tokens] * page_tokens + place % page_tokens for place in range(first, end)]
 
 
-def together(
-    parts: Sequence[Part], page_tokens: int, block: int, device: torch.device, *, with_single: bool = True
-) -> list[Together]:
-    """The parts of a step, those of one token side by side where their texts have as many blocks, or left out."""
+def together(parts: Sequence[Part], page_tokens: int, block: int, device: torch.device) -> list[Together]:
+    """The parts of a step, those of one token side by side where their texts have as many blocks."""
     groups: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
     at = 0
     for number, part in enumerate(parts):
         end = part.first + part.count
         kind = (1, -(-end // block)) if part.count == 1 else (part.count, -(-end // block), number)
-        if part.count > 1 or with_single:
-            groups.setdefault(kind, []).append((at, part))
+        groups.setdefault(kind, []).append((at, part))
         at += part.count
     return [_gathered(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
 

@@ -78,6 +78,15 @@ class Linears:
         """How many layers changed."""
         return sum(len(row.layers) for row in self._rows)
 
+    @property
+    def products(self) -> list[Product | None]:
+        """All products, as they were laid out last."""
+        return [row.product.held for row in self._rows]
+
+    def product(self, layer: nn.Module) -> Product | None:
+        """What computes a layer, together with those of the same input; None where it was left alone."""
+        return next((row.product.held for row in self._rows if layer in row.layers), None)
+
     def lay_out(self) -> None:
         """Lay the weights out again, after new ones have been copied into the layers."""
         for row in self._rows:
@@ -97,6 +106,11 @@ class _Shared:
         """Compute with other weights from here on."""
         self._product = product
         self._input, self._parts = None, ()
+
+    @property
+    def held(self) -> Product | None:
+        """The product of all layers."""
+        return self._product
 
     def reader(self, place: int) -> Product:
         """The forward of the layer at a place."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from superstep.runtime.collectives import from_first
@@ -10,8 +12,10 @@ from superstep.runtime.exact.linear import Cut
 from superstep.runtime.exact.loss import totals_
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.draw import totals_of
-from superstep.serve.compute.forward import Forward
 from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
+
+Compute = Callable[[Rows], Tensor]
+"""A rank's part of the model: rows in, logits of the wanted rows out, fp32 and the same on every rank: [R, V]."""
 
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
@@ -30,7 +34,7 @@ class Ranks:
         device: where they compute.
     """
 
-    def __init__(self, forward: Forward, *, cells: int | None, group: Group | None, device: Device) -> None:
+    def __init__(self, forward: Compute, *, cells: int | None, group: Group | None, device: Device) -> None:
         self._forward = forward
         self._cells = cells
         self._group = group
@@ -61,7 +65,7 @@ class Ranks:
             from_first(END, self._group, self._device.torch)
 
 
-def follow(forward: Forward, group: Group, device: Device) -> None:
+def follow(forward: Compute, group: Group, device: Device) -> None:
     """What the other ranks do: compute what rank 0 says, until it says the end."""
     while numbers := from_first(END, group, device.torch):
         rows = from_numbers(numbers)

@@ -1,0 +1,133 @@
+"""One step through a dense model in one call of the compiled decoder.
+
+A call of torch costs a few microseconds and a model makes some hundred of them for a token, as long as it takes to read
+its weights. Here threads meet behind each phase, and nothing is called between.
+
+T  rows of the step      R  wanted rows      V  vocabulary
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+
+import torch
+from torch import Tensor, nn
+
+from superstep.model.decoder import Block as BlockModule
+from superstep.model.decoder import Head
+from superstep.model.feedforward import FeedForward
+from superstep.model.norm import RMSNorm
+from superstep.plan.model.shape import ModelShape
+from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, pointer
+from superstep.serve.compute.linears import Linears, Product
+from superstep.serve.compute.panels import Panels
+from superstep.serve.compute.rows import Rows, positions
+from superstep.serve.compute.tiles import Placed, TiledStore
+
+
+class Compiled:
+    """A dense model of one rank, with its keys.
+
+    Args:
+        library: the compiled decoder.
+        shape: of the model.
+        modules: its units.
+        linears: what computes their products; all are ``Panels``.
+        store: of keys.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, shape: ModelShape, modules: Sequence[nn.Module], linears: Linears, store: TiledStore
+    ) -> None:
+        self._library = library
+        self._shape = shape
+        self._modules = modules
+        self._linears = linears
+        self._store = store
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._products: list[Product | None] = []
+        library.superstep_scratch.restype = ctypes.c_int64
+
+    def _find(self) -> None:
+        """Find the weights where they are now."""
+        shape = self._shape
+        self._products = self._linears.products
+        *blocks, head = self._modules[1:]
+        assert isinstance(head, Head)
+        self._blocks = (Block * len(blocks))(*map(self._block, blocks))
+        self._model = Model(
+            self._blocks,
+            len(blocks),
+            shape.width,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.ffn,
+            shape.norm_eps,
+            pointer(head.norm.weight),
+            self._weight(head.lm_head),
+        )
+
+    @torch.inference_mode()
+    def __call__(self, rows: Rows) -> Tensor:
+        """The logits of the wanted rows, fp32: [R, V]."""
+        if self._products != self._linears.products:  # laid out since the last call
+            self._find()
+        h_TD = self._modules[0](torch.tensor(rows.tokens)).contiguous()
+        place_T = torch.tensor(positions(rows.parts))
+        cosine, sine = (x.contiguous() for x in self._rope.tables(place_T, torch.bfloat16))
+        placed = Placed(rows.parts, self._store.page_tokens, self._shape.window)
+        wanted = torch.tensor(rows.wanted, dtype=torch.int64)
+        logits_RV = torch.empty(len(rows.wanted), self._model.head.outputs, dtype=torch.float32)
+        step = Step(
+            len(rows.tokens),
+            pointer(h_TD),
+            pointer(cosine),
+            pointer(sine),
+            placed.places,
+            pointer(wanted),
+            len(rows.wanted),
+            pointer(logits_RV),
+            pointer(self._room(len(rows.tokens))),
+        )
+        self._library.superstep_forward(
+            byref(self._model), byref(self._store.all), byref(step), ctypes.c_int64(torch.get_num_threads())
+        )
+        logits_RV[:, self._shape.vocab :] = float("-inf")
+        return logits_RV
+
+    def _room(self, rows: int) -> Tensor:
+        size = self._library.superstep_scratch(byref(self._model), ctypes.c_int64(rows))
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch
+
+    def _block(self, block: nn.Module) -> Block:
+        assert isinstance(block, BlockModule)
+        assert isinstance(block.mlp, FeedForward)
+        attention = block.self_attn
+        self._rope = attention.rope
+        norms = (block.input_layernorm, attention.q_norm, attention.k_norm, block.post_attention_layernorm)
+        layers = (attention.q_proj, attention.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
+        return Block(*map(_norm, norms), *map(self._weight, layers))
+
+    def _weight(self, layer: nn.Module) -> Weight:
+        product = self._linears.product(layer)
+        assert isinstance(product, Panels)
+        return product.weight
+
+
+def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: Linears) -> bool:
+    """Whether a model's units are such that one call can compute them all."""
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return (
+        shape.moe is None
+        and all(type(block) is BlockModule for block in modules[1:-1])
+        and all(isinstance(linears.product(layer), Panels) for layer in layers)
+    )
+
+
+def _norm(norm: nn.Module) -> int | None:
+    return pointer(norm.weight) if isinstance(norm, RMSNorm) else None

@@ -1,0 +1,117 @@
+"""The compiled decoder's memory as Python sees it: the structures of ``decoder.cpp``, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from typing import ClassVar
+
+from torch import Tensor
+
+Fields = list[tuple[str, type]]
+
+
+class Weight(ctypes.Structure):
+    """A weight in panels."""
+
+    _fields_: ClassVar[Fields] = [
+        ("panels", c_void_p),
+        ("scale", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("is_int8", c_int64),
+    ]
+
+
+class Block(ctypes.Structure):
+    """A layer."""
+
+    _fields_: ClassVar[Fields] = [
+        ("norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("norm_after", c_void_p),
+        ("qkv", Weight),
+        ("out", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+    ]
+
+
+class Model(ctypes.Structure):
+    """A dense decoder behind its embedding."""
+
+    _fields_: ClassVar[Fields] = [
+        ("blocks", POINTER(Block)),
+        ("layers", c_int64),
+        ("width", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("inner", c_int64),
+        ("eps", c_double),
+        ("norm", c_void_p),
+        ("head", Weight),
+    ]
+
+
+class Keys(ctypes.Structure):
+    """The keys and values of all layers."""
+
+    _fields_: ClassVar[Fields] = [("keys", c_void_p), ("values", c_void_p), ("layer_size", c_int64)]
+
+
+class Store(ctypes.Structure):
+    """Those of one layer."""
+
+    _fields_: ClassVar[Fields] = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("kv_heads", c_int64),
+        ("width", c_int64),
+    ]
+
+
+class Places(ctypes.Structure):
+    """Where the rows of a step stand in their texts, and where these have their keys."""
+
+    _fields_: ClassVar[Fields] = [
+        ("parts", c_void_p),
+        ("count", c_int64),
+        ("pages", c_void_p),
+        ("page_tokens", c_int64),
+        ("window", c_int64),
+    ]
+
+
+class Queries(ctypes.Structure):
+    """What looks for keys."""
+
+    _fields_: ClassVar[Fields] = [("rows", c_void_p), ("stride", c_int64), ("out", c_void_p), ("heads", c_int64)]
+
+
+class Step(ctypes.Structure):
+    """What is computed in one call."""
+
+    _fields_: ClassVar[Fields] = [
+        ("rows", c_int64),
+        ("h", c_void_p),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("places", Places),
+        ("wanted", c_void_p),
+        ("wants", c_int64),
+        ("logits", c_void_p),
+        ("scratch", c_void_p),
+    ]
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor begins. Who calls keeps it alive, and knows that it is contiguous."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    return tensor.data_ptr()

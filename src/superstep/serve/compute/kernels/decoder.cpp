@@ -1,0 +1,250 @@
+// A dense decoder of bf16 on this machine's cores: a whole step in one call, and its parts one by one.
+//
+// All memory is the caller's. Threads share each phase and meet behind it; what one phase writes, the next reads.
+//
+//   T  rows     D  width     N  query heads     K  key heads     H  width of one head     F  inner width
+
+#include <memory>
+
+#include "attention.h"
+#include "product.h"
+
+using namespace superstep;
+
+namespace {
+
+// RMSNorm (Zhang 2019) of some rows, statistics in fp32, rounded once.
+void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __m512 of = load(x + d, lanes_before(width, d));
+    sum = _mm512_fmadd_ps(of, of, sum);
+  }
+  const __m512 by = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(width) + eps));
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __mmask16 lanes = lanes_before(width, d);
+    store(out + d, _mm512_mul_ps(_mm512_mul_ps(load(x + d, lanes), by), load(weight + d, lanes)), lanes);
+  }
+}
+
+// Turns pairs half a head apart (Su 2021), in place; the sine carries the sign of its half.
+void turn(bf16* x, const bf16* cosine, const bf16* sine, int64_t width) {
+  const int64_t half = width / 2;
+  for (int64_t h = 0; h < half; h += kLanes) {
+    const __mmask16 lanes = lanes_before(half, h);
+    const __m512 a = load(x + h, lanes), b = load(x + h + half, lanes);
+    // The first product is rounded, as the model's code does it.
+    const __m512 c = rounded(_mm512_mul_ps(a, load(cosine + h, lanes)));
+    const __m512 d = rounded(_mm512_mul_ps(b, load(cosine + half + h, lanes)));
+    store(x + h, _mm512_fmadd_ps(b, load(sine + h, lanes), c), lanes);
+    store(x + half + h, _mm512_fmadd_ps(a, load(sine + half + h, lanes), d), lanes);
+  }
+}
+
+
+// silu(gate) times up (Shazeer 2020), from a row of both. Each step is rounded, as the model's code does it.
+void gate_row(const bf16* both, bf16* out, int64_t width) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  for (int64_t f = 0; f < width; f += kLanes) {
+    const __mmask16 lanes = lanes_before(width, f);
+    const __m512 gate = load(both + f, lanes), back = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+    const __m512 open = rounded(_mm512_div_ps(gate, _mm512_add_ps(one, back)));
+    store(out + f, _mm512_mul_ps(open, load(both + width + f, lanes)), lanes);
+  }
+}
+
+void to_codes_of_rows(const Team& team, const bf16* x, int64_t rows, int64_t width, uint8_t* codes, float* scale) {
+  for (int64_t t = team.begin(rows); t < team.end(rows); ++t)
+    scale[t] = to_codes(x + t * width, codes + t * width, width);
+}
+
+struct Block {
+  const bf16* norm;
+  const bf16* q_norm;  // null where there is none
+  const bf16* k_norm;
+  const bf16* norm_after;
+  Weight qkv, out, gate_up, down;
+};
+
+struct Model {
+  const Block* blocks;
+  int64_t layers, width, heads, kv_heads, head_dim, inner;
+  double eps;
+  const bf16* norm;
+  Weight head;
+
+  int64_t mixed() const { return heads * head_dim; }
+  int64_t qkv() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+struct Keys {
+  bf16* keys;  // of all layers
+  bf16* values;
+  int64_t layer_size;
+};
+
+struct Step {
+  int64_t rows;
+  bf16* h;             // [T, D]: the embedded tokens, and what the layers make of them
+  const bf16* cosine;  // [T, H]
+  const bf16* sine;
+  Places places;
+  const int64_t* wanted;
+  int64_t wants;
+  float* logits;  // [wants, V]
+  char* scratch;  // as many bytes as superstep_scratch says
+};
+
+// What lies between two phases.
+struct Scratch {
+  bf16 *x, *qkv, *mixed, *both, *inner;
+  uint8_t* codes;
+  float* scale;
+  int64_t bytes = 0;
+
+  Scratch(const Model& m, int64_t rows, char* at) {
+    const auto take = [&](int64_t size) {
+      char* mine = at + bytes;
+      bytes += (size + 63) / 64 * 64;
+      return mine;
+    };
+    x = reinterpret_cast<bf16*>(take(2 * rows * m.width));
+    qkv = reinterpret_cast<bf16*>(take(2 * rows * m.qkv()));
+    mixed = reinterpret_cast<bf16*>(take(2 * rows * m.mixed()));
+    both = reinterpret_cast<bf16*>(take(4 * rows * m.inner));
+    inner = reinterpret_cast<bf16*>(take(2 * rows * m.inner));
+    codes = reinterpret_cast<uint8_t*>(take(rows * std::max({m.width, m.mixed(), m.inner})));
+    scale = reinterpret_cast<float*>(take(4 * rows));
+  }
+};
+
+// One thread's way through a step.
+class Forward {
+ public:
+  Forward(const Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
+      : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, step.scratch) {}
+
+  void run() {
+    for (int64_t layer = 0; layer < model_.layers; ++layer) {
+      const Block& block = model_.blocks[layer];
+      const Store store{keys_.keys + layer * keys_.layer_size, keys_.values + layer * keys_.layer_size, model_.kv_heads,
+                        model_.head_dim};
+      norm(step_.rows, block.norm, block.qkv, [](int64_t t) { return t; });
+      product(block.qkv, at_.x, step_.rows, PutRounded{at_.qkv, block.qkv});
+      turn_and_write(block, store);
+      attend({at_.qkv, model_.qkv(), at_.mixed, model_.heads}, store, step_.places, next_[layer]);
+      team_.wait();
+      code(block.out, at_.mixed);
+      product(block.out, at_.mixed, step_.rows, PutAdded{step_.h, block.out});
+      norm(step_.rows, block.norm_after, block.gate_up, [](int64_t t) { return t; });
+      product(block.gate_up, at_.x, step_.rows, PutRounded{at_.both, block.gate_up});
+      gate(block.down);
+      product(block.down, at_.inner, step_.rows, PutAdded{step_.h, block.down});
+    }
+    norm(step_.wants, model_.norm, model_.head, [&](int64_t t) { return step_.wanted[t]; });
+    product(model_.head, at_.x, step_.wants, PutWide{step_.logits, model_.head});
+  }
+
+ private:
+  template <class Row>
+  void norm(int64_t rows, const bf16* weight, const Weight& next, Row row) const {
+    const int64_t width = model_.width;
+    for (int64_t t = team_.begin(rows); t < team_.end(rows); ++t) {
+      norm_row(step_.h + row(t) * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps));
+      if (next.is_int8) at_.scale[t] = to_codes(at_.x + t * width, at_.codes + t * width, width);
+    }
+    team_.wait();
+  }
+
+  void gate(const Weight& next) const {
+    const int64_t width = model_.inner;
+    for (int64_t t = team_.begin(step_.rows); t < team_.end(step_.rows); ++t) {
+      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width);
+      if (next.is_int8) at_.scale[t] = to_codes(at_.inner + t * width, at_.codes + t * width, width);
+    }
+    team_.wait();
+  }
+
+  void code(const Weight& next, const bf16* x) const {
+    if (!next.is_int8) return;
+    to_codes_of_rows(team_, x, step_.rows, next.inputs, at_.codes, at_.scale);
+    team_.wait();
+  }
+
+  template <class Put>
+  void product(const Weight& weight, const bf16* x, int64_t rows, Put put) const {
+    const void* from = weight.is_int8 ? static_cast<const void*>(at_.codes) : x;
+    multiply(team_, weight, {from, at_.scale}, rows, put);
+    team_.wait();
+  }
+
+  void turn_and_write(const Block& block, const Store& store) const {
+    const int64_t heads = model_.heads, kv_heads = model_.kv_heads, width = model_.head_dim, all = heads + kv_heads;
+    int64_t p = 0;
+    for (int64_t at = team_.begin(step_.rows * all); at < team_.end(step_.rows * all); ++at) {
+      const int64_t t = at / all, n = at % all;
+      bf16* x = at_.qkv + t * model_.qkv() + n * width;
+      const bf16* of_head = n < heads ? block.q_norm : block.k_norm;
+      if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps));
+      turn(x, step_.cosine + t * width, step_.sine + t * width, width);
+      if (n < heads) continue;
+      while (t >= step_.places.parts[p].row + step_.places.parts[p].count) ++p;
+      const Part& part = step_.places.parts[p];
+      store.write(step_.places.slot(part, part.first + t - part.row), n - heads, x, x + kv_heads * width);
+    }
+    team_.wait();
+  }
+
+  const Team& team_;
+  const Model& model_;
+  const Keys& keys_;
+  const Step& step_;
+  std::atomic<int64_t>* next_;
+  const Scratch at_;
+};
+
+}  // namespace
+
+extern "C" {
+
+int64_t superstep_scratch(const Model* model, int64_t rows) { return Scratch(*model, rows, nullptr).bytes; }
+
+// Rows in, logits of the wanted ones out; their keys and values are in their places then.
+void superstep_forward(const Model* model, const Keys* keys, const Step* step, int64_t threads) {
+  const std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[model->layers]());
+  with_team(threads, [&](const Team& team) { Forward(team, *model, *keys, *step, next.get()).run(); });
+}
+
+// x [T, I] bf16 times a weight: [T, O] bf16. Codes [T, I] and scales [T] are scratch of weights of 8 bits.
+void superstep_product(const Weight* weight, const bf16* x, int64_t rows, bf16* out, uint8_t* codes, float* scale,
+                       int64_t threads) {
+  with_team(threads, [&](const Team& team) {
+    if (weight->is_int8) {
+      to_codes_of_rows(team, x, rows, weight->inputs, codes, scale);
+      team.wait();
+    }
+    const void* from = weight->is_int8 ? static_cast<const void*>(codes) : x;
+    multiply(team, *weight, {from, scale}, rows, PutRounded{out, *weight});
+  });
+}
+
+// Puts keys and values [T, K, H] of one layer into their places, and mixes the values that queries [T, N, H] see.
+void superstep_attend(const Queries* queries, const bf16* keys, const bf16* values, const Store* store,
+                      const Places* places, int64_t threads) {
+  std::atomic<int64_t> next{0};
+  const int64_t width = store->width, heads = store->kv_heads;
+  with_team(threads, [&](const Team& team) {
+    for (int64_t p = 0; p < places->count; ++p) {
+      const Part& part = places->parts[p];
+      for (int64_t t = team.begin(part.count); t < team.end(part.count); ++t)
+        for (int64_t k = 0; k < heads; ++k) {
+          const int64_t from = ((part.row + t) * heads + k) * width;
+          store->write(places->slot(part, part.first + t), k, keys + from, values + from);
+        }
+    }
+    team.wait();
+    attend(*queries, *store, *places, next);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+// Products of rows with a weight: for one row their time is that of reading the weight, for many that of multiplying.
+//
+//   T  rows     O  outputs     I  inputs
+
+#pragma once
+
+#include "tile.h"
+
+namespace superstep {
+
+constexpr int64_t kInCache = 384 << 10;  // bytes of rows that stay in the second cache while weights go by
+
+// Outputs in panels of 64: [O / 64, I / 2, 64, 2] bf16, or [O / 64, I / 4, 64, 4] codes of 8 bits. What
+// is told of each output is told of those too with which the last panel is filled up.
+struct Weight {
+  const void* panels;
+  const float* scale;   // of each output, where there are codes
+  const int32_t* sums;  // of an output's codes
+  const float* bias;    // null where there is none
+  int64_t outputs;
+  int64_t inputs;
+  int64_t is_int8;
+
+  int64_t row_bytes() const { return inputs * (is_int8 ? 1 : 2); }
+};
+
+// Rows as a weight takes them.
+struct Inputs {
+  const void* rows;    // [T, I] bf16, or codes without a sign, of which 128 stands for 0
+  const float* scale;  // of each row's codes
+};
+
+// One row to codes; gives their scale.
+inline float to_codes(const bf16* x, uint8_t* codes, int64_t inputs) {
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 none = 0;  // what is no number must stay so
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const __m512 of = load(x + i, lanes_before(inputs, i));
+    most = _mm512_max_ps(most, _mm512_abs_ps(of));
+    none |= _mm512_cmp_ps_mask(of, of, _CMP_UNORD_Q);
+  }
+  const float scale = none ? NAN : std::max(_mm512_reduce_max_ps(most) / 127.0f, FLT_MIN);
+  const __m512 by = _mm512_set1_ps(scale), zero = _mm512_set1_ps(128.0f);
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const __mmask16 lanes = lanes_before(inputs, i);
+    const __m512 at = _mm512_roundscale_ps(_mm512_div_ps(load(x + i, lanes), by), 8);
+    _mm_mask_storeu_epi8(codes + i, lanes, _mm512_cvtusepi32_epi8(_mm512_cvttps_epu32(_mm512_add_ps(at, zero))));
+  }
+  return scale;
+}
+
+template <class Kind, int R, class Put>
+inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, int64_t first, Put& put) {
+  constexpr int64_t kBytes = 4 * kPanel;
+  const int64_t steps = weight.row_bytes() / 4;
+  const char* columns = static_cast<const char*>(weight.panels) + panel * steps * kBytes;
+  typename Kind::Sum sums[R][kRegisters];
+  for (auto& row : sums)
+    for (auto& sum : row) sum = Kind::zero();
+  add_tile<Kind, R, kRegisters>(sums, static_cast<const char*>(x.rows) + first * steps * 4, steps * 4, steps,
+                                [=](int64_t k, int n) { return columns + k * kBytes + n * 64; });
+  for (int r = 0; r < R; ++r) {
+    __m512 out[kRegisters];
+    for (int n = 0; n < kRegisters; ++n) {
+      const int64_t column = panel * kPanel + n * kLanes;
+      if constexpr (std::is_same_v<Kind, Int8>) {
+        const __m512i of_128 = _mm512_slli_epi32(_mm512_loadu_si512(weight.sums + column), 7);
+        const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x.scale[first + r]), _mm512_loadu_ps(weight.scale + column));
+        out[n] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][n], of_128)), scale);
+      } else {
+        out[n] = sums[r][n];
+      }
+      if (weight.bias) out[n] = _mm512_add_ps(out[n], _mm512_loadu_ps(weight.bias + column));
+    }
+    put(first + r, panel, out);
+  }
+}
+
+// This thread's share of a product: put(row, panel, 4 registers of outputs) for each panel of each row.
+template <class Put>
+inline void multiply(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Put put) {
+  const int64_t most = std::max<int64_t>(kRows, kInCache / weight.row_bytes());
+  const int64_t chunks = (rows + most - 1) / most, panels = (weight.outputs + kPanel - 1) / kPanel;
+  const int64_t tasks = chunks * panels;
+  for (int64_t task = team.begin(tasks); task < team.end(tasks); ++task) {
+    const int64_t chunk = task / panels, panel = task % panels;
+    in_tiles(rows * chunk / chunks, rows * (chunk + 1) / chunks, [&]<int R>(int64_t first) {
+      if (weight.is_int8) panel_of_rows<Int8, R>(weight, x, panel, first, put);
+      else panel_of_rows<Bf16, R>(weight, x, panel, first, put);
+    });
+  }
+}
+
+// What becomes of the outputs.
+
+struct PutRounded {  // [T, O] bf16
+  bf16* out;
+  const Weight& weight;
+  void operator()(int64_t row, int64_t panel, const __m512* of) const {
+    for (int n = 0; n < kRegisters; ++n) {
+      const int64_t column = panel * kPanel + n * kLanes;
+      const __mmask16 lanes = lanes_before(weight.outputs, column);
+      if (lanes) store(out + row * weight.outputs + column, of[n], lanes);
+    }
+  }
+};
+
+struct PutAdded {  // to [T, O] bf16, which holds the residual stream
+  bf16* out;
+  const Weight& weight;
+  void operator()(int64_t row, int64_t panel, const __m512* of) const {
+    for (int n = 0; n < kRegisters; ++n) {
+      const int64_t column = panel * kPanel + n * kLanes;
+      const __mmask16 lanes = lanes_before(weight.outputs, column);
+      bf16* at = out + row * weight.outputs + column;
+      if (lanes) store(at, _mm512_add_ps(load(at, lanes), rounded(of[n])), lanes);
+    }
+  }
+};
+
+struct PutWide {  // [T, O] fp32
+  float* out;
+  const Weight& weight;
+  void operator()(int64_t row, int64_t panel, const __m512* of) const {
+    for (int n = 0; n < kRegisters; ++n) {
+      const int64_t column = panel * kPanel + n * kLanes;
+      _mm512_mask_storeu_ps(out + row * weight.outputs + column, lanes_before(weight.outputs, column), of[n]);
+    }
+  }
+};
+
+}  // namespace superstep

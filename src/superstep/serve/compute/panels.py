@@ -1,0 +1,98 @@
+"""Weights as the compiled products read them: in panels of 64 outputs, of which 4 bytes of each lie side by side.
+
+One layout serves any number of rows: for one row the panels are read from the first byte to the last, for many each
+stays in the cache while rows go by. A row's sums are made in the order of its inputs, so that its bits do not depend on
+the rows beside it.
+
+    O  outputs      I  inputs      T  rows      P  panels
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from superstep.serve.compute.kernels.calls import Weight, pointer
+from superstep.serve.compute.linears import Pack, Product
+from superstep.serve.compute.quantize import Format
+
+PANEL = 64
+BYTES = 4
+"""Of each output, side by side."""
+
+
+class Panels:
+    """A product with one weight.
+
+    Args:
+        library: the compiled decoder.
+        values_OI: bf16, or codes of 8 bits.
+        scale_O: of the codes; None where there are none.
+        bias_O: None where there is none.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, values_OI: Tensor, *, scale_O: Tensor | None = None, bias_O: Tensor | None = None
+    ) -> None:
+        outputs, inputs = values_OI.shape
+        self._library = library
+        self._outputs = outputs
+        self._is_int8 = scale_O is not None
+        side_by_side = BYTES // values_OI.element_size()
+        panels = _filled(values_OI).view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2).contiguous()
+        scale, bias = (None if x is None else _filled(x.float()) for x in (scale_O, bias_O))
+        sums = _filled(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
+        self._held = (panels, scale, sums, bias)  # the memory that ``weight`` points into
+        self.weight = Weight(*map(pointer, self._held), outputs, inputs, self._is_int8)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] bf16 to [..., O] bf16."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = torch.empty(len(rows), self._outputs, dtype=torch.bfloat16)
+        codes = torch.empty(rows.shape, dtype=torch.uint8) if self._is_int8 else None
+        scale = torch.empty(len(rows), dtype=torch.float32) if self._is_int8 else None
+        self._library.superstep_product(
+            byref(self.weight),
+            ctypes.c_void_p(pointer(rows)),
+            ctypes.c_int64(len(rows)),
+            ctypes.c_void_p(pointer(out)),
+            ctypes.c_void_p(pointer(codes)),
+            ctypes.c_void_p(pointer(scale)),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return out.view(*x.shape[:-1], -1)
+
+
+def in_panels(library: ctypes.CDLL, otherwise: Pack, row: Format | None = None) -> Pack:
+    """How weights are laid out for the compiled products.
+
+    Args:
+        library: the compiled decoder.
+        otherwise: for weights that these do not take: of another dtype, or of an odd number of inputs.
+        row: the format of 8-bit weights and inputs; None keeps bf16.
+    """
+
+    def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Product | None:
+        if not takes(weight_OI):
+            return otherwise(weight_OI, bias_O)
+        if row is None:
+            return Panels(library, weight_OI, bias_O=bias_O)
+        held = row.encode(weight_OI)
+        return Panels(library, held.codes, scale_O=held.scale[:, 0], bias_O=bias_O)
+
+    return pack
+
+
+def takes(weight_OI: Tensor) -> bool:
+    """Whether the compiled products take a weight."""
+    is_bf16 = weight_OI.dtype == torch.bfloat16 and weight_OI.device.type == "cpu"
+    return is_bf16 and weight_OI.shape[1] % BYTES == 0
+
+
+def _filled(of_O: Tensor) -> Tensor:
+    """With zeros up to a whole panel."""
+    missing = -len(of_O) % PANEL
+    return torch.cat((of_O, of_O.new_zeros(missing, *of_O.shape[1:]))) if missing else of_O.contiguous()
