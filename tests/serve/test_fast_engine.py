@@ -82,6 +82,14 @@ def test_what_is_compiled_here_says_the_same_whoever_else_asks(folder, compiled,
         assert generate(engine, [prompt], ways)[0].tokens == answer.tokens  # from the cache
 
 
+def test_a_step_without_a_draw_computes_no_logits(folder, compiled):
+    """A prompt longer than a step, alone: none of the first step's rows is asked for its logits."""
+    for settings in ({"kernels": compiled}, {"kernels": compiled, "quantize": "w8a8"}):
+        engine = open_engine(folder, ServeConfig(compute="bf16", step_tokens=24, requests=4, **settings))
+        (answer,) = generate(engine, [list(range(60))], Sampling(max_tokens=3, temperature=0, ignore_eos=True))
+        assert len(answer.ids) == 3
+
+
 def test_exact_answers_are_not_of_quantized_weights(folder):
     with pytest.raises(ConfigError, match=r"serve\.quantize = 'int8' with serve\.exact = true"):
         open_engine(folder, ServeConfig(compute="fp32", exact=True, quantize="int8"))

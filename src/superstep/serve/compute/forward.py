@@ -52,6 +52,8 @@ class Forward:
         given = {"exchange": served.exchange} if served.run.shape.moe else {}
         for layer, block in enumerate(blocks):
             h_1TD = block(h_1TD, attend=attend(layer), positions=place_1T, **given)
+        if not rows.wanted:  # a prompt in chunks, alone: products of no rows are not every operation's
+            return torch.empty(0, self._vocab, device=device)
         return self._logits(h_1TD[:, torch.tensor(rows.wanted, dtype=torch.long, device=device)])
 
     def _logits(self, h_1RD: Tensor) -> Tensor:
