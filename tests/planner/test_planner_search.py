@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -78,6 +78,21 @@ def test_no_plan_is_below_the_bounds_of_its_core(name):
         assert held.min() >= bound_bytes[row] * (1 - 1e-12)
         orders = np.repeat(pricing.schedule_bound_s(ordered), len(plans) // len(ordered))
         assert (step_s >= orders * (1 - 1e-12)).all()
+        least = np.repeat(pricing.schedule_bound_bytes(ordered), len(plans) // len(ordered))
+        assert (held >= least * (1 - 1e-12)).all()
+        assert (space.count_shardings(ordered) == len(plans) // len(ordered)).all()
+
+
+@pytest.mark.parametrize("name", ["two domains", "experts"])
+def test_what_plans_beside_each_other_share_is_priced_once_to_the_same_bit(name):
+    side = side_of(PROBLEMS[name])
+    plans = everything(side)
+    mixed = np.random.default_rng(0).permutation(len(plans))
+    for of in (side.pricing.seconds, side.pricing.held):
+        in_order, out_of_order = of(plans), of(plans.take(mixed))
+        for field in fields(in_order):
+            first, second = (np.broadcast_to(getattr(e, field.name), len(plans)) for e in (in_order, out_of_order))
+            np.testing.assert_array_equal(first[mixed], second)
 
 
 @pytest.mark.parametrize("name", ["two domains", "experts"])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from superstep.errors import StateError
 from superstep.program.instructions import Program, Recv, Send, Step, Tie
-from superstep.program.timeline import Arrival, Timeline, TimelineEvent, brings, waits_for
+from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, brings
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def load_trace(path: Path, program: Program) -> Recorded:
 def _untangled(program: Program, events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
     """The events without the waits that other ranks' events account for."""
     joined = [e for members in _together(events).values() for e in _joined(members)]
+    waits_for = Needs(program)
     came: dict[tuple[int, Arrival], float] = {}
     for e in joined:
         if isinstance(e.instruction, Recv) and (arrival := brings(e.instruction)):
@@ -68,7 +69,7 @@ def _untangled(program: Program, events: Iterable[TimelineEvent]) -> list[Timeli
         _after(
             e,
             max(
-                (came.get((e.rank, a), e.start_s) for a in waits_for(program, e.instruction)),
+                (came.get((e.rank, a), e.start_s) for a in waits_for(e.instruction)),
                 default=e.start_s,
             ),
         )

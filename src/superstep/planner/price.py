@@ -13,7 +13,7 @@ import numpy as np
 from superstep.cost.closed import software_memory as keeping
 from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.footprint import Footprint, footprint
+from superstep.cost.closed.footprint import FRAGMENTATION, Footprint, footprint
 from superstep.cost.closed.layout import SCHEDULES
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.software import SUPERSTEP, price_of
@@ -58,15 +58,21 @@ class Pricing:
     def core_bound_bytes(self, cores: Plans) -> Array:
         """Bytes that no plan of a core is below: one microbatch in flight, and all states sharded over all data ranks.
 
-        Gradients in fp32 are a third of what the optimizer holds, master weights and two moments; no buffers count.
         Layers are shared out otherwise where both ends are on one rank, as zb-v has them.
         """
         ones = np.ones(len(cores))
-        alone = replace(cores, zero=ones, replicas=ones, microbatches=ones)
+        alone = replace(cores, microbatches=ones)
         folded = replace(alone, schedule=ones * SCHEDULES.index("zb-v"), chunks=2 * ones)
-        held = [self.held(each) for each in (alone, folded)]
-        bounds = [each.optimizer * 4 / 3 + each.activations for each in held]
-        return np.broadcast_to(np.minimum(*bounds), (len(cores),))
+        return np.minimum(self.schedule_bound_bytes(alone), self.schedule_bound_bytes(folded))
+
+    def schedule_bound_bytes(self, plans: Plans) -> Array:
+        """Bytes that no sharding of a plan is below: its activations, and all states sharded over all data ranks.
+
+        Gradients in fp32 are a third of what the optimizer holds, master weights and two moments; no buffers count.
+        """
+        ones = np.ones(len(plans))
+        held = self.held(replace(plans, zero=ones, replicas=ones))
+        return np.broadcast_to(held.optimizer * 4 / 3 + (1 + FRAGMENTATION) * held.activations, (len(plans),))
 
 
 def pricing_of(problem: Problem) -> Pricing:

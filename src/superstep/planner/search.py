@@ -22,6 +22,9 @@ from superstep.planner.space import Space
 CHUNK = 8192
 """Plans priced at once: their columns stay in a core's cache."""
 
+AFTER_BOUNDS = 16
+"""Chunks of plans looked at together once there are bounds, which leave a few of them."""
+
 SLACK = 1 + 1e-9
 """Rounding: a bound is exceeded where it is by more than this."""
 
@@ -142,7 +145,7 @@ class _Kept:
 def _batches(
     side: Side, cores: Plans, counts: Array, kept: _Kept, tally: _Tally, *, is_pruned: bool
 ) -> Iterator[Plans]:
-    """Cores in batches of about ``CHUNK`` plans, until none can be among the best."""
+    """Cores in batches of plans that are priced together, until none can be among the best."""
     if not len(cores):
         return
     bound_s = np.concatenate([side.pricing.core_bound_s(part) for part in chunks_of(cores)])
@@ -156,8 +159,10 @@ def _batches(
     while at < len(order):
         if is_pruned and bound_s[order[at]] > kept.limit_s * SLACK:
             return
-        total = np.cumsum(counts[order[at : at + CHUNK]])
-        end = at + max(int(np.searchsorted(total, CHUNK, side="right")), 1)
+        # Of the first a few, to know soon what the others have to be better than; then so many that are left of them.
+        most = AFTER_BOUNDS * CHUNK if is_pruned and kept.limit_s < float("inf") else CHUNK
+        total = np.cumsum(counts[order[at : at + most]])
+        end = at + max(int(np.searchsorted(total, most, side="right")), 1)
         yield cores.take(order[at:end])
         at = end
 
@@ -167,6 +172,10 @@ def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: b
     for part in chunks_of(side.space.with_schedules(cores)):
         if is_pruned and kept.limit_s < float("inf"):
             part = part.take(side.pricing.schedule_bound_s(part) <= kept.limit_s * SLACK)
+        if is_pruned:
+            fits = side.pricing.schedule_bound_bytes(part) <= side.pricing.memory_bytes * SLACK
+            tally.too_large += int(side.space.count_shardings(part.take(~fits)).sum())
+            part = part.take(fits)
         for plans in chunks_of(side.space.with_shardings(part)):
             held = side.pricing.bytes(plans)
             fits = held <= side.pricing.memory_bytes

@@ -174,10 +174,14 @@ class Space:
     def count(self, cores: Plans) -> Array:
         """How many plans each core has."""
         schedules = {key: len(self.schedules(*key)) for key in _pairs(cores.pp, cores.microbatches)}
-        data, alike = cores.dp * cores.cp, self._alike(cores)
-        shardings = {key: len(self.shardings(*key)) for key in _pairs(data, alike)}
         orders = np.array([schedules[key] for key in _each(cores.pp, cores.microbatches)], dtype=np.float64)
-        return orders * np.array([shardings[key] for key in _each(data, alike)], dtype=np.float64)
+        return orders * self.count_shardings(cores)
+
+    def count_shardings(self, plans: Plans) -> Array:
+        """How many shardings each plan has."""
+        data, alike = plans.dp * plans.cp, self._alike(plans)
+        shardings = {key: len(self.shardings(*key)) for key in _pairs(data, alike)}
+        return np.array([shardings[key] for key in _each(data, alike)], dtype=np.float64)
 
     def _alike(self, plans: Plans) -> Array:
         """Ranks that hold the same experts; 0 where there are none."""

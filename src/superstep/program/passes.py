@@ -10,9 +10,10 @@ step          the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
+from typing import TypeAlias
 
 from superstep.plan.resolve import Plan
 from superstep.program.instructions import (
@@ -38,6 +39,9 @@ from superstep.program.instructions import (
     is_compute,
 )
 from superstep.program.schedule import Order, Task
+
+Of: TypeAlias = tuple[Wire | None, int, int]
+"""A task: what it passes on, its stage, its microbatch."""
 
 
 def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
@@ -94,27 +98,34 @@ def add_transfers(program: Program) -> Program:
     A receive is posted one task ahead of its use, so that it runs beside the compute of the task before.
     """
 
+    stage_of = _stage_of(program)
+
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        tasks = [list(members) for _, members in groupby(instructions, key=lambda i: _task_of(program, i))]
-        receives = [_receives(program, number, task) for task in tasks]
+        tasks = [(of, list(members)) for of, members in groupby(instructions, key=lambda i: _task_of(stage_of, i))]
+        receives = [_receives(program, number, of) for of, _ in tasks]
         yield from receives[0] if receives else ()
-        for i, task in enumerate(tasks):
+        for i, (of, members) in enumerate(tasks):
             yield from receives[i + 1] if i + 1 < len(tasks) else ()
-            yield from task
-            yield from _sends(program, number, task)
+            yield from members
+            yield from _sends(program, number, of)
 
     return _done(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
-def _task_of(program: Program, i: Instruction) -> tuple[Wire | None, int, int]:
+def _stage_of(program: Program) -> dict[int, int]:
+    """The stage of every unit."""
+    return {unit: stage for stage, units in enumerate(program.stages) for unit in units}
+
+
+def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
     """The instruction's task: what it passes on (weights' gradients nothing), its stage, its microbatch."""
     assert isinstance(i, Forward | Recompute | Backward | BackwardInput | BackwardWeight)
     wire: Wire | None = "act" if isinstance(i, Forward) else None if isinstance(i, BackwardWeight) else "grad"
-    return wire, program.stage_of(i.unit), i.microbatch
+    return wire, stage_of[i.unit], i.microbatch
 
 
-def _receives(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
-    wire, stage, m = _task_of(program, task[0])
+def _receives(program: Program, rank: int, task: Of) -> list[Instruction]:
+    wire, stage, m = task
     source = stage - 1 if wire == "act" else stage + 1
     if wire is None or not _is_elsewhere(program, source, rank):
         return []
@@ -122,8 +133,8 @@ def _receives(program: Program, rank: int, task: list[Instruction]) -> list[Inst
     return [Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
 
 
-def _sends(program: Program, rank: int, task: list[Instruction]) -> list[Instruction]:
-    wire, stage, m = _task_of(program, task[0])
+def _sends(program: Program, rank: int, task: Of) -> list[Instruction]:
+    wire, stage, m = task
     target = stage + 1 if wire == "act" else stage - 1
     if wire is None or not _is_elsewhere(program, target, rank):
         return []
@@ -186,12 +197,13 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
     run = 0
     before: tuple[int, int] | None = None
     has_chunks = len(program.stages) > program.pp
+    stage_of = _stage_of(program)
     for at, i in enumerate(instructions):
         if isinstance(i, Forward):
             before = None
         if not isinstance(i, Backward | BackwardWeight):
             continue
-        now = (program.stage_of(i.unit), 0 if has_chunks else i.microbatch)
+        now = (stage_of[i.unit], 0 if has_chunks else i.microbatch)
         run += now != before
         before = now
         for unit in program.params[i.unit]:

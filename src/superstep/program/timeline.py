@@ -48,21 +48,34 @@ def brings(instruction: Instruction) -> Arrival | None:
             return None
 
 
-def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
+class Needs:
     """What an instruction cannot run without, where it was issued before (the table in ``instructions``)."""
-    match instruction:
-        case Forward(unit, m):
-            return [("act", unit, m), *(("fetch", u, None) for u in program.params[unit])]
-        case Recompute(unit, _):
-            return [("fetch", u, None) for u in program.params[unit]]
-        case Backward(unit, m) | BackwardInput(unit, m):
-            return [("grad", unit + 1, m), *(("fetch", u, None) for u in program.params[unit])]
-        case Settle(unit):
-            return [("reduce", unit, None)]
-        case Tie() | ReducePartial() | Step():
-            return [("reduce", u, None) for u in range(len(program.units))]
-        case _:
-            return []
+
+    def __init__(self, program: Program) -> None:
+        # Made once: a program asks for them again with each microbatch.
+        self._fetched: list[list[Arrival]] = [[("fetch", u, None) for u in units] for units in program.params]
+        self._reduced: list[Arrival] = [("reduce", u, None) for u in range(len(program.units))]
+
+    def __call__(self, instruction: Instruction) -> list[Arrival]:
+        """What must have come."""
+        match instruction:
+            case Forward(unit, m):
+                return [("act", unit, m), *self._fetched[unit]]
+            case Backward(unit, m) | BackwardInput(unit, m):
+                return [("grad", unit + 1, m), *self._fetched[unit]]
+            case Recompute(unit, _):
+                return self._fetched[unit]
+            case Settle(unit):
+                return [("reduce", unit, None)]
+            case Tie() | ReducePartial() | Step():
+                return self._reduced
+            case _:
+                return []
+
+
+def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
+    """What one instruction cannot run without."""
+    return Needs(program)(instruction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +161,11 @@ class Timeline:
 
     def spent(self) -> tuple[Spent, ...]:
         """Each pipeline rank's step, split by cause."""
-        return tuple(self._spent(rank) for rank in range(self.program.pp))
+        needs, start_s, end_s = Needs(self.program), self.start_s, self.end_s
+        of_rank: list[list[TimelineEvent]] = [[] for _ in range(self.program.pp)]
+        for e in sorted(self.events, key=lambda e: e.index):
+            of_rank[e.rank].append(e)
+        return tuple(_spent(events, list(_waits(events, needs, start_s, end_s))) for events in of_rank)
 
     def bubble(self) -> float:
         """Idle over busy time of all ranks: what the papers call bubble over ideal time, (p-1)/m for 1F1B."""
@@ -158,38 +175,46 @@ class Timeline:
 
     def waits(self, rank: int) -> Iterator[Wait]:
         """Where the rank's compute stood still, and for which lane."""
-        came: dict[Arrival, tuple[Channel, int]] = {}
-        runs: dict[Channel, list[TimelineEvent]] = {}
-        clock_s = self.start_s
-        for e in self.of(rank):
-            if e.lane != "compute":
-                run = runs.setdefault(_channel(e), [])
-                run.append(e)
-                if arrival := brings(e.instruction):
-                    came[arrival] = (_channel(e), len(run))
-            elif not isinstance(e.instruction, Free):
-                needed = [came[a] for a in waits_for(self.program, e.instruction) if a in came]
+        return _waits(self.of(rank), Needs(self.program), self.start_s, self.end_s)
+
+
+def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s: float) -> Iterator[Wait]:
+    """The waits of one rank, its events in the order of issue."""
+    came: dict[Arrival, tuple[Channel, int]] = {}
+    runs: dict[Channel, list[TimelineEvent]] = {}
+    clock_s = start_s
+    for e in events:
+        if e.lane != "compute":
+            run = runs.setdefault(_channel(e), [])
+            run.append(e)
+            if arrival := brings(e.instruction):
+                came[arrival] = (_channel(e), len(run))
+        elif not isinstance(e.instruction, Free):
+            if clock_s < e.start_s:
+                needed = [came[a] for a in needs(e.instruction) if a in came]
                 # The compute waits for what arrives last, whose channel first works off what lies ahead.
                 ahead = [_since(clock_s, runs[channel], count) for channel, count in needed]
                 last = max(ahead, key=lambda run: run[-1].end_s if run else 0.0, default=[])
                 yield from _split(clock_s, e.start_s, last)
-                clock_s = max(clock_s, e.end_s)
-        yield from _split(clock_s, self.end_s, [])
+            clock_s = max(clock_s, e.end_s)
+    yield from _split(clock_s, end_s, [])
 
-    def _spent(self, rank: int) -> Spent:
-        busy_s = bubble_s = 0.0
-        exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad"), 0.0)
-        for e in self.of(rank):
-            if isinstance(e.instruction, Tie | ReducePartial):
-                exposed_s["reduce"] += e.end_s - e.start_s
-            elif e.lane == "compute":
-                busy_s += e.end_s - e.start_s
-        for wait in self.waits(rank):
-            if wait.lane:
-                exposed_s[wait.lane] += wait.end_s - wait.start_s
-            else:
-                bubble_s += wait.end_s - wait.start_s
-        return Spent(busy_s, exposed_s, bubble_s)
+
+def _spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
+    """Where one rank's step went."""
+    busy_s = bubble_s = 0.0
+    exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad"), 0.0)
+    for e in events:
+        if isinstance(e.instruction, Tie | ReducePartial):
+            exposed_s["reduce"] += e.end_s - e.start_s
+        elif e.lane == "compute":
+            busy_s += e.end_s - e.start_s
+    for wait in waits:
+        if wait.lane:
+            exposed_s[wait.lane] += wait.end_s - wait.start_s
+        else:
+            bubble_s += wait.end_s - wait.start_s
+    return Spent(busy_s, exposed_s, bubble_s)
 
 
 def _channel(event: TimelineEvent) -> Channel:

@@ -32,6 +32,8 @@ from superstep.hardware.units import Array
 FP32 = 4.0
 INDEX = 8.0
 """Bytes of a token's or a row's number."""
+READ_BY_LAYERS = ("microbatch", "cp", "tp", "ep", "sequence_parallel")
+"""The fields of a layout that decide what a layer holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

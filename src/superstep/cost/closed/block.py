@@ -27,6 +27,8 @@ from superstep.hardware.units import Array
 
 E = 2.0
 """Bytes of an activation."""
+READ_BY_BLOCKS = ("microbatch", "cp", "tp", "ep", "sequence_parallel", "is_ulysses")
+"""The fields of a layout that decide a block's seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

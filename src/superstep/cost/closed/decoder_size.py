@@ -112,7 +112,7 @@ class Decoder:
     def vocab_part(self, tp: Array) -> Array:
         """Rows of a vocabulary matrix on each tensor-parallel rank, with ``plan.split.padding``'s rule."""
         even = self.vocab / tp
-        return np.where(self.vocab % tp == 0, even, np.ceil(even / ALIGN) * ALIGN)
+        return np.where(even == np.floor(even), even, np.ceil(even / ALIGN) * ALIGN)
 
 
 def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:

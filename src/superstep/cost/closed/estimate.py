@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.closed.block import E, Seconds, block_seconds
+from superstep.cost.closed.block import READ_BY_BLOCKS, E, Seconds, block_seconds
 from superstep.cost.closed.decoder_size import Decoder
 from superstep.cost.closed.kernels import linear_s
-from superstep.cost.closed.layout import SCHEDULES, Layout
+from superstep.cost.closed.layout import SCHEDULES, Layout, once_for_each_run
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.stack import Stack
 from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
@@ -60,8 +60,16 @@ class Estimate:
 
 def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Estimate:
     """The training step of each plan."""
-    dense = block_seconds(model, layout, rates, stack, is_mixture=False)
-    mixture = block_seconds(model, layout, rates, stack, is_mixture=True) if np.any(model.experts > 0) else dense
+
+    def block(*, is_mixture: bool) -> Seconds:
+        if model.layers.ndim:
+            return block_seconds(model, layout, rates, stack, is_mixture=is_mixture)
+        return once_for_each_run(
+            layout, READ_BY_BLOCKS, lambda few: block_seconds(model, few, rates, stack, is_mixture=is_mixture)
+        )
+
+    dense = block(is_mixture=False)
+    mixture = block(is_mixture=True) if np.any(model.experts > 0) else dense
     share = model.moe_layers / model.layers
 
     def layer(of_dense: Array, of_mixture: Array) -> Array:

@@ -21,14 +21,24 @@ The fullest rank is the first, the last or one beside them: the embedding is on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from superstep.cost.closed.activations import FP32, INDEX, LayerBytes, dense_layer, local, mixture_layer
+from superstep.cost.closed.activations import (
+    FP32,
+    INDEX,
+    READ_BY_LAYERS,
+    LayerBytes,
+    Local,
+    dense_layer,
+    local,
+    mixture_layer,
+)
 from superstep.cost.closed.decoder_size import Decoder
-from superstep.cost.closed.layout import SCHEDULES, Layout
+from superstep.cost.closed.layout import SCHEDULES, Layout, once_for_each_run
 from superstep.cost.closed.software_memory import Keeping, superstep
 from superstep.cost.closed.stack import Stack
 from superstep.hardware.units import Array
@@ -102,6 +112,22 @@ class _Stage:
     is_last: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """What all stages have alike.
+
+    Attributes:
+        dense, mixture: a layer of each kind; both the same where the model has no experts.
+        dims: of a microbatch on a rank.
+        rows: of a vocabulary matrix on a rank.
+    """
+
+    dense: LayerBytes
+    mixture: LayerBytes
+    dims: Local
+    rows: Array
+
+
 def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | None = None) -> Footprint:
     """The fullest rank of each plan.
 
@@ -110,8 +136,8 @@ def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | N
         keeping: what the software keeps; Superstep's own where none is given.
     """
     keeping = superstep() if keeping is None else keeping
-    layers = dense_layer(model, layout, stack, keeping), mixture_layer(model, layout, stack, keeping)
-    found = [_stage_bytes(model, layout, stack, keeping, layers, stage) for stage in _stages(model, layout, keeping)]
+    core = _core(model, layout, stack, keeping)
+    found = [_stage_bytes(model, layout, stack, keeping, core, stage) for stage in _stages(model, layout, keeping)]
     totals = np.stack(np.broadcast_arrays(*[each.bytes for each in found]))
     fullest = np.argmax(totals, axis=0)
 
@@ -121,6 +147,21 @@ def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | N
         return chosen
 
     return Footprint(**{field.name: pick(field.name) for field in fields(Footprint)})
+
+
+def _core(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> _Core:
+    def layer(of: Callable[[Decoder, Layout, Stack, Keeping], LayerBytes]) -> LayerBytes:
+        if model.layers.ndim or stack.attention.ndim or keeping.element_bytes.ndim:
+            return of(model, layout, stack, keeping)
+        return once_for_each_run(layout, READ_BY_LAYERS, lambda few: of(model, few, stack, keeping))
+
+    dense = layer(dense_layer)
+    return _Core(
+        dense=dense,
+        mixture=layer(mixture_layer) if np.any(model.experts > 0) else dense,
+        dims=local(model, layout, keeping),
+        rows=model.vocab_part(layout.tp),
+    )
 
 
 def _stages(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[_Stage, ...]:
@@ -187,13 +228,13 @@ def _stage_bytes(
     layout: Layout,
     stack: Stack,
     keeping: Keeping,
-    layers: tuple[LayerBytes, LayerBytes],
+    core: _Core,
     stage: _Stage,
 ) -> Footprint:
     moe = stage.layers * model.moe_layers / model.layers
     usual = stage.layers - moe
     mixture = _mixture_parameters(model, layout, keeping)
-    cut = usual * model.dense_parameters / layout.tp + stage.tables * model.vocab_part(layout.tp) * model.width
+    cut = usual * model.dense_parameters / layout.tp + stage.tables * core.rows * model.width
     dense, experts = cut + moe * mixture, moe * model.expert_parameters / layout.ep
     # Experts are cut over ep of all ranks, and sharded over those that hold the same ones.
     expert_shards = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
@@ -211,20 +252,20 @@ def _stage_bytes(
 
     sharded = np.where((layout.zero == 3) & (layout.shards > 1), 1.0, 0.0)
     update = at(1, keeping.update_bytes)
-    activations, transient = _activations(model, layout, stack, keeping, layers, stage)
+    activations, transient = _activations(model, layout, stack, keeping, core, stage)
     block = np.where(
         moe > 0,
         mixture + model.expert_parameters / layout.ep,
         model.dense_parameters / layout.tp,
     )
-    table = np.where(stage.tables > 0, model.vocab_part(layout.tp) * model.width, 0.0)
+    table = np.where(stage.tables > 0, core.rows * model.width, 0.0)
     # Two units' weights, the one at work and the one that comes next, and the whole gradients of as many, or of both
     # tables; with several stages on a rank, those of one.
     gathered = sharded * keeping.element_bytes * (block + np.maximum(block, table))
     grown = block * np.where(layout.chunks > 1, stage.layers / layout.chunks, 1.0) + table
     grown = np.maximum(grown, stage.tables * table)
     whole = np.where((layout.zero >= 2) & (layout.shards > 1), stack.gradient_bytes * grown + keeping.bucket_bytes, 0.0)
-    boundary = local(model, layout, keeping).t * model.width * keeping.element_bytes
+    boundary = core.dims.t * model.width * keeping.element_bytes
     passing = np.where(layout.pp > 1, 2.0, 0.0) * boundary
     trains = 1 - model.frozen
     # Two moments, and master weights where the others are narrower.
@@ -267,17 +308,17 @@ def _activations(
     layout: Layout,
     stack: Stack,
     keeping: Keeping,
-    layers: tuple[LayerBytes, LayerBytes],
+    core: _Core,
     stage: _Stage,
 ) -> tuple[Array, Array]:
     """What is kept at the peak, and what one layer makes and drops beside it."""
     moe = model.moe_layers / model.layers
 
     def mean(name: str) -> Array:
-        value: Array = (1 - moe) * getattr(layers[0], name) + moe * getattr(layers[1], name)
+        value: Array = (1 - moe) * getattr(core.dense, name) + moe * getattr(core.mixture, name)
         return value
 
-    d = local(model, layout, keeping)
+    d = core.dims
     whole, selective, boundary = mean("whole"), mean("selective"), mean("boundary")
     often = layout.recomputed_layers
     kept = (
@@ -292,21 +333,24 @@ def _activations(
     is_split = layout.schedule >= SCHEDULES.index("zb-h1")
     behind = np.where(is_split, np.maximum(deferred - kept, 0.0) / layout.chunks, 0.0)
     in_layers = flying * (stage.layers * kept + embedding) + stage.layers * (waiting * deferred + behind)
-    head = stage.is_last * _head(model, layout, stack, keeping, waiting, heads)
-    again = np.maximum(np.where(moe > 0, layers[1].whole, layers[0].whole) - kept, 0.0) * np.where(
+    head = stage.is_last * _head(model, layout, stack, keeping, core, (waiting, heads))
+    again = np.maximum(np.where(moe > 0, core.mixture.whole, core.dense.whole) - kept, 0.0) * np.where(
         (layout.is_full + layout.is_selective) * often > 0, 1.0, 0.0
     )
-    transient = np.where(moe > 0, layers[1].transient, layers[0].transient) + again
+    transient = np.where(moe > 0, core.mixture.transient, core.dense.transient) + again
     # The loss comes before the first backward pass of a layer: their peaks do not add up.
     return in_layers + head, np.maximum(transient - head, 0.0)
 
 
-def _head(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, waiting: Array, heads: Array) -> Array:
-    """The last norm, the logits of ``heads`` microbatches, and the gradients of those whose weights wait."""
-    d, e = local(model, layout, keeping), keeping.element_bytes
+def _head(
+    model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, core: _Core, microbatches: tuple[Array, Array]
+) -> Array:
+    """The last norm, the gradients of microbatches whose weights wait, and the logits of those at the head."""
+    d, e = core.dims, keeping.element_bytes
+    waiting, heads = microbatches
     has_chunks = (stack.has_fused_loss > 0) & (layout.tp == 1)
     gathers = (keeping.gathers_logits > 0) & (layout.tp > 1)
-    numbers = np.where(has_chunks, 0.0, d.T * np.where(gathers, model.vocab, model.vocab_part(layout.tp)))
+    numbers = np.where(has_chunks, 0.0, d.T * np.where(gathers, model.vocab, core.rows))
     # Gathered logits are there twice in 16 bits, and so are their gradients: whole and in parts.
     copies = keeping.logit_bytes + np.where(gathers, 2 * e, 0.0)
     # A loss in chunks makes its weight's gradient in the forward pass.

@@ -21,7 +21,7 @@ def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rat
     """Seconds of one product [rows, inner] x [inner, columns] in 16 bits, at the best tile for its shape."""
     best = np.asarray(0.0)
     for high, wide, speed in TILES:
-        for tall, broad in ((high, wide), (wide, high)):
+        for tall, broad in {(high, wide), (wide, high)}:
             tiles = np.maximum(np.ceil(rows / tall) * np.ceil(columns / broad), 1.0)
             waves = tiles / rates.cores
             filled = waves / np.ceil(waves)

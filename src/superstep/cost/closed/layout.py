@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from superstep.hardware.units import Array
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "zb-2p")
 RECOMPUTE = ("none", "selective", "full")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +72,28 @@ class Layout:
     def is_selective(self) -> Array:
         """1 where only what lies between the products is."""
         return np.where(self.recompute == RECOMPUTE.index("selective"), 1.0, 0.0)
+
+
+def once_for_each_run(layout: Layout, names: Sequence[str], formula: Callable[[Layout], T]) -> T:
+    """What a formula gives of each plan, computed once for plans beside each other that are alike in what it reads.
+
+    A search lists all schedules and shardings of one core after the other, and most formulas read the core alone.
+
+    Args:
+        layout: many plans.
+        names: the fields that the formula reads.
+        formula: gives a dataclass of arrays; whatever it reads beside the layout is one value for all plans.
+    """
+    columns = {name: column for name in names if (column := getattr(layout, name)).ndim}
+    is_first = np.zeros(max(map(len, columns.values()), default=0), dtype=bool)
+    is_first[:1] = True
+    for column in columns.values():
+        is_first[1:] |= column[1:] != column[:-1]
+    first = np.flatnonzero(is_first)
+    if 2 * len(first) >= len(is_first):
+        return formula(layout)
+    found: Any = formula(replace(layout, **{name: column[first] for name, column in columns.items()}))
+    of = np.cumsum(is_first) - 1
+    each = {part.name: np.asarray(getattr(found, part.name)) for part in fields(found)}
+    spread: T = replace(found, **{name: values[of] if values.ndim else values for name, values in each.items()})
+    return spread

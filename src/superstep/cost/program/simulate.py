@@ -8,6 +8,7 @@ has arrived. Ties and the step start when every rank that takes part has come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -34,7 +35,7 @@ from superstep.program.instructions import (
     lane,
 )
 from superstep.program.issue import issue_order
-from superstep.program.timeline import Arrival, Timeline, TimelineEvent, brings, waits_for
+from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, brings
 
 Place: TypeAlias = tuple[int, int]
 Channel: TypeAlias = tuple[int, int, Wire]
@@ -141,6 +142,7 @@ class _Run:
         self.channel_free_s: dict[Channel, float] = {}
         self.came_s: list[dict[Arrival, float]] = [{} for _ in range(program.pp)]
         self.waiting: dict[tuple[Channel, int, int], tuple[Place, Instruction, float]] = {}
+        self.waits_for = Needs(program)
 
     def issue(self, places: tuple[Place, ...]) -> None:
         """Run one instruction, on all of its places."""
@@ -155,15 +157,19 @@ class _Run:
                 self._compute(places, i)
 
     def _compute(self, places: tuple[Place, ...], i: Instruction) -> None:
-        needed = waits_for(self.program, i)
-        start_s = max(
-            max([self.clock_s[rank], *(self.came_s[rank].get(arrival, 0.0) for arrival in needed)])
-            for rank, _ in places
-        )
-        end_s = start_s + max(self.durations(i, rank) for rank, _ in places)
+        needed = self.waits_for(i)
+        start_s = max([self._ready_s(rank, needed) for rank, _ in places])
+        end_s = start_s + max([self.durations(i, rank) for rank, _ in places])
         for rank, index in places:
             self.clock_s[rank] = end_s
             self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
+
+    def _ready_s(self, rank: int, needed: Sequence[Arrival]) -> float:
+        """When a rank has computed what lies ahead, and everything needed has come."""
+        ready_s, came_s = self.clock_s[rank], self.came_s[rank]
+        for arrival in needed:
+            ready_s = max(ready_s, came_s.get(arrival, 0.0))
+        return ready_s
 
     def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas) -> None:
         rank = place[0]
