@@ -15,7 +15,7 @@ from superstep.model.source import load_units
 from superstep.model.unit import Row
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import read_config
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.load import Known, ServeConfig, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.train.run_folder import RunFolder
@@ -82,7 +82,8 @@ def _drawn(
         compute=config.numerics.compute,
         exact=config.numerics.exact,
     )
-    (answer,) = generate(open_engine(checkpoint, serve), [prompt], sampling)
+    engine = open_engine(checkpoint, serve, known=Known(version=checkpoint.name))
+    (answer,) = generate(engine, [prompt], sampling)
     return [token for token in answer.ids if token != tokenizer.end_of_text]
 
 

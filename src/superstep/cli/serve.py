@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.serve import Options, read
 from superstep.cli.served_model import ServedModel, find_model
+from superstep.errors import ConfigError
 from superstep.runtime.device import choose
 from superstep.serve.api.app import make_app
 from superstep.serve.api.server import serve
+from superstep.serve.api.steered import Admin
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig, plan_of
 from superstep.serve.speech import forms_of, load_words
+
+KEY = "SUPERSTEP_ADMIN_KEY"
+"""The variable that the admin key is taken from, where the command line names none."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     config = serve_config(model, options)
     shape = plan_of(model.folder, config).shape
     words = load_words(model.folder, shape.vocab)
+    key = admin_key(options.serve.admin_key, os.environ.get(KEY))
     host = Host(
         model.folder,
         config,
@@ -37,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
         info = host.open()
         exact = ", with the bits of training" if config.exact else ""
         _say(f"{info.name}: {config.compute}, contexts of {info.context_tokens} tokens{exact}, weights {info.version}.")
-        serve(make_app(host, words), host=options.host, port=options.port, ready=_told)
+        app = make_app(host, words, admin=_admin(model, options, host, key))
+        serve(app, host=options.host, port=options.port, ready=_told)
     finally:
         host.close()
     return 0
@@ -60,6 +68,40 @@ def serve_config(model: ServedModel, options: Options) -> ServeConfig:
         quantize=asked.quantize or "",
         kernels=_kernels(asked.kernels),
     )
+
+
+def _admin(model: ServedModel, options: Options, host: Host, key: str | None) -> Admin | None:
+    """What the paths under /admin need; None without a key."""
+    if key is None:
+        return None
+    folders = (model.root, *(Path(folder) for folder in options.serve.weights))
+    return Admin(key=key, folders=[folder.resolve() for folder in folders], engine=host)
+
+
+def admin_key(asked: str | None, found: str | None) -> str | None:
+    """The key of the paths under /admin.
+
+    Args:
+        asked: on the command line: a key, or @FILE that holds it.
+        found: in the environment.
+
+    Raises:
+        ConfigError: it is none that a header can carry.
+    """
+    told = found if asked is None else asked
+    if told is None:
+        return None
+    where = KEY if asked is None else "serve.admin_key"
+    if asked is not None and asked.startswith("@"):
+        try:
+            told = Path(asked[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"serve.admin_key = '{asked}' cannot be read ({error}); name a file of one line."
+            ) from None
+    if not re.fullmatch(r"[!-~]+", told):
+        raise ConfigError(f"{where} must be one word of printable ASCII characters, as a header carries it.")
+    return told
 
 
 def _kernels(asked: str | None) -> Path | None:

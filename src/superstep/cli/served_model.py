@@ -20,11 +20,13 @@ class ServedModel:
         folder: of its weights.
         name: that it goes by.
         run: how it was trained; None for a folder that is no run's.
+        root: the run, or the folder itself.
     """
 
     folder: Path
     name: str
     run: RunConfig | None
+    root: Path
 
 
 def find_model(path: Path) -> ServedModel:
@@ -38,14 +40,14 @@ def find_model(path: Path) -> ServedModel:
         raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
     run = RunFolder(root=path)
     if not run.config.is_file():
-        return ServedModel(path, path.resolve().name, None)
+        return ServedModel(path, path.resolve().name, None, path)
     config = read_config(run.config)
     if config.model.source is not None:
         raise ConfigError(
             f"'{path}' is of a model of your own ({config.model.source}): the engine keeps keys of the decoder alone; "
             "superstep sample draws from it."
         )
-    return ServedModel(newest_checkpoint(path), path.resolve().name, config)
+    return ServedModel(newest_checkpoint(path), path.resolve().name, config, path)
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -89,12 +89,23 @@ class Engine:
         self._matcher: dict[int, Matcher] = {}
         self._aborted: list[Progress] = []
         self._order = 0
+        self._before: int | None = None
         self._preemptions = self._queried_tokens = self._hit_tokens = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is there."""
-        return not (self._running or self._waiting or self._aborted)
+        """Whether there is nothing to compute: no request, or only such as are held."""
+        return not (self._aborted or self._free(self._running) or self._free(self._waiting))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests that come now are not computed."""
+        return self._before is not None
+
+    @property
+    def arrivals(self) -> int:
+        """Requests that came so far."""
+        return self._order
 
     @property
     def counters(self) -> Counters:
@@ -148,13 +159,44 @@ class Engine:
                     self._aborted.append(Progress(request=request, finish="abort"))
                     return
 
+    def abort_all(self) -> None:
+        """Take all requests back."""
+        for live in (*self._running, *self._waiting):
+            self.abort(live.id)
+
+    def hold(self, before: int | None) -> None:
+        """From here on compute only requests before which fewer than so many came; None computes all."""
+        self._before = before
+
+    def has_before(self, before: int) -> bool:
+        """Whether one of the first so many requests is still there."""
+        return any(live.order < before for live in (*self._running, *self._waiting))
+
+    def begin_again(self) -> None:
+        """Take all pages back: requests under way wait, and begin again with the tokens that they have."""
+        self._take_back(list(self._running))
+
+    def renew(self, version: str, *, keeps_keys: bool) -> None:
+        """Other weights are in place.
+
+        Args:
+            version: what they are called.
+            keeps_keys: whether requests under way go on with the keys they have, or compute all of them again.
+        """
+        if not keeps_keys:
+            self.begin_again()
+        for live in self._running:
+            live.is_mixed = True
+        self.info = replace(self.info, version=version)
+
     def step(self) -> list[Progress]:
         """Compute one step; news of every request that got on. None where there is nothing to do."""
         news, self._aborted = self._aborted, []
         live = {one.id: one for one in (*self._running, *self._waiting)}
         for one in self._waiting:
             one.began(self.info.version)
-        step = schedule(self._running, self._waiting, self.pages, self._budget, version=self.info.version)
+        running, waiting = self._free(self._running), self._free(self._waiting)
+        step = schedule(running, waiting, self.pages, self._budget, version=self.info.version)
         if not step.chunks:
             return news
         check(step, live, self._budget, page_tokens=self.pages.page_tokens, version=self.info.version)
@@ -168,13 +210,8 @@ class Engine:
 
     def _apply(self, step: Step, live: dict[int, LiveRequest]) -> None:
         """Give pages to whom the step gives them."""
-        for number in step.frees:
-            one = live[number]
-            self.pages.release(one.pages)
-            one.freed()
-            self._running.remove(one)
-            self._waiting.append(one)
-            self._preemptions += 1
+        self._take_back([live[number] for number in step.frees])
+        self._preemptions += len(step.frees)
         for chunk in step.chunks:
             one = live[chunk.request]
             if one in self._waiting:
@@ -192,6 +229,19 @@ class Engine:
         self._waiting.sort(key=lambda one: one.urgency)
         self._running.sort(key=lambda one: one.urgency)
 
+    def _free(self, line: list[LiveRequest]) -> list[LiveRequest]:
+        """Of a line, those that are not held."""
+        return line if self._before is None else [one for one in line if one.order < self._before]
+
+    def _take_back(self, some: Sequence[LiveRequest]) -> None:
+        """Take the pages of some running requests back: they wait."""
+        for one in some:
+            self.pages.release(one.pages)
+            one.freed()
+            self._running.remove(one)
+            self._waiting.append(one)
+        self._waiting.sort(key=lambda one: one.urgency)
+
     def _told(
         self,
         live: LiveRequest,
@@ -202,6 +252,8 @@ class Engine:
         """Book what was computed of a request, and draw its next token where all it has is computed."""
         live.computed = chunk.end
         full = range(chunk.first // self.pages.page_tokens, chunk.end // self.pages.page_tokens)
+        if live.is_mixed:
+            full = range(0)  # found under these weights, they would answer others with keys of the old ones
         keys = live.keys(self.info.version) if full else []
         for page in full:
             self.pages.publish(chunk.pages[page], keys[page])
@@ -249,6 +301,9 @@ class Engine:
             return ()
         found = []
         for place, row in zip(range(chunk.first, min(chunk.end, live.known - 1)), wanted, strict=False):
+            if place + 1 < live.prompt_told:  # before its pages were taken back
+                continue
+            live.prompt_told = place + 2
             logits_V, totals = told[row]
             token = live.tokens[place + 1]
             top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)

@@ -24,8 +24,23 @@ from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.launch import launch_apart
 from superstep.serve.api.backend import Away, Health
+from superstep.serve.deeds import Deeds
 from superstep.serve.load import ServeConfig
-from superstep.serve.messages import Abort, Ask, Leave, News, Order, Ready, Refused, Report, decode_report, encode
+from superstep.serve.messages import (
+    Abort,
+    Ask,
+    Deed,
+    Done,
+    Leave,
+    News,
+    Order,
+    Ready,
+    Refused,
+    Report,
+    Standing,
+    decode_report,
+    encode,
+)
 from superstep.serve.rank import Forms, serve_rank
 from superstep.serve.request import Counters, Info, Progress, Request, Sampling
 
@@ -68,6 +83,7 @@ class Host:
         self._counters = Counters()
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._deeds = Deeds(self._send)
         self._queues: dict[int, asyncio.Queue[News_]] = {}
         self._number = 0
         self._is_leaving = False
@@ -98,6 +114,7 @@ class Host:
         self._send(Leave())
         self._keeper.join()
         self._orders.put(None)
+        self._deeds.close()
 
     # From the event loop.
 
@@ -105,7 +122,7 @@ class Host:
     def info(self) -> Info:
         """Of the model."""
         assert self._info is not None, "the host is open"
-        return self._info
+        return replace(self._info, version=self._deeds.standing.version)
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -126,6 +143,9 @@ class Host:
             if self._state != "ready":
                 is_over = True
                 raise Away(f"the engine is {self._state}; ask again.", rank=0)
+            if self._deeds.refusal:
+                is_over = True
+                raise Away(self._deeds.refusal, rank=0)
             asked = Request(
                 id=number, prompt=tuple(prompt), sampling=sampling, priority=priority, adapter=adapter, salt=salt
             )
@@ -149,7 +169,18 @@ class Host:
 
     def health(self) -> Health:
         """Whether requests are answered now."""
-        return Health(is_ready=self._state == "ready", state=self._state)
+        is_there = self._state == "ready"
+        held = self._deeds.state if is_there else ""
+        return Health(is_ready=is_there and not held, state=held or self._state)
+
+    @property
+    def standing(self) -> Standing:
+        """How the engine stands; see ``api.steered.Steered``."""
+        return self._deeds.standing
+
+    async def do(self, deed: Deed) -> Standing:
+        """Do something to the engine; see ``api.steered.Steered``."""
+        return await self._deeds.do(deed, lambda: self._state)
 
     def counters(self) -> Counters:
         """As the engine last told them."""
@@ -184,9 +215,8 @@ class Host:
                 reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
                 reader.start()
                 try:
-                    launch_apart(
-                        self._device, self._serve.tp, serve_rank, self._folder, self._serve, address, self._forms
-                    )
+                    given = (self._folder, self._serve, address, self._forms, self._deeds.newest)
+                    launch_apart(self._device, self._serve.tp, serve_rank, *given)
                 finally:
                     self._lost()
 
@@ -201,6 +231,7 @@ class Host:
         match report:
             case Ready(info):
                 self._info = replace(info, name=self._name)
+                self._deeds.began(info, self._folder)
                 self._state = "ready"
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")
@@ -211,6 +242,8 @@ class Host:
                     self._hand(news.request, news)
             case Refused(request, why):
                 self._hand(request, ConfigError(why))
+            case Done():
+                self._deeds.hear(report)
 
     def _hand(self, request: int, news: News_) -> None:
         loop = self._loop
@@ -227,6 +260,7 @@ class Host:
         self._pipe = None
         if self._state == "ready":
             self._state = "restarting"
+            self._deeds.lost()
             for number in list(self._queues):
                 self._hand(number, Away("the engine was lost on the way and is starting again; ask again.", rank=0))
 

@@ -17,6 +17,10 @@ class LiveRequest:
         page_tokens: positions of a page.
         end_of_text: the model's tokens that end an answer.
         context_tokens: the most tokens, prompt and answer together.
+
+    Attributes:
+        prompt_told: tokens of the prompt that have been told of, where that was asked for; nothing is of the first.
+        is_mixed: whether its keys are of several weights. Pages of such keys are nobody else's.
     """
 
     def __init__(
@@ -29,6 +33,8 @@ class LiveRequest:
         self.pages: tuple[int, ...] = ()
         self.guessed: tuple[int, ...] = ()
         self.cached_tokens = 0
+        self.prompt_told = 1
+        self.is_mixed = False
         self._page_tokens = page_tokens
         self._ends = set(request.sampling.stop_tokens) | (set() if request.sampling.ignore_eos else set(end_of_text))
         self._room = min(request.sampling.max_tokens, context_tokens - len(request.prompt))
@@ -81,7 +87,7 @@ class LiveRequest:
 
     def freed(self) -> None:
         """Its pages were taken back: it begins again, with the tokens that it has."""
-        self.computed, self.pages, self.guessed = 0, (), ()
+        self.computed, self.pages, self.guessed, self.is_mixed = 0, (), (), False
 
     def take(self, token: int) -> Finish | None:
         """One more token of the answer; whether it is the last."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,16 @@ from superstep.serve.compute.kernels.build import Built
 from superstep.serve.compute.kernels.build import build as build_decoder
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.model import Served, build, fill
+from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
+from superstep.serve.compute.renewal import Memory
 from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
 from superstep.serve.engine import Engine, Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.request import Info
 from superstep.serve.step import Budget
+from superstep.serve.steward import Steward
+from superstep.serve.weights import version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +90,6 @@ def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
     )
 
 
-def version_of(folder: Path) -> str:
-    """What the weights of a folder are called: a digest of their files."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
 def ends_of_text(folder: Path) -> tuple[int, ...]:
     """The tokens with which a folder's model ends an answer."""
     for name in ("generation_config.json", "config.json"):
@@ -106,6 +100,24 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
     return ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What need not be found out of a folder's model.
+
+    Attributes:
+        run: the plan.
+        weights: where they are, if not in the folder.
+        version: what they are called; to find it out all of them are read once more.
+    """
+
+    run: Resolved | None = None
+    weights: Path | None = None
+    version: str | None = None
+
+
+NOTHING = Known()
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One rank of a server.
@@ -113,24 +125,41 @@ class Rank:
     Attributes:
         run: the plan.
         forward: its part of the model.
+        party: its part in what is done between steps.
         pages: that its keys have room for.
         context_tokens: the most tokens of a prompt and its answer.
     """
 
     run: Resolved
     forward: Compute
+    party: Party
     pages: int
     context_tokens: int
 
 
-def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Rank:
+def load_rank(
+    folder: Path,
+    serve: ServeConfig,
+    rank: int,
+    tp: Group | None,
+    device: Device,
+    known: Known = NOTHING,
+) -> Rank:
     """This rank's part of a folder's model.
+
+    Args:
+        folder: of the model.
+        serve: how.
+        rank: of those that share the model.
+        tp: these.
+        device: where it computes.
+        known: what need not be found out.
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
         StateError: the folder holds no model, or it is damaged.
     """
-    run = plan_of(folder, serve)
+    run, weights = known.run or plan_of(folder, serve), known.weights or folder
     shape = run.shape
     if serve.exact:
         require_exact(DTYPES[serve.compute], device)
@@ -142,7 +171,7 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
         )
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
-    fill(served, open_weights(folder))
+    fill(served, open_weights(weights))
     kv_heads, dtype = shape.kv_heads // serve.tp, DTYPES[serve.compute]
     page_bytes = 2 * shape.layers * serve.page_tokens * kv_heads * shape.head_dim * dtype.itemsize
     room = device.free_bytes(serve.tp) // 4 // page_bytes
@@ -152,11 +181,14 @@ def load_rank(folder: Path, serve: ServeConfig, rank: int, tp: Group | None, dev
             f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
             f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
         )
-    return Rank(run, _compute(served, serve, pages, tp, device), pages, context_tokens)
+    forward, memory = _compute(served, serve, pages, tp, device)
+    return Rank(run, forward, Party(memory, weights, tp, device), pages, context_tokens)
 
 
-def _compute(served: Served, serve: ServeConfig, pages: int, tp: Group | None, device: Device) -> Compute:
-    """What computes a step: as torch does, or as was compiled here."""
+def _compute(
+    served: Served, serve: ServeConfig, pages: int, tp: Group | None, device: Device
+) -> tuple[Compute, Memory]:
+    """What computes a step, as torch does, or as was compiled here; and the memory of its weights and keys."""
     shape, dtype = served.run.shape, DTYPES[serve.compute]
     heads, kv_heads = shape.heads // serve.tp, shape.kv_heads // serve.tp
     memory = {"layers": shape.layers, "pages": pages, "page_tokens": serve.page_tokens}
@@ -168,7 +200,8 @@ def _compute(served: Served, serve: ServeConfig, pages: int, tp: Group | None, d
                 "trainer's; leave one of them out."
             )
         store = KeyStore(**memory, dtype=dtype, device=device.torch)
-        return Forward(served, PagedAttention(store, device.torch, window=shape.window, is_exact=True), tp, device)
+        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=True)
+        return Forward(served, attending, tp, device), Memory(served, store, None)
     is_wanted = serve.kernels is not None and device.torch.type == "cpu"
     is_taken = can_tile(
         heads=heads, kv_heads=kv_heads, head_dim=shape.head_dim, page_tokens=serve.page_tokens, dtype=dtype
@@ -177,11 +210,14 @@ def _compute(served: Served, serve: ServeConfig, pages: int, tp: Group | None, d
     linears = make_fast(served.modules, built, quantize=serve.quantize or None)
     if built.library is None:
         store = KeyStore(**memory, dtype=dtype, device=device.torch)
-        return Forward(served, PagedAttention(store, device.torch, window=shape.window, is_exact=False), tp, device)
+        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=False)
+        return Forward(served, attending, tp, device), Memory(served, store, linears)
     tiled = TiledStore(**memory)
     if tp is None and can_compile(shape, served.modules, linears):
-        return Compiled(built.library, shape, served.modules, linears, tiled)
-    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device)
+        return Compiled(built.library, shape, served.modules, linears, tiled), Memory(served, tiled, linears)
+    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), Memory(
+        served, tiled, linears
+    )
 
 
 def open_engine(
@@ -191,6 +227,7 @@ def open_engine(
     tp: Group | None = None,
     device: Device | None = None,
     matchers: Matchers | None = None,
+    known: Known = NOTHING,
 ) -> Engine:
     """The engine of a folder's model, on rank 0.
 
@@ -200,22 +237,39 @@ def open_engine(
         tp: the ranks that share the model; the others ``follow``. None where there is one.
         device: where it computes; None is the CPU.
         matchers: makes what holds an answer to its form.
+        known: what need not be found out.
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
         StateError: the folder holds no model, or it is damaged.
     """
+    engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known)
+    return engine
+
+
+def open_both(
+    folder: Path,
+    serve: ServeConfig,
+    *,
+    tp: Group | None = None,
+    device: Device | None = None,
+    matchers: Matchers | None = None,
+    known: Known = NOTHING,
+) -> tuple[Engine, Steward]:
+    """``open_engine``, and who changes its weights and puts it to sleep."""
     device = device or Device("cpu")
-    rank = load_rank(folder, serve, 0, tp, device)
+    rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain
-    model = Ranks(rank.forward, cells=None if grain is None else grain.cells, group=tp, device=device)
+    cells = None if grain is None else grain.cells
+    model = Ranks(rank.forward, cells=cells, group=tp, device=device, party=rank.party)
     info = Info(
         name=folder.name,
         vocab=rank.run.shape.vocab,
         context_tokens=rank.context_tokens,
         end_of_text=ends_of_text(folder),
-        version=version_of(folder),
+        version=version_of(open_weights(known.weights or folder)) if known.version is None else known.version,
     )
     budget = Budget(tokens=serve.step_tokens, requests=serve.requests)
     pages = Pages(rank.pages, serve.page_tokens)
-    return Engine(model, info, pages, budget) if matchers is None else Engine(model, info, pages, budget, matchers)
+    engine = Engine(model, info, pages, budget, matchers or (lambda request: None))
+    return engine, Steward(engine, model)

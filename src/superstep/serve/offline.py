@@ -53,6 +53,8 @@ def generate(
     ways = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     if len(ways) != len(prompts):
         raise ConfigError(f"sampling has {len(ways)} entries for {len(prompts)} prompts; give one for all, or as many.")
+    if engine.is_held:
+        raise ConfigError("the engine is paused or asleep; resume or wake it before it is asked.")
     if not engine.is_idle:
         raise ConfigError("the engine has requests of others; answer prompts with an engine of their own.")
     requests = [Request(id=n, prompt=tuple(p), sampling=s) for n, (p, s) in enumerate(zip(prompts, ways, strict=True))]

@@ -15,9 +15,10 @@ from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine, Matcher
-from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
-from superstep.serve.messages import Abort, Ask, Leave, News, Ready, Refused, decode_order, encode
+from superstep.serve.load import Known, ServeConfig, load_rank, open_both, plan_of
+from superstep.serve.messages import Abort, Ask, Do, Leave, News, Ready, Refused, decode_order, encode
 from superstep.serve.request import Request
+from superstep.serve.steward import Steward
 
 WAIT_S = 20.0
 """How long rank 0 waits for an order before it tells the others that it is still there."""
@@ -25,7 +26,9 @@ WAIT_S = 20.0
 Forms = Callable[[Path, int], Callable[[Request], Matcher | None]]
 
 
-def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, forms: Forms | None) -> None:
+def serve_rank(
+    world: World, folder: Path, serve: ServeConfig, address: str, forms: Forms | None, weights: Path | None = None
+) -> None:
     """What a launched rank does until it is told to leave.
 
     Args:
@@ -34,30 +37,33 @@ def serve_rank(world: World, folder: Path, serve: ServeConfig, address: str, for
         serve: how.
         address: of the socket on which orders come, to rank 0.
         forms: makes what holds answers to their form, from the folder and the vocabulary's size.
+        weights: where they are, if not in the folder.
     """
     run = plan_of(folder, serve)
     if world.device.kind == "cpu" and not serve.exact:
         # A launched rank has one thread; those of a server share out the cores, and exact mode sums on one.
         torch.set_num_threads(max(1, cores() // world.size))
+    known = Known(run=run, weights=weights)
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:
             assert mesh.tp is not None, "ranks share the model"
-            follow(load_rank(folder, serve, world.rank, mesh.tp, world.device).forward, mesh.tp, world.device)
+            mine = load_rank(folder, serve, world.rank, mesh.tp, world.device, known)
+            follow(mine.forward, mesh.tp, world.device, mine.party)
             return
         matchers = None if forms is None else forms(folder, run.shape.vocab)
-        engine = open_engine(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers)
+        engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)
         with Client(address) as pipe:
             pipe.send_bytes(encode(Ready(engine.info)))
-            _obey(engine, pipe)
+            _obey(engine, steward, pipe)
     finally:
         mesh.destroy()
 
 
-def _obey(engine: Engine, pipe: Connection) -> None:
+def _obey(engine: Engine, steward: Steward, pipe: Connection) -> None:
     """Orders in, news out, until the other end leaves."""
     while True:
-        while pipe.poll(0 if not engine.is_idle else WAIT_S):
+        while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):
             try:
                 order = decode_order(pipe.recv_bytes())
             except EOFError:
@@ -71,11 +77,16 @@ def _obey(engine: Engine, pipe: Connection) -> None:
                 case Abort(requests):
                     for number in requests:
                         engine.abort(number)
+                case Do(number, deed):
+                    steward.ask(number, deed)
                 case Leave():
                     engine.end()
                     return
+        for done in steward.tick():
+            pipe.send_bytes(encode(done))
         if engine.is_idle:
             engine.wait()
+            steward.rest()
             continue
         progress = engine.step()
         pipe.send_bytes(encode(News(tuple(progress), engine.counters)))

@@ -67,7 +67,7 @@ def _tensor_file(shapes: Mapping[str, tuple[int, ...]]) -> TensorFile:
     return TensorFile(header, {name: len(header) + start for name, start in starts.items()}, shapes, len(header) + at)
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """The hash that manifests hold."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 

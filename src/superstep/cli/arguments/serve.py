@@ -59,6 +59,11 @@ class ServeOptions:
     kernels: str | None = None
     """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
     `off` computes without."""
+    admin_key: str | None = None
+    """A key for the paths under /admin, or @FILE that holds it, which `ps` does not show; none takes it from
+    SUPERSTEP_ADMIN_KEY. Without one those paths are not there."""
+    weights: tuple[str, ...] = ()
+    """Folders that new weights may be taken from, beside the run's or the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

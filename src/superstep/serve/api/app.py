@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from superstep.errors import SuperstepError
+from superstep.serve.api.admin import ADMIN_ROUTES, with_key
 from superstep.serve.api.backend import Backend
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
@@ -22,6 +23,7 @@ from superstep.serve.api.openai.models import model, models
 from superstep.serve.api.page import page
 from superstep.serve.api.refusals import Refused, refused_by_backend
 from superstep.serve.api.service import Service
+from superstep.serve.api.steered import Admin
 from superstep.serve.api.tokens import detokenize, tokenize
 from superstep.serve.api.watching import health, metrics
 from superstep.serve.api.wire import Gone
@@ -46,13 +48,14 @@ GONE_STATUS = 499
 """What is noted of a request whose client went away. Nobody reads it."""
 
 
-def make_app(backend: Backend, words: Words, *, limits: Limits | None = None) -> Starlette:
+def make_app(backend: Backend, words: Words, *, limits: Limits | None = None, admin: Admin | None = None) -> Starlette:
     """The application of one engine.
 
     Args:
         backend: the engine.
         words: the text part of its model.
         limits: of requests; the ordinary ones where there are none.
+        admin: what paths for whoever runs the server need; None serves none of them.
     """
     limits = limits or Limits()
     service = Service(
@@ -62,8 +65,11 @@ def make_app(backend: Backend, words: Words, *, limits: Limits | None = None) ->
         queue=Queue(limits.queue),
         metrics=Metrics(backend),
         began_s=int(time.time()),
+        admin=admin,
     )
-    routes = [Route(path, _endpoint(handler, service), methods=[method]) for method, path, handler in ROUTES]
+    guarded = [(method, path, with_key(handler)) for method, path, handler in ADMIN_ROUTES if admin is not None]
+    served = (*ROUTES, *guarded)
+    routes = [Route(path, _endpoint(handler, service), methods=[method]) for method, path, handler in served]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
 
 

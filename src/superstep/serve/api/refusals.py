@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from superstep.errors import ConfigError, Fault, SuperstepError, did_you_mean
 from superstep.serve.api.backend import Away, Busy
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The type of an error, by its status; other 4xx are invalid requests, 5xx are the server's."""
 
 SHOWN_CHARS = 60

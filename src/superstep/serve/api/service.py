@@ -9,6 +9,7 @@ from superstep.serve.api.backend import Backend
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.refusals import Refused, shown
+from superstep.serve.api.steered import Admin
 from superstep.serve.api.words import Words
 
 
@@ -23,6 +24,7 @@ class Service:
         queue: the places for answers.
         metrics: what is counted.
         began_s: when the server started, in seconds of the epoch; the age of its models.
+        admin: what paths for whoever runs the server need; None where there are none.
     """
 
     backend: Backend
@@ -31,6 +33,7 @@ class Service:
     queue: Queue
     metrics: Metrics
     began_s: int
+    admin: Admin | None = None
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a client means by ``model``; empty for the model itself.

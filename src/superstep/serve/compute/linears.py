@@ -29,6 +29,9 @@ Product = Callable[[Tensor], Tensor]
 Pack = Callable[[Tensor, Tensor | None], Product | None]
 """Lays out weight [O, I] and bias [O]; what it gives holds no view of either. None where a layer is best left alone."""
 
+ValueOf = Callable[[Tensor], Tensor]
+"""The values that a parameter has, or is to have."""
+
 ONE_INPUT: Mapping[type[nn.Module], tuple[str, ...]] = {
     Attention: ("q_proj", "k_proj", "v_proj"),
     FeedForward: ("gate_proj", "up_proj"),
@@ -44,15 +47,19 @@ class _Row:
     pack: Pack
     product: _Shared
 
-    @torch.no_grad()
     def lay_out(self) -> bool:
         """Bring their weights, as they are now, into the product. Whether there is one."""
-        weight = torch.cat([layer.weight.detach() for layer in self.layers])
-        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
-        product = self.pack(weight, torch.cat(biases) if biases else None)
+        product = self.made(lambda param: param)
         if product is not None:
             self.product.use(product)
         return product is not None
+
+    @torch.no_grad()
+    def made(self, value_of: ValueOf) -> Product | None:
+        """The product of their weights with these values; None where a layer is best left alone."""
+        weight = torch.cat([value_of(layer.weight).detach() for layer in self.layers])
+        biases = [value_of(layer.bias).detach() for layer in self.layers if layer.bias is not None]
+        return self.pack(weight, torch.cat(biases) if biases else None)
 
 
 class Linears:
@@ -92,6 +99,22 @@ class Linears:
         for row in self._rows:
             row.lay_out()
 
+    def beside(self, value_of: ValueOf) -> Callable[[], None]:
+        """Lay out weights that the layers do not have yet; what this gives puts the products into place."""
+        made = [(row.product, row.made(value_of)) for row in self._rows]
+
+        def place() -> None:
+            for shared, product in made:
+                assert product is not None, "what was laid out once can be again"
+                shared.use(product)
+
+        return place
+
+    def drop(self) -> None:
+        """Give the memory of what was laid out back. Nothing is to be computed until there is something new."""
+        for row in self._rows:
+            row.product.drop()
+
 
 class _Shared:
     """One product, of which each of some layers reads its part. They are called one after the other with one input."""
@@ -111,6 +134,11 @@ class _Shared:
     def held(self) -> Product | None:
         """The product of all layers."""
         return self._product
+
+    def drop(self) -> None:
+        """Compute nothing from here on."""
+        self._product = None
+        self._input, self._parts = None, ()
 
     def reader(self, place: int) -> Product:
         """The forward of the layer at a place."""

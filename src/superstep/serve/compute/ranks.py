@@ -1,17 +1,36 @@
-"""The model on the ranks that share it: rank 0 says what is computed, all compute it."""
+"""The model on the ranks that share it: rank 0 says what is computed, all compute it.
+
+[]                       the end
+[changes, rows ...]      a step, made for the weights after so many changes
+[ORDER, bytes ...]       something to be done between two steps
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
+from superstep.errors import ConfigError
 from superstep.runtime.collectives import from_first
 from superstep.runtime.device import Device
 from superstep.runtime.exact.linear import Cut
 from superstep.runtime.exact.loss import totals_
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.draw import totals_of
+from superstep.serve.compute.party import (
+    Forget,
+    Order,
+    Party,
+    Read,
+    Sleep,
+    Switch,
+    Tensors,
+    Wake,
+    order_of,
+    order_to_numbers,
+)
 from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
 
 Compute = Callable[[Rows], Tensor]
@@ -19,6 +38,9 @@ Compute = Callable[[Rows], Tensor]
 
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
+
+ORDER = -1
+"""Begins what is no step."""
 
 NOTHING = Rows(tokens=(), parts=(), wanted=())
 """Told to them when there is nothing yet: who waits for too long takes rank 0 for lost."""
@@ -32,18 +54,36 @@ class Ranks:
         cells: the pieces of a sum over the vocabulary in exact mode; None in fast mode.
         group: the ranks that share the model; None where there is one.
         device: where they compute.
+        party: this rank's part in what is done between steps; None where nothing ever is.
     """
 
-    def __init__(self, forward: Compute, *, cells: int | None, group: Group | None, device: Device) -> None:
+    def __init__(
+        self,
+        forward: Compute,
+        *,
+        cells: int | None,
+        group: Group | None,
+        device: Device,
+        party: Party | None = None,
+    ) -> None:
         self._forward = forward
         self._cells = cells
         self._group = group
         self._device = device
+        self._party = party
+        self._changes = 0
+
+    @property
+    def party(self) -> Party:
+        """This rank's part in what is done between steps."""
+        assert self._party is not None, "the model was opened to be changed"
+        return self._party
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V]."""
-        if self._group is not None:
-            from_first(to_numbers(rows), self._group, self._device.torch)
+        self._tell([self._changes, *to_numbers(rows)])
+        if self._party is not None:
+            self._party.check(self._changes)
         return self._forward(rows)
 
     def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
@@ -56,18 +96,79 @@ class Ranks:
 
     def wait(self) -> None:
         """Keep the other ranks waiting."""
-        if self._group is not None:
-            from_first(to_numbers(NOTHING), self._group, self._device.torch)
+        self._tell([self._changes, *to_numbers(NOTHING)])
 
     def end(self) -> None:
         """Let the other ranks go."""
+        self._tell(END)
+
+    def read(self, source: Path | Tensors) -> None:
+        """Begin to read weights beside those in place, on all ranks. Tensors are for a model of one rank."""
+        if isinstance(source, Path):
+            self._order(Read(str(source)))
+        else:
+            self._require_alone()
+        self.party.read(source)
+
+    def switch(self) -> None:
+        """Put what was read into place on all ranks.
+
+        Raises:
+            StateError: some rank could not read it; all are as they were.
+        """
+        self._order(Switch())
+        self.party.switch()
+        self._changes += 1
+
+    def forget(self) -> None:
+        """Let go of what was read."""
+        self._order(Forget())
+        self.party.forget()
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Give memory back on all ranks."""
+        self._order(Sleep(keeps_weights))
+        self.party.memory.sleep(keeps_weights=keeps_weights)
+
+    def wake(self, source: Path | Tensors | None) -> str:
+        """Take it again; what new weights are called, empty where there are none.
+
+        Raises:
+            StateError: the weights cannot be served; all ranks sleep on.
+        """
+        if source is None or isinstance(source, Path):
+            self._order(Wake(None if source is None else str(source)))
+        else:
+            self._require_alone()
+        version = self.party.wake(source)
+        self._changes = self.party.memory.changes
+        return version
+
+    def _order(self, order: Order) -> None:
+        self._tell([ORDER, *order_to_numbers(order)])
+
+    def _tell(self, numbers: list[int]) -> None:
         if self._group is not None:
-            from_first(END, self._group, self._device.torch)
+            from_first(numbers, self._group, self._device.torch)
+
+    def _require_alone(self) -> None:
+        if self._group is not None:
+            raise ConfigError(
+                f"weights are given as tensors, and {self._group.size()} ranks share the model; publish a snapshot "
+                "(superstep.serve.weights.publish) and give its path."
+            )
 
 
-def follow(forward: Compute, group: Group, device: Device) -> None:
+def follow(forward: Compute, group: Group, device: Device, party: Party | None = None) -> None:
     """What the other ranks do: compute what rank 0 says, until it says the end."""
     while numbers := from_first(END, group, device.torch):
-        rows = from_numbers(numbers)
+        first, *rest = numbers
+        if first == ORDER:
+            assert party is not None, "the model was opened to be changed"
+            party.obey(order_of(rest))
+            continue
+        rows = from_numbers(rest)
         if rows.tokens:
+            if party is not None:
+                party.check(first)
             forward(rows)

@@ -43,12 +43,17 @@ class TiledStore:
         self.head_dim = head_dim
         size = pages * page_tokens * kv_heads * head_dim
         self.keys, self.values = (torch.zeros(layers, size, dtype=torch.bfloat16) for _ in range(2))
-        self.all = Keys(pointer(self.keys), pointer(self.values), size)
+        self._layer_size = size
 
     @property
     def bytes(self) -> int:
         """What it takes."""
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def all(self) -> Keys:
+        """Of all layers, where they are now."""
+        return Keys(pointer(self.keys), pointer(self.values), self._layer_size)
 
     def layer(self, number: int) -> Store:
         """Of one layer."""

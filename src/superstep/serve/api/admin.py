@@ -1,0 +1,181 @@
+"""Paths under /admin: for whoever runs the server. They are there only where a key was given.
+
+    GET  /admin/weights                      how the engine stands
+    POST /admin/weights {path, requests}     answer with other weights
+    POST /admin/pause?mode=abort|wait|keep   compute nothing, until
+    POST /admin/resume
+    POST /admin/sleep?weights=drop|keep      give memory back, until
+    POST /admin/wake {path}
+    POST /admin/abort                        take all requests back
+
+Each answers once it is done. The key comes as ``Authorization: Bearer KEY``. Weights are taken from some folders alone:
+a path is followed to where it leads before it is looked at.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.errors import StateError
+from superstep.serve.api.limits import read_json
+from superstep.serve.api.refusals import Refused, shown
+from superstep.serve.api.service import Service
+from superstep.serve.api.steered import Admin
+from superstep.serve.api.strict import Strict, read_model
+from superstep.serve.api.wire import answered
+from superstep.serve.messages import Change, Deed, Pause, PauseMode, Requests, Resume, Sleep, Standing, Wake
+
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+
+class ChangeFields(Strict):
+    """What POST /admin/weights takes."""
+
+    path: str = Field(min_length=1)
+    requests: Requests = "recompute"
+
+
+class WakeFields(Strict):
+    """What POST /admin/wake takes."""
+
+    path: str | None = Field(default=None, min_length=1)
+
+
+def with_key(handler: Handler) -> Handler:
+    """The handler, for who knows the key."""
+
+    async def answer(request: Request, service: Service) -> Response:
+        given = request.headers.get("authorization", "")
+        kind, _, key = given.partition(" ")
+        # Compared in a time that tells nothing of how much of the key is right.
+        is_right = hmac.compare_digest(key.strip().encode(), admin_of(service).key.encode())
+        if kind.lower() != "bearer" or not is_right:
+            raise Refused(
+                "authorization is not this server's admin key; send 'Authorization: Bearer KEY'.",
+                status=401,
+                param="authorization",
+                code="wrong_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return await handler(request, service)
+
+    return answer
+
+
+def admin_of(service: Service) -> Admin:
+    """What the paths need; they are there only where it is."""
+    assert service.admin is not None
+    return service.admin
+
+
+async def weights(request: Request, service: Service) -> Response:
+    """How the engine stands."""
+    _choices(request, {})
+    return _told(admin_of(service).engine.standing)
+
+
+async def change_weights(request: Request, service: Service) -> Response:
+    """Other weights, between two steps."""
+    fields = read_model(ChangeFields, await read_json(request, service.limits))
+    path = allowed(fields.path, admin_of(service).folders)
+    return await _do(Change(str(path), fields.requests), service)
+
+
+async def pause(request: Request, service: Service) -> Response:
+    """Nothing is computed until ``resume``."""
+    mode = _choices(request, {"mode": get_args(PauseMode)}).get("mode", "keep")
+    return await _do(Pause(cast(PauseMode, mode)), service)
+
+
+async def resume(request: Request, service: Service) -> Response:
+    """The end of a pause."""
+    _choices(request, {})
+    return await _do(Resume(), service)
+
+
+async def sleep(request: Request, service: Service) -> Response:
+    """Memory is given back until ``wake``."""
+    kept = _choices(request, {"weights": ("drop", "keep")}).get("weights") == "keep"
+    return await _do(Sleep(keeps_weights=kept), service)
+
+
+async def wake(request: Request, service: Service) -> Response:
+    """The end of sleep, with other weights where a path is given."""
+    body = await read_json(request, service.limits) if request.headers.get("content-type") else {}
+    fields = read_model(WakeFields, body)
+    path = None if fields.path is None else str(allowed(fields.path, admin_of(service).folders))
+    return await _do(Wake(path), service)
+
+
+async def abort(request: Request, service: Service) -> Response:
+    """All requests are taken back."""
+    _choices(request, {})
+    return answered({"aborted": service.backend.abort()})
+
+
+ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/admin/weights", weights),
+    ("POST", "/admin/weights", change_weights),
+    ("POST", "/admin/pause", pause),
+    ("POST", "/admin/resume", resume),
+    ("POST", "/admin/sleep", sleep),
+    ("POST", "/admin/wake", wake),
+    ("POST", "/admin/abort", abort),
+)
+
+
+def allowed(path: str, folders: Sequence[Path]) -> Path:
+    """Where a path leads, if that is within one of the folders.
+
+    Raises:
+        Refused: 403 where it leads elsewhere, 400 where nothing is there.
+    """
+    if "\0" in path:
+        raise Refused("path holds a NUL; give the path of a folder or file.", param="path", code="invalid_value")
+    try:
+        found = (folders[0] / path).resolve()
+        is_there = found.exists()
+    except (OSError, RuntimeError):  # too long, or a link that leads to itself
+        raise Refused(f"path = {shown(path)} leads nowhere.", param="path", code="invalid_value") from None
+    if not any(found.is_relative_to(folder.resolve()) for folder in folders):
+        raise Refused(
+            f"path = {shown(path)} lies outside of the folders that this server takes weights from: "
+            f"{', '.join(map(str, folders))}; put them there, or start the server with --serve.weights.",
+            status=403,
+            param="path",
+            code="path_not_allowed",
+        )
+    if not is_there:
+        raise Refused(f"path = {shown(path)} is not there.", param="path", code="invalid_value")
+    return found
+
+
+def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
+    """What the query says, each of it one of some words."""
+    for name, value in request.query_params.multi_items():
+        if name not in known:
+            raise Refused(f"{name} is not a field that is known here; leave it out.", param=name, code="unknown_field")
+        if value not in known[name]:
+            raise Refused(
+                f"{name} = {shown(value)} must be one of {', '.join(known[name])}.", param=name, code="invalid_value"
+            )
+    return request.query_params
+
+
+async def _do(deed: Deed, service: Service) -> Response:
+    try:
+        return _told(await admin_of(service).engine.do(deed))
+    except StateError as error:
+        raise Refused(str(error), param="path", code="invalid_weights") from None
+
+
+def _told(standing: Standing) -> Response:
+    return answered(msgspec.to_builtins(standing))

@@ -1,0 +1,297 @@
+"""Weights handed over from who trains to who serves: snapshots, which other processes map.
+
+    root/weights-3f2a.../model.safetensors     the tensors, under Hugging Face names
+                         snapshot.json         the version, and a digest of each tensor
+    root/.unfinished-.../                      one that is being written
+
+A folder in shared memory, such as /dev/shm, costs one copy and no disk. A snapshot is written beside and renamed: what
+can be seen is whole. Its version is a digest of its content: the names, dtypes, shapes and bytes of its tensors, in
+whatever files they lie.
+
+Who reads a snapshot holds a lock on it, which the system takes back when that process ends, however it ended. A newer
+one may be published at any time; ``clean`` removes older ones that nobody holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superstep.errors import StateError
+from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
+from superstep.runtime.device import cores
+from superstep.state.durable import make_folder, sync, write_text
+from superstep.state.manifest import MANIFEST, read_manifest
+from superstep.state.tensor_file import digest
+
+MARK = "snapshot.json"
+PREFIX, UNFINISHED, WRITER = "weights-", ".unfinished-", "writer"
+
+KEEP = 2
+"""Snapshots that stay though nobody holds them: the newest, and the one before, which somebody may be about to open."""
+
+YOUNG_S = 60.0
+"""How old what a writer left must be: a new one has locked its folder by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A snapshot that others may open: where it is, and what its weights are called."""
+
+    path: Path
+    version: str
+
+
+class Source:
+    """Weights to be read, locked while this lives.
+
+    Args:
+        weights: by global name.
+        claims: the digest that each tensor had when it was written, where that is known.
+        lock: the descriptor that holds the lock, where there is one.
+    """
+
+    def __init__(
+        self, weights: Weights, claims: Mapping[str, str] = MappingProxyType({}), lock: Lock | None = None
+    ) -> None:
+        self.weights = weights
+        self.claims = claims
+        self._lock = lock
+
+    def version(self) -> str:
+        """What the weights are called. All of them are read.
+
+        Raises:
+            StateError: a tensor is not what was written; names it.
+        """
+        found = digests(self.weights)
+        for name, claimed in self.claims.items():
+            if found.get(name) != claimed:
+                what = "is missing" if name not in found else "has other bits than were written"
+                raise StateError(f"{self.weights.path} is damaged: {name} {what}; publish it again.")
+        return version_of(self.weights, found)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+class Lock:
+    """A shared lock on a snapshot: as long as somebody has one, nobody cleans it away.
+
+    Raises:
+        StateError: it is just being cleaned away, or is gone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        gone = StateError(f"{folder} is being cleaned away; take a newer snapshot.")
+        try:
+            self._handle = os.open(folder / MARK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            raise gone from None
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(self._handle), (folder / MARK).stat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            self.close()
+            raise gone
+
+    def close(self) -> None:
+        """Let go. To do so twice is no mistake."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def hold(path: Path) -> Lock | None:
+    """A lock on what a path names, where it is a snapshot; other folders need none.
+
+    Raises:
+        StateError: it is just being cleaned away.
+    """
+    return Lock(path) if (path / MARK).is_file() else None
+
+
+def open_source(path: Path) -> Source:
+    """Weights to be read: a snapshot's, a checkpoint's, those of a Hugging Face folder or of one safetensors file.
+
+    Raises:
+        StateError: there are none, they cannot be read, or what stands beside them is damaged.
+    """
+    lock = hold(path)
+    try:
+        return Source(open_weights(path), _claims(path), lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def given(tensors: Mapping[str, Tensor]) -> Weights:
+    """Tensors of this process, whole, as if they lay in a file."""
+    return Weights(Path("what was given"), {name: _Given(tensor.detach()) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    tensor: Tensor
+
+    def get_slice(self, name: str) -> _Given:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        return self.tensor[index]
+
+
+def digests(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """A digest of each tensor's bytes, by name."""
+
+    def one(name: str) -> str:
+        return digest(_bytes(weights[name][:]))
+
+    with ThreadPoolExecutor(min(8, cores())) as pool:  # hashing lets other threads run
+        return dict(zip(weights, pool.map(one, weights), strict=True))
+
+
+def version_of(weights: Mapping[str, StoredTensor], found: Mapping[str, str] | None = None) -> str:
+    """What weights are called: a digest of their content, the same in whatever files they lie.
+
+    Args:
+        weights: by global name.
+        found: the digest of each, where it is known.
+    """
+    found = digests(weights) if found is None else found
+    lines = [f"{name} {_dtype(weights[name])} {weights[name].get_shape()} {found[name]}\n" for name in sorted(weights)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def publish(root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, beside: Sequence[Path] = ()) -> Published:
+    """Write a snapshot, and remove older ones that nobody holds.
+
+    Args:
+        root: the folder of snapshots, such as one in /dev/shm; it is made where it is not there.
+        tensors: whole, by global name, in any dtype.
+        keep: newest snapshots that stay in any case.
+        beside: files to copy beside the tensors, such as a config.json; a server holds its model against that.
+    """
+    with unfinished(root) as folder:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / FILE, {"format": "pt"})
+        for file in beside:
+            shutil.copyfile(file, folder / file.name)
+        weights = open_weights(folder)
+        done = give_name(root, folder, weights, digests(weights))
+    clean(root, keep)
+    return done
+
+
+@contextmanager
+def unfinished(root: Path) -> Iterator[Path]:
+    """A folder to write a snapshot into; what is left of it at the end goes away."""
+    make_folder(root)
+    outer = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=root))
+    try:
+        with (outer / WRITER).open("w") as writer:
+            fcntl.flock(writer, fcntl.LOCK_EX)
+            folder = outer / "snapshot"
+            folder.mkdir()
+            yield folder
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, str]) -> Published:
+    """Make a folder that holds weights a snapshot, under its name.
+
+    Args:
+        root: of the snapshots.
+        folder: of the weights, within ``unfinished``.
+        weights: that lie there.
+        found: the digest of each.
+    """
+    version = version_of(weights, found)
+    write_text(folder / MARK, json.dumps({"version": version, "tensors": dict(found)}, indent=1) + "\n")
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)
+    place = root / f"{PREFIX}{version}"
+    try:
+        folder.rename(place)
+    except OSError:
+        if not (place / MARK).is_file():
+            raise
+        os.utime(place / MARK)  # the same content again: it is the newest from here on
+    sync(root)
+    return Published(place, version)
+
+
+def snapshots(root: Path) -> list[Path]:
+    """The snapshots under a folder, the oldest first."""
+    found = []
+    for path in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # somebody else may be cleaning
+            found.append(((path / MARK).stat().st_mtime_ns, path.name, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def clean(root: Path, keep: int = KEEP) -> None:
+    """Remove snapshots that nobody holds, but for the newest ones, and what dead writers left."""
+    for old in snapshots(root)[: -keep or None]:
+        _remove_free(old, MARK)
+    for left in root.glob(f"{UNFINISHED}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > YOUNG_S:
+                _remove_free(left, WRITER)
+
+
+def _remove_free(folder: Path, mark: str) -> None:
+    """Remove a folder whose mark nobody has locked. The mark goes first: who comes later finds no snapshot."""
+    with suppress(OSError), (folder / mark).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / mark).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _claims(path: Path) -> Mapping[str, str]:
+    """The digests that a writer of ours left beside the tensors."""
+    if (path / MARK).is_file():
+        try:
+            told = json.loads((path / MARK).read_text(encoding="utf-8"))["tensors"]
+            return {str(name): str(value) for name, value in told.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"{path} is damaged: {MARK} cannot be read ({error!r}); publish it again.") from error
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        return {name: stored.blake2b for name, stored in manifest.tensors.items() if stored.file == FILE}
+    return {}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    held: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return held
+
+
+def _dtype(stored: StoredTensor) -> str:
+    """As torch calls it; no value is read."""
+    empty = stored[tuple(slice(0, 0) for _ in stored.get_shape()) or slice(0, 0)]
+    return str(empty.dtype).removeprefix("torch.")
