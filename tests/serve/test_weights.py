@@ -15,11 +15,16 @@ from superstep.model.hf import FILE, open_weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
+from superstep.runtime.device import Device
 from superstep.serve import weights as weights_module
+from superstep.serve.compute import ranks
+from superstep.serve.compute.compiled import Compiled
 from superstep.serve.compute.linears import Linears
+from superstep.serve.compute.ranks import follow
 from superstep.serve.compute.renewal import Memory
+from superstep.serve.compute.rows import Part, Rows, to_numbers
 from superstep.serve.live import LiveRequest
-from superstep.serve.load import Known, ServeConfig, open_both, open_engine
+from superstep.serve.load import Known, ServeConfig, load_rank, open_both, open_engine
 from superstep.serve.messages import Change, Pause, Resume, Sleep, Wake
 from superstep.serve.offline import generate
 from superstep.serve.pages import root_key
@@ -245,6 +250,7 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     assert before != fresh
     assert steward.swap(other.path) == other.version
     assert first_words(engine) == fresh
+    assert ("kernels" in FAST[kind]) == isinstance(steward._model._forward, Compiled)
     steward.sleep()
     params = steward._model.party.memory._served.params.values()
     assert all(held.values.untyped_storage().size() == 0 for held in params)
@@ -281,6 +287,23 @@ def test_a_step_that_meets_other_weights_is_a_fault(folder, published):
     memory.switch(memory.read(open_weights(published[0].path)))
     with pytest.raises(Fault, match="for the weights after 0 changes, and those after 1 are in place"):
         engine.step()
+
+
+def test_a_rank_that_switched_alone_stops_before_it_computes(folder, published, monkeypatch):
+    """Rank 1 as it follows, told of two steps for the same weights, and switching by itself between them."""
+    mine = load_rank(folder, EXACT, 0, None, Device("cpu"))
+    rows = to_numbers(Rows(tokens=(1, 2), parts=(Part(first=0, count=2, pages=(0,)),), wanted=(1,)))
+    told = iter([[0, *rows], [0, *rows], []])
+    computed = []
+
+    def forward(rows):
+        computed.append(rows)
+        mine.party.memory.switch(mine.party.memory.read(open_weights(published[0].path)))
+
+    monkeypatch.setattr(ranks, "from_first", lambda numbers, group, device: next(told))
+    with pytest.raises(Fault, match="for the weights after 0 changes, and those after 1 are in place"):
+        follow(forward, None, Device("cpu"), mine.party)
+    assert len(computed) == 1
 
 
 def flipped(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
+from superstep.runtime.sleeping import Sleeping
 from superstep.runtime.stop import Stop
 from superstep.state.piece import Kind, Piece
 
@@ -249,6 +251,14 @@ class Engine:
         for _, b in self._each():
             if b.zero == 0:
                 b.refresh()
+
+    def sleep(self, folder: Path | None = None) -> Sleeping:
+        """Give this rank's memory back until the returned value's ``wake``. Between two steps only.
+
+        Args:
+            folder: for a file with what was held; None keeps that in the host's memory.
+        """
+        return Sleeping((b for _, b in self._each()), folder)
 
     def bytes(self) -> Bytes:
         """What this rank's buffers hold now, by category."""

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
 from superstep.runtime.device import cores
 from superstep.state.durable import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
+from superstep.state.piece import bytes_of
 from superstep.state.tensor_file import digest
 
 MARK = "snapshot.json"
@@ -168,7 +168,8 @@ def digests(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
     """A digest of each tensor's bytes, by name."""
 
     def one(name: str) -> str:
-        return digest(_bytes(weights[name][:]))
+        held = weights[name][:].detach().cpu().contiguous()
+        return digest(bytes_of(held))
 
     with ThreadPoolExecutor(min(8, cores())) as pool:  # hashing lets other threads run
         return dict(zip(weights, pool.map(one, weights), strict=True))
@@ -284,11 +285,6 @@ def _claims(path: Path) -> Mapping[str, str]:
         manifest = read_manifest(path)
         return {name: stored.blake2b for name, stored in manifest.tensors.items() if stored.file == FILE}
     return {}
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    held: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return held
 
 
 def _dtype(stored: StoredTensor) -> str:

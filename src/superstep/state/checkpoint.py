@@ -38,7 +38,7 @@ from superstep.state.manifest import (
     read_manifest,
     write_manifest,
 )
-from superstep.state.piece import Kind, Piece, runs
+from superstep.state.piece import Kind, Piece, bytes_of, runs
 from superstep.state.shares import Claim, Range, Shares, granules, page_cache, share_out
 from superstep.state.tensor_file import (
     ELEMENT_BYTES,
@@ -150,7 +150,8 @@ class _Saving:
                 for name, layout in self.files.items():
                     writer.put(name, 0, memoryview(layout.header))
             for piece, file, offset in self._mine:
-                data = piece.values.detach().cpu().numpy().astype("<f4", copy=False).data.cast("B")
+                values = piece.values.detach().cpu().float().contiguous()
+                data = bytes_of(values)
                 found = list(runs(piece.shape, piece.index, piece.low, piece.values.numel()))
                 writer.put_runs(file, offset, data, found)
             return writer.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,19 @@ class Run:
     offset: int
     at: int
     count: int
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the CPU; who reads it keeps the tensor.
+
+    Not by way of numpy: torch never gives a storage back that numpy has seen, and trainers' memory shall be.
+    """
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int) -> Iterator[Run]:

@@ -27,6 +27,8 @@ from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
 from superstep.runtime.router_counts import Routed
+from superstep.runtime.sleeping import Sleeping
+from superstep.serve.weights import Published
 from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
@@ -35,6 +37,7 @@ from superstep.state.together import together
 from superstep.train.batches import microbatches, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
+from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.schedule import rate
 
@@ -247,6 +250,23 @@ class Session:
         # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
         together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
         return place, size
+
+    def publish(self, root: Path, position: Position) -> Published:
+        """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.
+
+        Args:
+            root: the folder of snapshots, such as one in /dev/shm; all ranks see it.
+            position: where training stands.
+        """
+        return publish(self._engine, root, self._peers, shapes=self._shapes, position=position, beside=self._beside)
+
+    def sleep(self, folder: Path | None = None) -> Sleeping:
+        """Give the memory of training back until the returned value's ``wake``, as while the same ranks serve.
+
+        Args:
+            folder: for a file with what was held; None keeps that in the host's memory.
+        """
+        return self._engine.sleep(folder)
 
     def _trace(self, step: int) -> str:
         """When each instruction of the last step ran. Every rank calls this together."""
