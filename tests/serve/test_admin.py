@@ -17,9 +17,10 @@ from served import served
 from superstep.cli.serve import admin_key
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import FILE
-from superstep.serve.api.admin import ADMIN_ROUTES
+from superstep.serve.api.admin import ADMIN_ROUTES, allowed
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
+from superstep.serve.api.refusals import Refused
 from superstep.serve.api.steered import Admin
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig
@@ -155,6 +156,14 @@ def test_what_cannot_be_meant_is_refused_by_name(engine, folder, path, given, st
     (answer,) = answers(engine, folder, ("POST", f"/admin/{path}", given | {"headers": headers}))
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
     assert engine.deeds == []
+
+
+def test_a_path_is_looked_for_in_each_folder(folder):
+    (folder.parent / "other").mkdir()
+    folders = [folder.parent / "other", folder]
+    assert allowed("new", folders) == allowed(str(folder / "new"), folders) == folder / "new"
+    with pytest.raises(Refused, match="is not there"):
+        allowed("way-out", folders)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import pytest
 
 from plain_words import small_tokenizer
 from scripted import Scripted
-from superstep.serve.api import native
+from superstep.serve.api import admin, native
+from superstep.serve.api.admin import ADMIN_ROUTES
 from superstep.serve.api.app import ROUTES
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.openai import chat_fields, completions
+from superstep.serve.messages import Standing
 from superstep.serve.request import Info
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
@@ -23,6 +25,13 @@ SPELT = {title: set(re.findall(r"`([^`\n]+)`", part)) for title, part in SECTION
 def test_paths():
     told = {one for one in SPELT["# The HTTP interface"] if one.startswith(("GET ", "POST "))}
     assert told == {f"{method} {path.replace(':path', '')}" for method, path, _ in ROUTES}
+
+
+def test_paths_under_admin():
+    told = {one for one in SPELT["Paths under /admin"] if one.startswith(("GET ", "POST "))}
+    assert told == {f"{method} {path}" for method, path, _ in ADMIN_ROUTES}
+    fields = {*admin.ChangeFields.model_fields, *admin.WakeFields.model_fields, *Standing.__struct_fields__}
+    assert fields <= SPELT["Paths under /admin"]
 
 
 @pytest.mark.parametrize("form", [completions.Fields, chat_fields.Fields])

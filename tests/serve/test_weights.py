@@ -254,7 +254,12 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     steward.sleep()
     params = steward._model.party.memory._served.params.values()
     assert all(held.values.untyped_storage().size() == 0 for held in params)
+    store = steward._model.party.memory._store
+    taken = [torch.empty(store.keys.shape, dtype=store.keys.dtype) for _ in range(2)]  # the memory will be elsewhere
     assert steward.wake() == other.version
+    assert taken[0].data_ptr() != store.keys.data_ptr()
+    if "kernels" in FAST[kind]:
+        assert (store.all.keys, store.all.values) == (store.keys.data_ptr(), store.values.data_ptr())
     assert first_words(engine) == fresh
     own = dict(load_file(folder / FILE))
     steward.sleep(keeps_weights=True)

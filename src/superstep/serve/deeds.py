@@ -16,7 +16,7 @@ from superstep.errors import ConfigError, StateError, SuperstepError
 from superstep.serve.api.backend import Away
 from superstep.serve.messages import Change, Deed, Do, Done, Order, Pause, Resume, Sleep, Standing, Wake
 from superstep.serve.request import Info
-from superstep.serve.weights import Lock, hold
+from superstep.serve.weights import hold
 
 NOBODY = 0
 """The number of a deed whose end nobody waits for."""
@@ -27,17 +27,19 @@ class Deeds:
 
     Args:
         send: hands an order on to the ranks.
+        path: of the model's own weights.
 
     Attributes:
         standing: how the engine stood when it last said so.
         newest: where the weights are that were accepted last; None where they are the model's own.
     """
 
-    def __init__(self, send: Callable[[Order], None]) -> None:
+    def __init__(self, send: Callable[[Order], None], path: Path) -> None:
         self.standing = Standing()
         self.newest: Path | None = None
         self._send = send
-        self._lock: Lock | None = None
+        self._path = path
+        self._lock = hold(path)
         self._asked: dict[int, tuple[Deed, asyncio.Future[Standing]]] = {}
         self._paused: Pause | None = None
         self._asleep: Sleep | None = None
@@ -92,9 +94,11 @@ class Deeds:
             why = StateError(done.why) if isinstance(deed, Change | Wake) else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
-    def began(self, info: Info, path: Path) -> None:
+    def began(self, info: Info) -> None:
         """The ranks answer: as they did before they were lost, where they were."""
-        self.standing = msgspec.structs.replace(self.standing, version=info.version, path=str(self.newest or path))
+        self.standing = msgspec.structs.replace(
+            self.standing, version=info.version, path=str(self.newest or self._path)
+        )
         if self._paused is not None:
             self._send(Do(NOBODY, self._paused))
         if self._asleep is not None:

@@ -83,7 +83,7 @@ class Host:
         self._counters = Counters()
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._deeds = Deeds(self._send)
+        self._deeds = Deeds(self._send, folder)
         self._queues: dict[int, asyncio.Queue[News_]] = {}
         self._number = 0
         self._is_leaving = False
@@ -231,7 +231,7 @@ class Host:
         match report:
             case Ready(info):
                 self._info = replace(info, name=self._name)
-                self._deeds.began(info, self._folder)
+                self._deeds.began(info)
                 self._state = "ready"
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")

@@ -133,7 +133,7 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 def allowed(path: str, folders: Sequence[Path]) -> Path:
-    """Where a path leads, if that is within one of the folders.
+    """Where a path leads, if that is within one of the folders; one that is not absolute, from the first that has it.
 
     Raises:
         Refused: 403 where it leads elsewhere, 400 where nothing is there.
@@ -141,11 +141,12 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
     if "\0" in path:
         raise Refused("path holds a NUL; give the path of a folder or file.", param="path", code="invalid_value")
     try:
-        found = (folders[0] / path).resolve()
-        is_there = found.exists()
+        leads = [(folder / path).resolve() for folder in folders]
+        inside = [one for one in leads if any(one.is_relative_to(folder.resolve()) for folder in folders)]
+        there = [one for one in inside if one.exists()]
     except (OSError, RuntimeError):  # too long, or a link that leads to itself
         raise Refused(f"path = {shown(path)} leads nowhere.", param="path", code="invalid_value") from None
-    if not any(found.is_relative_to(folder.resolve()) for folder in folders):
+    if not inside:
         raise Refused(
             f"path = {shown(path)} lies outside of the folders that this server takes weights from: "
             f"{', '.join(map(str, folders))}; put them there, or start the server with --serve.weights.",
@@ -153,9 +154,9 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
             param="path",
             code="path_not_allowed",
         )
-    if not is_there:
+    if not there:
         raise Refused(f"path = {shown(path)} is not there.", param="path", code="invalid_value")
-    return found
+    return there[0]
 
 
 def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[str, str]:

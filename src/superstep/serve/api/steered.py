@@ -34,7 +34,7 @@ class Admin:
 
     Attributes:
         key: that a client must know.
-        folders: that weights may be taken from; relative paths are of the first.
+        folders: that weights may be taken from.
         engine: that is told.
     """
 

@@ -22,10 +22,13 @@ from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.renewal import Beside, Memory
-from superstep.serve.weights import Source, given, open_source
+from superstep.serve.weights import Source, given, hold, open_source
 
 SAID_BYTES = 1024
 """The most of a reason that a rank tells the others."""
+
+FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
+"""What weights that cannot be read, or have no room, are met with."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -87,7 +90,7 @@ class Reading(threading.Thread):
             if self._is_named:
                 self.version = self.source.version()
             self.beside = self._memory.read(self.source.weights)
-        except (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError) as error:
+        except FAILURES as error:
             self.why = reason(error)
 
     def close(self) -> None:
@@ -111,6 +114,7 @@ class Party:
         self.memory = memory
         self.path = source
         self._source: Source | Path = source
+        self._lock = hold(source)
         self._group = group
         self._device = device
         self._reading: Reading | None = None
@@ -202,7 +206,7 @@ class Party:
                 source = opened(path) if path is not None else self._again()
                 version = source.version() if self.is_first else ""
             self.memory.wake(None if source is None else source.weights)
-        except (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError) as error:
+        except FAILURES as error:
             why = reason(error)
         why = self._first(why)
         if why:
@@ -220,6 +224,8 @@ class Party:
 
     def _keep(self, source: Source) -> None:
         """Hold on to where the weights came from: who sleeps without them needs it once more."""
+        if self._lock is not None:
+            self._lock.close()
         if isinstance(self._source, Source) and self._source is not source:
             self._source.close()
         self._source = source
