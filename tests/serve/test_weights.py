@@ -508,6 +508,20 @@ def test_a_snapshot_is_whole_named_by_content_and_kept_while_it_is_held(tmp_path
     source.close()
 
 
+def test_what_an_engine_was_opened_with_is_held_until_it_is_changed(tmp_path):
+    own, shape = tensors_of(1)
+    first = publish(tmp_path / "root", own, keep=1).path
+    save_weights(tmp_path / "model", own, shape)
+    _, steward = open_both(tmp_path / "model", EXACT, known=Known(weights=first))
+    second = publish(tmp_path / "root", tensors_of(2)[0], keep=1).path
+    assert first.exists()
+    steward.swap(second)
+    third = publish(tmp_path / "root", tensors_of(3)[0], keep=1).path
+    assert snapshots(tmp_path / "root") == [second, third]
+    steward.sleep()
+    assert steward.wake() == second.name.removeprefix("weights-")
+
+
 def test_a_snapshot_that_is_being_cleaned_away_is_not_opened(tmp_path):
     path = publish(tmp_path, tensors_of(1)[0]).path
     with (path / MARK).open("ab") as file:
