@@ -136,7 +136,9 @@ def _job(rank, world, run, root, is_exact):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    "is_exact", [pytest.param(True, id="exact"), pytest.param(False, id="fast", marks=pytest.mark.slow)]
+)
 def test_a_group_of_ranks_trains_and_serves_in_turn(pool, tmp_path, is_exact):
     config = small.config(layers=2, tp=2)
     run = resolve(replace(config, numerics=replace(config.numerics, exact=is_exact, exact_chunks=8)))
