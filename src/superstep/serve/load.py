@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
@@ -15,18 +17,10 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.device import Device
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.mesh import Group
-from superstep.serve.compute.attend import PagedAttention
-from superstep.serve.compute.compiled import Compiled, can_compile
-from superstep.serve.compute.fast import make_fast
-from superstep.serve.compute.forward import Forward
-from superstep.serve.compute.kernels.build import Built
-from superstep.serve.compute.kernels.build import build as build_decoder
-from superstep.serve.compute.keys import KeyStore
-from superstep.serve.compute.model import Served, build, fill
+from superstep.serve.compute.choice import Asked, choose
+from superstep.serve.compute.model import build, fill
 from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
-from superstep.serve.compute.renewal import Memory
-from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
 from superstep.serve.engine import Engine, Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.request import Info
@@ -160,7 +154,7 @@ def load_rank(
         StateError: the folder holds no model, or it is damaged.
     """
     run, weights = known.run or plan_of(folder, serve), known.weights or folder
-    shape = run.shape
+    shape, threads = run.shape, torch.get_num_threads()
     if serve.exact:
         require_exact(DTYPES[serve.compute], device)
     context_tokens = serve.context_tokens or shape.max_tokens
@@ -181,43 +175,15 @@ def load_rank(
             f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
             f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
         )
-    forward, memory = _compute(served, serve, pages, tp, device)
+    asked = Asked(
+        pages=pages,
+        page_tokens=serve.page_tokens,
+        quantize=serve.quantize,
+        kernels=serve.kernels,
+        threads=threads,
+    )
+    forward, memory = choose(served, asked, tp, device)
     return Rank(run, forward, Party(memory, weights, tp, device), pages, context_tokens)
-
-
-def _compute(
-    served: Served, serve: ServeConfig, pages: int, tp: Group | None, device: Device
-) -> tuple[Compute, Memory]:
-    """What computes a step, as torch does, or as was compiled here; and the memory of its weights and keys."""
-    shape, dtype = served.run.shape, DTYPES[serve.compute]
-    heads, kv_heads = shape.heads // serve.tp, shape.kv_heads // serve.tp
-    memory = {"layers": shape.layers, "pages": pages, "page_tokens": serve.page_tokens}
-    memory |= {"kv_heads": kv_heads, "head_dim": shape.head_dim}
-    if serve.exact:
-        if serve.quantize:
-            raise ConfigError(
-                f"serve.quantize = '{serve.quantize}' with serve.exact = true: weights of few bits are not the "
-                "trainer's; leave one of them out."
-            )
-        store = KeyStore(**memory, dtype=dtype, device=device.torch)
-        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=True)
-        return Forward(served, attending, tp, device), Memory(served, store, None)
-    is_wanted = serve.kernels is not None and device.torch.type == "cpu"
-    is_taken = can_tile(
-        heads=heads, kv_heads=kv_heads, head_dim=shape.head_dim, page_tokens=serve.page_tokens, dtype=dtype
-    )
-    built = build_decoder(serve.kernels) if serve.kernels and is_wanted and is_taken else Built(None)
-    linears = make_fast(served.modules, built, quantize=serve.quantize or None)
-    if built.library is None:
-        store = KeyStore(**memory, dtype=dtype, device=device.torch)
-        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=False)
-        return Forward(served, attending, tp, device), Memory(served, store, linears)
-    tiled = TiledStore(**memory)
-    if tp is None and can_compile(shape, served.modules, linears):
-        return Compiled(built.library, shape, served.modules, linears, tiled), Memory(served, tiled, linears)
-    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), Memory(
-        served, tiled, linears
-    )
 
 
 def open_engine(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,21 @@ from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.plan.model.shape import ModelShape
 from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, pointer
-from superstep.serve.compute.linears import Linears, Product
+from superstep.serve.compute.linears import Product
 from superstep.serve.compute.panels import Panels
 from superstep.serve.compute.rows import Rows, positions
 from superstep.serve.compute.tiles import Placed, TiledStore
+
+
+class Laid(Protocol):
+    """The products of a model's linears."""
+
+    @property
+    def products(self) -> Sequence[Product | None]:
+        """All of them, as they were laid out last."""
+
+    def product(self, layer: nn.Module) -> Product | None:
+        """What computes a layer, together with those of the same input."""
 
 
 class Compiled:
@@ -36,18 +48,30 @@ class Compiled:
         modules: its units.
         linears: what computes their products; all are ``Panels``.
         store: of keys.
+        functions: where exact mode's exponential and root lie; None in fast mode.
+        threads: that share a step; None takes as many as torch does.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, shape: ModelShape, modules: Sequence[nn.Module], linears: Linears, store: TiledStore
+        self,
+        library: ctypes.CDLL,
+        shape: ModelShape,
+        modules: Sequence[nn.Module],
+        linears: Laid,
+        store: TiledStore,
+        *,
+        functions: tuple[int, int] | None = None,
+        threads: int | None = None,
     ) -> None:
+        self._functions = functions or (None, None)
+        self._threads = threads
         self._library = library
         self._shape = shape
         self._modules = modules
         self._linears = linears
         self._store = store
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._products: list[Product | None] = []
+        self._products: Sequence[Product | None] = ()
         library.superstep_scratch.restype = ctypes.c_int64
 
     def _find(self) -> None:
@@ -67,6 +91,7 @@ class Compiled:
             shape.ffn,
             shape.norm_eps,
             pointer(head.norm.weight),
+            *self._functions,
             self._weight(head.lm_head),
         )
 
@@ -93,7 +118,10 @@ class Compiled:
             pointer(self._room(len(rows.tokens))),
         )
         self._library.superstep_forward(
-            byref(self._model), byref(self._store.all), byref(step), ctypes.c_int64(torch.get_num_threads())
+            byref(self._model),
+            byref(self._store.all),
+            byref(step),
+            ctypes.c_int64(self._threads or torch.get_num_threads()),
         )
         logits_RV[:, self._shape.vocab :] = float("-inf")
         return logits_RV
@@ -119,7 +147,7 @@ class Compiled:
         return product.weight
 
 
-def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: Linears) -> bool:
+def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: Laid) -> bool:
     """Whether a model's units are such that one call can compute them all."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     return (

@@ -32,10 +32,17 @@ class Panels:
         values_OI: bf16, or codes of 8 bits.
         scale_O: of the codes; None where there are none.
         bias_O: None where there is none.
+        cells: of exact mode's sums over the inputs; 0 in fast mode.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, values_OI: Tensor, *, scale_O: Tensor | None = None, bias_O: Tensor | None = None
+        self,
+        library: ctypes.CDLL,
+        values_OI: Tensor,
+        *,
+        scale_O: Tensor | None = None,
+        bias_O: Tensor | None = None,
+        cells: int = 0,
     ) -> None:
         outputs, inputs = values_OI.shape
         self._library = library
@@ -46,7 +53,7 @@ class Panels:
         scale, bias = (None if x is None else _filled(x.float()) for x in (scale_O, bias_O))
         sums = _filled(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
         self._held = (panels, scale, sums, bias)  # the memory that ``weight`` points into
-        self.weight = Weight(*map(pointer, self._held), outputs, inputs, self._is_int8)
+        self.weight = Weight(*map(pointer, self._held), outputs, inputs, self._is_int8, cells)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] bf16 to [..., O] bf16."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from superstep.errors import StateError
 from superstep.model.hf import Weights
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.keys import KeyStore
-from superstep.serve.compute.linears import Linears
+from superstep.serve.compute.linears import ValueOf
 from superstep.serve.compute.model import Held, Served, fill
 from superstep.serve.compute.tiles import TiledStore
 
@@ -39,6 +40,16 @@ class Beside:
     place: Callable[[], None]
 
 
+class Laid(Protocol):
+    """Products that were laid out from the weights."""
+
+    def beside(self, value_of: ValueOf) -> Callable[[], None]:
+        """Lay out weights that are not in place; what this gives puts the products into place."""
+
+    def drop(self) -> None:
+        """Give their memory back."""
+
+
 class Memory:
     """The weights and keys of a rank.
 
@@ -52,7 +63,7 @@ class Memory:
         has_weights: whether they are there; they are not while it sleeps without them.
     """
 
-    def __init__(self, served: Served, store: KeyStore | TiledStore, linears: Linears | None) -> None:
+    def __init__(self, served: Served, store: KeyStore | TiledStore, linears: Laid | None) -> None:
         self.changes = 0
         self.has_weights = True
         self._served = served

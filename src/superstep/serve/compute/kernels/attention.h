@@ -185,20 +185,27 @@ class Tile {
   float top_[kTileRows], total_[kTileRows], by_[kTileRows];
 };
 
-// All rows of a step; threads take what comes next.
-inline void attend(const Queries& queries, const Store& store, const Places& places, std::atomic<int64_t>& next) {
-  const int64_t most = std::max<int64_t>(1, kTileRows / (queries.heads / store.kv_heads));
+// All rows of a step; threads take what comes next: do_tile(part, head, first, count) for some queries of a part.
+template <class Do>
+inline void in_parts(const Places& places, int64_t heads, int64_t most, std::atomic<int64_t>& next, Do do_tile) {
   int64_t before = 0, at = next.fetch_add(1);
   for (int64_t p = 0; p < places.count; ++p) {
     const Part& part = places.parts[p];
-    const int64_t tiles = (part.count + most - 1) / most, tasks = tiles * store.kv_heads;
+    const int64_t tiles = (part.count + most - 1) / most, tasks = tiles * heads;
     for (; at < before + tasks; at = next.fetch_add(1)) {
       // The last rows see most: they go first.
-      const int64_t tile = tiles - 1 - (at - before) / store.kv_heads, head = (at - before) % store.kv_heads;
-      Tile(queries, store, places, part, head, tile * most, std::min(most, part.count - tile * most)).run();
+      const int64_t tile = tiles - 1 - (at - before) / heads, head = (at - before) % heads;
+      do_tile(part, head, tile * most, std::min(most, part.count - tile * most));
     }
     before += tasks;
   }
+}
+
+inline void attend(const Queries& queries, const Store& store, const Places& places, std::atomic<int64_t>& next) {
+  const int64_t most = std::max<int64_t>(1, kTileRows / (queries.heads / store.kv_heads));
+  in_parts(places, store.kv_heads, most, next, [&](const Part& part, int64_t head, int64_t first, int64_t count) {
+    Tile(queries, store, places, part, head, first, count).run();
+  });
 }
 
 }  // namespace superstep

@@ -17,10 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-NAMES = ("decoder.cpp", "attention.h", "product.h", "tile.h")
+NAMES = ("decoder.cpp", "attention.h", "exact.h", "product.h", "tile.h")
 """What is compiled, and what it includes."""
 
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c++20", "-fPIC", "-shared")
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-fopenmp", "-std=c++20", "-fPIC", "-shared"),
+)
+"""Without contraction: exact mode rounds a product before its sum wherever torch does."""
+
 
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
 """Of a processor, as Linux calls them."""

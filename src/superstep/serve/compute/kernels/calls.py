@@ -22,6 +22,7 @@ class Weight(ctypes.Structure):
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("is_int8", c_int64),
+        ("cells", c_int64),
     ]
 
 
@@ -53,6 +54,8 @@ class Model(ctypes.Structure):
         ("inner", c_int64),
         ("eps", c_double),
         ("norm", c_void_p),
+        ("exponentials", c_void_p),
+        ("roots", c_void_p),
         ("head", Weight),
     ]
 

@@ -13,14 +13,18 @@ using namespace superstep;
 
 namespace {
 
-// RMSNorm (Zhang 2019) of some rows, statistics in fp32, rounded once.
-void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps) {
+float inverse_root_fast(const bf16* x, int64_t width, float eps) {
   __m512 sum = _mm512_setzero_ps();
   for (int64_t d = 0; d < width; d += kLanes) {
     const __m512 of = load(x + d, lanes_before(width, d));
     sum = _mm512_fmadd_ps(of, of, sum);
   }
-  const __m512 by = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(width) + eps));
+  return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(width) + eps);
+}
+
+// RMSNorm (Zhang 2019) of a row, statistics in fp32, rounded once.
+void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t width, float eps, Function roots) {
+  const __m512 by = _mm512_set1_ps(roots ? inverse_root(x, width, eps, roots) : inverse_root_fast(x, width, eps));
   for (int64_t d = 0; d < width; d += kLanes) {
     const __mmask16 lanes = lanes_before(width, d);
     store(out + d, _mm512_mul_ps(_mm512_mul_ps(load(x + d, lanes), by), load(weight + d, lanes)), lanes);
@@ -43,11 +47,18 @@ void turn(bf16* x, const bf16* cosine, const bf16* sine, int64_t width) {
 
 
 // silu(gate) times up (Shazeer 2020), from a row of both. Each step is rounded, as the model's code does it.
-void gate_row(const bf16* both, bf16* out, int64_t width) {
+void gate_row(const bf16* both, bf16* out, int64_t width, Function exponentials) {
   const __m512 one = _mm512_set1_ps(1.0f);
+  Floats exact(exponentials ? width : 0);
+  if (exponentials) {
+    for (int64_t f = 0; f < width; ++f) exact.data()[f] = -to_float(both[f]);
+    exponentials(static_cast<int32_t>(width), exact.data(), exact.data(), kMode);
+  }
   for (int64_t f = 0; f < width; f += kLanes) {
     const __mmask16 lanes = lanes_before(width, f);
-    const __m512 gate = load(both + f, lanes), back = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+    const __m512 gate = load(both + f, lanes);
+    const __m512 back = exponentials ? _mm512_maskz_loadu_ps(lanes, exact.data() + f)
+                                     : exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
     const __m512 open = rounded(_mm512_div_ps(gate, _mm512_add_ps(one, back)));
     store(out + f, _mm512_mul_ps(open, load(both + width + f, lanes)), lanes);
   }
@@ -71,6 +82,7 @@ struct Model {
   int64_t layers, width, heads, kv_heads, head_dim, inner;
   double eps;
   const bf16* norm;
+  Functions functions;  // exact mode's
   Weight head;
 
   int64_t mixed() const { return heads * head_dim; }
@@ -132,8 +144,7 @@ class Forward {
       norm(step_.rows, block.norm, block.qkv, [](int64_t t) { return t; });
       product(block.qkv, at_.x, step_.rows, PutRounded{at_.qkv, block.qkv});
       turn_and_write(block, store);
-      attend({at_.qkv, model_.qkv(), at_.mixed, model_.heads}, store, step_.places, next_[layer]);
-      team_.wait();
+      attend_in({at_.qkv, model_.qkv(), at_.mixed, model_.heads}, store, next_[layer]);
       code(block.out, at_.mixed);
       product(block.out, at_.mixed, step_.rows, PutAdded{step_.h, block.out});
       norm(step_.rows, block.norm_after, block.gate_up, [](int64_t t) { return t; });
@@ -146,11 +157,28 @@ class Forward {
   }
 
  private:
+  void attend_in(const Queries& queries, const Store& store, std::atomic<int64_t>& next) const {
+    if (!model_.functions.exponentials) {
+      attend(queries, store, step_.places, next);
+    } else {
+      int64_t longest = 1;
+      for (int64_t p = 0; p < step_.places.count; ++p)
+        longest = std::max(longest, step_.places.parts[p].first + step_.places.parts[p].count);
+      const int64_t group = model_.heads / model_.kv_heads, most = std::min(kTileRows, kScores / longest) / group;
+      in_parts(step_.places, model_.kv_heads, std::max<int64_t>(1, most), next,
+               [&](const Part& part, int64_t head, int64_t first, int64_t count) {
+                 ExactTile(queries, store, step_.places, part, head, first, count, model_.functions.exponentials).run();
+               });
+    }
+    team_.wait();
+  }
+
   template <class Row>
   void norm(int64_t rows, const bf16* weight, const Weight& next, Row row) const {
     const int64_t width = model_.width;
     for (int64_t t = team_.begin(rows); t < team_.end(rows); ++t) {
-      norm_row(step_.h + row(t) * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps));
+      norm_row(step_.h + row(t) * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps),
+               model_.functions.roots);
       if (next.is_int8) at_.scale[t] = to_codes(at_.x + t * width, at_.codes + t * width, width);
     }
     team_.wait();
@@ -159,7 +187,7 @@ class Forward {
   void gate(const Weight& next) const {
     const int64_t width = model_.inner;
     for (int64_t t = team_.begin(step_.rows); t < team_.end(step_.rows); ++t) {
-      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width);
+      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width, model_.functions.exponentials);
       if (next.is_int8) at_.scale[t] = to_codes(at_.inner + t * width, at_.codes + t * width, width);
     }
     team_.wait();
@@ -185,7 +213,7 @@ class Forward {
       const int64_t t = at / all, n = at % all;
       bf16* x = at_.qkv + t * model_.qkv() + n * width;
       const bf16* of_head = n < heads ? block.q_norm : block.k_norm;
-      if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps));
+      if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps), model_.functions.roots);
       turn(x, step_.cosine + t * width, step_.sine + t * width, width);
       if (n < heads) continue;
       while (t >= step_.places.parts[p].row + step_.places.parts[p].count) ++p;

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "tile.h"
+#include "exact.h"
 
 namespace superstep {
 
@@ -20,8 +20,13 @@ struct Weight {
   int64_t outputs;
   int64_t inputs;
   int64_t is_int8;
+  int64_t cells;  // of exact mode's sums, a power of two; 0 in fast mode
 
   int64_t row_bytes() const { return inputs * (is_int8 ? 1 : 2); }
+};
+
+struct Exact {
+  using Sum = __m512;
 };
 
 // Rows as a weight takes them.
@@ -54,11 +59,16 @@ inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, 
   constexpr int64_t kBytes = 4 * kPanel;
   const int64_t steps = weight.row_bytes() / 4;
   const char* columns = static_cast<const char*>(weight.panels) + panel * steps * kBytes;
+  const char* rows = static_cast<const char*>(x.rows) + first * steps * 4;
   typename Kind::Sum sums[R][kRegisters];
-  for (auto& row : sums)
-    for (auto& sum : row) sum = Kind::zero();
-  add_tile<Kind, R, kRegisters>(sums, static_cast<const char*>(x.rows) + first * steps * 4, steps * 4, steps,
-                                [=](int64_t k, int n) { return columns + k * kBytes + n * 64; });
+  if constexpr (std::is_same_v<Kind, Exact>) {
+    sum_of_cells<R>(columns, rows, steps, weight.cells, sums);
+  } else {
+    for (auto& row : sums)
+      for (auto& sum : row) sum = Kind::zero();
+    add_tile<Kind, R, kRegisters>(sums, rows, steps * 4, steps,
+                                  [=](int64_t k, int n) { return columns + k * kBytes + n * 64; });
+  }
   for (int r = 0; r < R; ++r) {
     __m512 out[kRegisters];
     for (int n = 0; n < kRegisters; ++n) {
@@ -68,7 +78,7 @@ inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, 
         const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x.scale[first + r]), _mm512_loadu_ps(weight.scale + column));
         out[n] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][n], of_128)), scale);
       } else {
-        out[n] = sums[r][n];
+        out[n] = std::is_same_v<Kind, Exact> && weight.bias ? rounded(sums[r][n]) : sums[r][n];
       }
       if (weight.bias) out[n] = _mm512_add_ps(out[n], _mm512_loadu_ps(weight.bias + column));
     }
@@ -86,6 +96,7 @@ inline void multiply(const Team& team, const Weight& weight, const Inputs& x, in
     const int64_t chunk = task / panels, panel = task % panels;
     in_tiles(rows * chunk / chunks, rows * (chunk + 1) / chunks, [&]<int R>(int64_t first) {
       if (weight.is_int8) panel_of_rows<Int8, R>(weight, x, panel, first, put);
+      else if (weight.cells) panel_of_rows<Exact, R>(weight, x, panel, first, put);
       else panel_of_rows<Bf16, R>(weight, x, panel, first, put);
     });
   }

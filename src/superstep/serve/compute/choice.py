@@ -1,0 +1,86 @@
+"""How a rank computes a step: as torch does, unit by unit, or in the decoder that is compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.errors import ConfigError
+from superstep.runtime.device import Device
+from superstep.runtime.mesh import Group
+from superstep.serve.compute.attend import PagedAttention
+from superstep.serve.compute.compiled import Compiled, can_compile
+from superstep.serve.compute.exactly import compiled_exactly
+from superstep.serve.compute.fast import make_fast
+from superstep.serve.compute.forward import Forward
+from superstep.serve.compute.kernels.build import Built, build
+from superstep.serve.compute.keys import KeyStore
+from superstep.serve.compute.model import Served
+from superstep.serve.compute.ranks import Compute
+from superstep.serve.compute.renewal import Memory
+from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a server's settings say of computing.
+
+    Attributes:
+        pages: of keys.
+        page_tokens: positions of a page.
+        quantize: a name of ``quantize.FORMATS``; empty keeps the weights.
+        kernels: the folder for the compiled decoder; None does without.
+        threads: of a step in exact mode, where torch's own operations have one.
+    """
+
+    pages: int
+    page_tokens: int
+    quantize: str
+    kernels: Path | None
+    threads: int
+
+
+def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tuple[Compute, Memory]:
+    """What computes the model of a rank, and the memory of its weights and keys.
+
+    Args:
+        served: the units, with their weights.
+        asked: how.
+        tp: the ranks that share the model; None where there is one.
+        device: where it computes.
+
+    Raises:
+        ConfigError: exact answers are asked of quantized weights.
+    """
+    shape, is_exact = served.run.shape, served.run.plan.grain is not None
+    if is_exact and asked.quantize:
+        raise ConfigError(
+            f"serve.quantize = '{asked.quantize}' with serve.exact = true: weights of few bits are not the trainer's; "
+            "leave one of them out."
+        )
+    dtype = next(iter(served.params.values())).values.dtype
+    ranks = 1 if tp is None else tp.size()
+    heads, kv_heads, head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim
+    room = {"layers": shape.layers, "pages": asked.pages, "page_tokens": asked.page_tokens}
+    room |= {"kv_heads": kv_heads, "head_dim": head_dim}
+    takes = can_tile(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=asked.page_tokens, dtype=dtype)
+    built = build(asked.kernels) if asked.kernels is not None and device.torch.type == "cpu" and takes else Built(None)
+
+    if is_exact:
+        if built.library is not None and tp is None:
+            tiled = TiledStore(**room)
+            found = compiled_exactly(built.library, served, tiled, asked.threads)
+            if found is not None:
+                return found.compute, Memory(served, tiled, found.products)
+        linears = None
+    else:
+        linears = make_fast(served.modules, built, quantize=asked.quantize or None)
+    if built.library is None or linears is None:
+        store = KeyStore(**room, dtype=dtype, device=device.torch)
+        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=is_exact)
+        return Forward(served, attending, tp, device), Memory(served, store, linears)
+    tiled = TiledStore(**room)
+    memory = Memory(served, tiled, linears)
+    if tp is None and can_compile(shape, served.modules, linears):
+        return Compiled(built.library, shape, served.modules, linears, tiled), memory
+    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

@@ -1,0 +1,162 @@
+"""Exact mode's step in one call of the compiled decoder, where it has the bits of torch.
+
+The trainer's exact mode is defined by torch's operations. The compiled decoder makes the same sums in the same order
+(``kernels/exact.h``), as it was found by comparing; whether it does with this torch on this machine is asked at every
+start, with the model's own first layer and its head. Where a bit differs, torch computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from superstep.runtime.device import Device
+from superstep.serve.compute.attend import PagedAttention
+from superstep.serve.compute.compiled import Compiled, can_compile
+from superstep.serve.compute.forward import Forward
+from superstep.serve.compute.keys import KeyStore
+from superstep.serve.compute.linears import ONE_INPUT, Product, ValueOf
+from superstep.serve.compute.model import Served
+from superstep.serve.compute.panels import Panels, takes
+from superstep.serve.compute.rows import Part, Rows
+from superstep.serve.compute.tiles import TiledStore
+
+MOST_CELLS = 64
+ASKED_TOKENS = 300
+"""More than one block of keys."""
+
+WANTED = 8
+"""Rows whose logits are compared."""
+
+
+def functions() -> tuple[int, int] | None:
+    """Where the exponential and the root lie that torch itself calls; None in a torch without MKL."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        exponential, root = (ctypes.cast(each, ctypes.c_void_p).value for each in (library.vmsExp, library.vmsSqrt))
+    except (OSError, AttributeError):
+        return None
+    return (exponential, root) if exponential and root else None
+
+
+class ExactProducts:
+    """The products of a served model, laid out for the compiled decoder; the model's own layers stay as they are.
+
+    Args:
+        library: the compiled decoder.
+        served: the model, on one rank.
+    """
+
+    def __init__(self, library: ctypes.CDLL, served: Served) -> None:
+        self._library = library
+        self._rows = [(layers, _cells(served, layers[0])) for module in served.modules for layers in _rows(module)]
+        self.products: list[Product | None] = []
+        self.beside(lambda param: param)()
+
+    @torch.no_grad()
+    def beside(self, value_of: ValueOf) -> Callable[[], None]:
+        """Lay out weights that the layers may not have yet; what this gives puts the products into place."""
+        made = [self._made(layers, cells, value_of) for layers, cells in self._rows]
+
+        def place() -> None:
+            self.products = made
+
+        return place
+
+    def drop(self) -> None:
+        """Give the memory of what was laid out back."""
+        self.products = [None] * len(self._rows)
+
+    def product(self, layer: nn.Module) -> Product | None:
+        """What computes a layer, together with those of the same input."""
+        found = zip(self._rows, self.products, strict=True)
+        return next((product for (layers, _), product in found if layer in layers), None)
+
+    def _made(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:
+        weight_OI = torch.cat([value_of(layer.weight).detach() for layer in layers])
+        biases = [value_of(layer.bias).detach() for layer in layers if layer.bias is not None]
+        width = weight_OI.shape[1] // cells
+        if not takes(weight_OI) or cells > MOST_CELLS or width % 2:
+            return None
+        return Panels(self._library, weight_OI, bias_O=torch.cat(biases) if biases else None, cells=cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """What computes a step, and the products that it takes."""
+
+    compute: Compiled
+    products: ExactProducts
+
+
+def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, threads: int) -> Exactly | None:
+    """The model of one rank in one call a step; None where that has other bits than torch here.
+
+    Args:
+        library: the compiled decoder.
+        served: the model, exact, with its weights.
+        store: of keys.
+        threads: that share a step.
+    """
+    found, shape = functions(), served.run.shape
+    products = ExactProducts(library, served)
+    if found is None or shape.width % 8 or not can_compile(shape, served.modules, products):
+        return None
+
+    def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
+        return Compiled(library, shape, modules, products, store, functions=found, threads=threads)
+
+    is_same = _is_same(served, compiled, store.page_tokens)
+    return Exactly(compiled(served.modules, store), products) if is_same else None
+
+
+def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore], Compiled], page_tokens: int) -> bool:
+    """Whether a long prompt, and tokens behind it, have the same bits in the first layer and the head."""
+    shape = served.run.shape
+    embed, first, *_, head = served.modules
+    small = replace(served, modules=(embed, first, head))
+    count = min(ASKED_TOKENS, shape.max_tokens)
+    pages = tuple(range(-(-count // page_tokens)))
+    memory = {"layers": 1, "pages": len(pages), "page_tokens": page_tokens}
+    memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    keys = KeyStore(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
+    attention = PagedAttention(keys, torch.device("cpu"), window=shape.window, is_exact=True)
+    ways = Forward(small, attention, None, Device("cpu")), compiled(small.modules, TiledStore(**memory))
+    tokens = torch.randint(shape.vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    for begin, end in ((0, count - 3), (count - 3, count - 1), (count - 1, count)):
+        part = Part(first=begin, count=end - begin, pages=pages[: -(-end // page_tokens)])
+        wanted = tuple(range(max(0, end - begin - WANTED), end - begin))
+        rows = Rows(tokens=tuple(tokens[begin:end]), parts=(part,), wanted=wanted)
+        mine, theirs = (compute(rows) for compute in ways)
+        if not torch.equal(mine, theirs):
+            return False
+    return True
+
+
+def _rows(module: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
+    """The linears, those of one input together."""
+    together = [
+        [getattr(layer, name) for name in ONE_INPUT[type(layer)]]
+        for layer in module.modules()
+        if type(layer) in ONE_INPUT
+    ]
+    yield from map(tuple, together)
+    taken = {layer for layers in together for layer in layers}
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and layer not in taken:
+            yield (layer,)
+
+
+def _cells(served: Served, layer: nn.Linear) -> int:
+    """Parts of the layer's input that exact mode sums as a tree."""
+    grain, rules = served.run.plan.grain, served.run.plan.rules
+    assert grain is not None
+    for held in served.params.values():
+        if held.values is layer.weight or held.values.data_ptr() == layer.weight.data_ptr():
+            return grain.cells if rules.cut(held.spec.axes[1]) == "tp" else 1
+    raise AssertionError("every weight is a parameter of the model")
