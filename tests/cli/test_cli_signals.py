@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import runs
+from ranks import ranks_below
 from superstep.cli.main import main
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
@@ -76,7 +77,7 @@ class Terminal:
 
     def ranks(self):
         self.family = psutil.Process(self.pid).children(recursive=True)
-        return [process for process in self.family if "spawn_main" in " ".join(process.cmdline())]
+        return ranks_below(psutil.Process(self.pid))
 
     def end(self):
         """The exit status, and the last line on the screen; nothing that it started is left."""
@@ -140,12 +141,13 @@ def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
 
 def test_a_rank_that_dies_at_its_start_leaves_no_run(place, environment):
     command = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    family = []
-    while not [process for process in family if "spawn_main" in " ".join(process.cmdline())]:
-        family = psutil.Process(command.pid).children(recursive=True)
+    ranks = []
+    while len(ranks) < 2:
         assert command.poll() is None
+        ranks = ranks_below(psutil.Process(command.pid))
         time.sleep(0.01)
-    next(process for process in family if "spawn_main" in " ".join(process.cmdline())).kill()
+    family = psutil.Process(command.pid).children(recursive=True)
+    ranks[0].kill()
     start = time.monotonic()
     _, said = command.communicate(timeout=30)
     assert time.monotonic() - start < 15

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import util
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import ranks_below
 from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
 from superstep.runtime import launch as launching
 from superstep.runtime.launch import gather, launch
@@ -56,6 +58,12 @@ def _silent(world):
     time.sleep(600)
 
 
+def _place(world):
+    print("rank", world.rank, flush=True)
+    _meet(world)  # who leaves before the other has connected breaks its connection
+    return os.environ.get("OF_THE_LAUNCHER"), Path.cwd(), os.getppid()
+
+
 def _stuck(world, folder):
     (Path(folder) / str(world.rank)).write_text(str(os.getpid()))
     time.sleep(600)
@@ -65,6 +73,7 @@ def _stuck(world, folder):
 def nothing_left(tmp_path, monkeypatch):
     """Fails the test if a process of ours or a file in the temporary folder or in shared memory outlives it."""
     shared = Path("/dev/shm")
+    util.get_temp_dir()  # of the seed, which lives as long as this process
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(shared.iterdir()) if shared.is_dir() else set()
     children = _ranks()
@@ -77,8 +86,7 @@ def nothing_left(tmp_path, monkeypatch):
 
 def _ranks():
     """The ranks that this process has started."""
-    found = psutil.Process().children(recursive=True)
-    return {process for process in found if "spawn_main" in " ".join(process.cmdline())}
+    return set(ranks_below(psutil.Process()))
 
 
 @pytest.mark.multiproc
@@ -114,10 +122,20 @@ class TestLaunch:
         with pytest.raises(Fault, match=match):
             launch(2, _silent)
 
+    def test_a_rank_has_its_launchers_place_though_the_seed_is_older(self, capfd, tmp_path, monkeypatch):
+        _, _, seed = launch(2, _place)
+        # A whole job may be told to stop: the seed leaves that to those who run.
+        os.kill(seed, signal.SIGTERM)
+        monkeypatch.setenv("OF_THE_LAUNCHER", "now")
+        monkeypatch.chdir(tmp_path)
+        capfd.readouterr()
+        assert launch(2, _place) == ("now", tmp_path, seed)
+        assert sorted(capfd.readouterr().out.split()) == ["0", "1", "rank", "rank"]
+
 
 LAUNCHER = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 import test_launch
 from superstep.runtime.launch import launch
 if __name__ == "__main__":
@@ -128,7 +146,7 @@ if __name__ == "__main__":
 @pytest.mark.multiproc
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "script.py").write_text(LAUNCHER.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))
+    (tmp_path / "script.py").write_text(LAUNCHER.format(paths=sys.path, folder=str(tmp_path)))
     environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
     launcher = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environment)
     marks = [tmp_path / "0", tmp_path / "1"]
@@ -138,6 +156,14 @@ def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
     ranks = [int(mark.read_text()) for mark in marks]
     _until(lambda: not any(map(psutil.pid_exists, ranks)), 10)
     assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.multiproc
+def test_a_script_without_a_guard_is_told_of_it(tmp_path):
+    (tmp_path / "script.py").write_text("from superstep.runtime.launch import launch\nlaunch(2, print)\n")
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "does so below if __name__ == '__main__'" in done.stderr.splitlines()[-1]
 
 
 def _until(is_so, seconds):

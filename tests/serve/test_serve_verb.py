@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import model_folder
+from ranks import ranks_below
 
 pytestmark = pytest.mark.multiproc
 
@@ -51,8 +52,7 @@ class Server:
         return cls(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def ranks(self):
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in family if "spawn_main" in " ".join(process.cmdline())]
+        return ranks_below(psutil.Process(self.process.pid))
 
     def number(self, name):
         text = httpx.get(f"{self.url}/metrics").text

@@ -1,6 +1,6 @@
 """Launching ranks as processes of this one on this host; ``runtime.join`` joins those of torchrun.
 
-    launcher ──spawns──► rank 0, rank 1, ...    each reports once: what it returned, or why it could not
+    launcher ──► seed ──forks──► rank 0, rank 1, ...    each reports once: its value, or why it has none
         │ first trouble
         ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
         └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
+from superstep.runtime.seed import Place, context_of, place_at, stderr_away
 from superstep.runtime.stop import STOPPED, Stop, listening
 
 P = ParamSpec("P")
@@ -122,7 +124,7 @@ def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.ar
     call = pickle.dumps((worker, args, kwargs))
     with (
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
-        _ranks(world, kind, Path(folder), call) as ranks,
+        _ranks(worker, world, kind, Path(folder), call) as ranks,
     ):
         stop = Stop()
         with listening(stop, lambda: _pass_on(ranks)):
@@ -135,7 +137,7 @@ class _Rank:
     """A rank's process, as the launcher sees it."""
 
     number: int
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
     stderr: Path
 
@@ -148,16 +150,21 @@ class _Rank:
             why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
         else:
             why = f"the process ended with exit status {code} before it could say why"
-        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n")
+        if code > 0 and not self.stderr.exists():
+            why += "; a script that launches ranks does so below if __name__ == '__main__'."
+            return Trouble(at_s=time.time(), order=1, error=Fault(why, rank=self.number))
+        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
         last = next((line.strip() for line in reversed(said) if line.strip()), "")
         hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
         return Trouble(at_s=time.time(), order=1, error=Fault(f"{why}{hint}", rank=self.number))
 
 
 @contextlib.contextmanager
-def _ranks(world: int, kind: DeviceKind, folder: Path, call: bytes) -> Iterator[list[_Rank]]:
+def _ranks(
+    worker: Callable[..., Any], world: int, kind: DeviceKind, folder: Path, call: bytes
+) -> Iterator[list[_Rank]]:
     """The processes of ``world`` ranks; none is left when the block ends."""
-    context = multiprocessing.get_context("spawn")
+    context = context_of(worker)
     ranks: list[_Rank] = []
     try:
         with _signals_deferred():
@@ -172,19 +179,19 @@ def _ranks(world: int, kind: DeviceKind, folder: Path, call: bytes) -> Iterator[
             _end(ranks)
 
 
-def _start(context: SpawnContext, number: int, world: int, kind: DeviceKind, folder: Path) -> _Rank:
+def _start(context: BaseContext, number: int, world: int, kind: DeviceKind, folder: Path) -> _Rank:
     ours, theirs = context.Pipe()
-    stderr = folder / f"stderr-{number}"
-    process = context.Process(
-        target=_serve, args=(theirs, number, world, kind, folder / "store"), name=f"rank {number}"
+    place = place_at(folder / f"stderr-{number}")
+    process = context.Process(  # type: ignore[attr-defined]
+        target=_serve, args=(theirs, place, number, world, kind, folder / "store"), name=f"rank {number}"
     )
     try:
-        with _stderr_in(stderr):
+        with stderr_away():
             process.start()
-    except OSError as error:
-        raise Fault(f"the process cannot be started: {error.strerror}.", rank=number) from error
+    except (OSError, EOFError) as error:
+        raise Fault(f"the process cannot be started: {error}.", rank=number) from error
     theirs.close()
-    return _Rank(number, process, ours, stderr)
+    return _Rank(number, process, ours, place.stderr)
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
@@ -192,7 +199,8 @@ def _end(ranks: Sequence[_Rank]) -> None:
     deadline_s = time.monotonic() + END_S
     for rank in ranks:
         if rank.number == 0 and rank.process.is_alive() and rank.process.pid is not None:
-            os.kill(rank.process.pid, END)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, END)
         else:
             rank.process.kill()
     for rank in ranks:
@@ -238,11 +246,12 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
     return value
 
 
-def _serve(pipe: Connection, rank: int, world: int, kind: DeviceKind, store: Path) -> None:
+def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKind, store: Path) -> None:
     """What a rank's process does: one call, one report."""
+    place.take()
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_launcher, args=(store.parent,), daemon=True).start()
+    threading.Thread(target=_follow_launcher, args=((store.parent, place.sockets),), daemon=True).start()
     # Cores are shared out by running one rank on each; more threads would only fight over them.
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # a launcher that has gone wants no report
@@ -268,11 +277,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def _follow_launcher(folder: Path) -> None:
+def _follow_launcher(folders: Sequence[Path]) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), END)
     time.sleep(END_S)
     os._exit(1)
@@ -301,19 +311,6 @@ def is_echo(error: BaseException) -> bool:
     """Whether it came over a connection between ranks."""
     cause = error.__cause__ or error
     return isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))
-
-
-@contextlib.contextmanager
-def _stderr_in(path: Path) -> Iterator[None]:
-    """What a process that starts within the block writes to stderr goes to ``path``."""
-    kept = os.dup(2)
-    try:
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 @contextlib.contextmanager

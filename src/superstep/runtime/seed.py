@@ -1,0 +1,135 @@
+"""The seed: a process that has imported torch and does nothing else, of which every rank is a fork.
+
+    launcher ──spawns──► seed ──forks──► rank 0, rank 1, ...
+
+Torch is so imported once for all ranks, of this launch and of those that follow, and they share its memory. Forks of a
+process that has computed, or has touched a GPU, would not be sound; the seed has done neither. Where forks are not
+sound at all (macOS), each rank is spawned by itself and imports torch for itself.
+
+The seed may be older than a launch: what a rank has of its launcher, its environment say, is handed to it. It ends with
+its launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import reduction, resource_tracker, util
+from multiprocessing.context import BaseContext
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import Fault
+
+IGNORED = (signal.SIGTERM, signal.SIGHUP)
+"""What the seed does not heed, as a whole job may be sent it. Ctrl-C it ignores by itself."""
+
+IMPORTED = ("torch", "torch.distributed")
+"""What the seed imports, beside what the first worker's module does."""
+
+
+def context_of(worker: Callable[..., Any]) -> BaseContext:
+    """What starts ranks, once it can: the wait for the seed's imports may be interrupted here, and has no name to end.
+
+    Raises:
+        Fault: the seed has died over them.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
+    resource_tracker.ensure_running()  # its start would unmask SIGTERM
+    with stderr_away(), _masked(IGNORED):
+        ensure_running()
+    first = context.Process(target=_nothing)
+    try:
+        first.start()
+    except (OSError, EOFError) as error:
+        raise Fault("the process that ranks are forked from has died.", rank=0) from error
+    first.join()
+    return context
+
+
+def _nothing() -> None:
+    """What the first fork does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a rank has of its launcher as it is now. The seed may be older than that.
+
+    Attributes:
+        environment: all of it.
+        stdout: a descriptor.
+        stderr: a file to be made.
+        sockets: the folder of the seed's socket, which the launcher removes at its end, if it comes to one.
+    """
+
+    environment: dict[str, str]
+    stdout: int
+    stderr: Path
+    sockets: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The descriptor is handed on where a process is started, and no number of it."""
+        return _received, (self.environment, reduction.DupFd(self.stdout), self.stderr, self.sockets)
+
+    def take(self) -> None:
+        """Make it this process's own."""
+        os.dup2(self.stdout, 1)
+        os.close(self.stdout)
+        stderr = os.open(self.stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+        os.environ.clear()  # noqa: TID251
+        os.environ.update(self.environment)  # noqa: TID251
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+
+
+def _received(
+    environment: dict[str, str],
+    stdout: Any,  # noqa: ANN401 - its type has no public name
+    stderr: Path,
+    sockets: Path,
+) -> Place:
+    return Place(environment=environment, stdout=stdout.detach(), stderr=stderr, sockets=sockets)
+
+
+def place_at(stderr: Path) -> Place:
+    """What this process has now; what the rank writes to stderr goes to a file."""
+    return Place(
+        environment=dict(os.environ),  # noqa: TID251 - a rank's is its launcher's, as any child's
+        stdout=1,
+        stderr=stderr,
+        sockets=Path(util.get_temp_dir()),
+    )
+
+
+@contextlib.contextmanager
+def stderr_away() -> Iterator[None]:
+    """What a process that starts within the block writes to stderr, before it has one of its own, goes nowhere."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _masked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """A process that starts within the block never sees these, unless it asks for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
