@@ -7,6 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from pool import give_memory_back
 from superstep.cost.program.work import parameters
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
@@ -38,6 +39,7 @@ def _resident():
 
 
 def _held(rank, world, zero, compute):
+    give_memory_back()
     run = _run(world, zero, compute)
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     Engine(run, units(run.shape), mesh)  # what a first engine loads for good is not counted below
