@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from pool import Pool
+
+# Read where torch is imported, here and in what a test starts: as many workers run as there are cores, and threads that
+# wait for each other's turn on one spin. Tests of threads ask for theirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +43,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the GPUs from every test but those marked ``gpu``: four ranks are to run on any machine."""
+    import torch
+
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
