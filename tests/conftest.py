@@ -49,3 +49,12 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a run in this process measure little before it begins, which takes longer than its few steps."""
+    from superstep.runtime.measure import kernels
+
+    monkeypatch.setattr(kernels, "KEPT_BYTES", kernels.KEPT_BYTES | {"cpu": 2**18})
+    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES | {"cpu": (2**12, 2**15)})

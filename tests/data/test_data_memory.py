@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from superstep.data.background import run_aside
 
-LINE = "".join(f"word{i % 977} and {i % 13} of them, " for i in range(500_000))
+LINE = "".join(f"word{i % 977} and {i % 13} of them, " for i in range(200_000))
 
 PROGRAM = """
 import resource, sys
