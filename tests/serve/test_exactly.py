@@ -17,7 +17,7 @@ from superstep.serve.load import ServeConfig, load_rank
 
 SIZES = {
     "vocab_size": 200,
-    "hidden_size": 96,
+    "hidden_size": 384,  # two pieces of a sum
     "intermediate_size": 192,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
