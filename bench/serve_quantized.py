@@ -1,0 +1,70 @@
+"""What weights of few bits cost in perplexity: a trained model's validation text, under every format of the server.
+
+    python -m bench.serve_quantized runs/demo
+
+All formats read the same windows of the run's own validation text, each token's log-probability as the engine tells it
+of a prompt. The perplexity of bf16 is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.machine import write_result
+from superstep.cli.served_model import newest_checkpoint
+from superstep.data.tokens import open_corpus
+from superstep.serve.compute.quantize import FORMATS
+from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.offline import generate
+from superstep.serve.request import Sampling
+
+RESULT = Path(__file__).parent / "results" / "serve_quantized.json"
+
+
+def windows(run: Path, count: int, tokens: int) -> list[list[int]]:
+    """Neighbouring tokens from places spread evenly over the validation text."""
+    text = open_corpus(run / "data").validation.tokens
+    step = (len(text) - tokens) // max(count - 1, 1)
+    return [[int(token) for token in text[at : at + tokens]] for at in range(0, step * count, step)]
+
+
+def perplexity(folder: Path, prompts: list[list[int]], **settings: object) -> float:
+    """exp of the mean loss of every token but each window's first."""
+    engine = open_engine(folder, ServeConfig(**settings))  # type: ignore[arg-type]
+    told = generate(engine, prompts, Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=True))
+    losses = [-token.logprob for answer in told for token in answer.prompt]
+    return math.exp(math.fsum(losses) / len(losses))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("run", type=Path, help="of a trained model")
+    options.add_argument("--windows", type=int, default=256)
+    options.add_argument("--tokens", type=int, default=512, help="of a window")
+    options.add_argument("--out", type=Path, default=RESULT)
+    asked = options.parse_args()
+    folder, prompts = newest_checkpoint(asked.run), windows(asked.run, asked.windows, asked.tokens)
+    kernels = Path(tempfile.gettempdir()) / "superstep-kernels"
+    found = {"fp32": perplexity(folder, prompts, compute="fp32")}
+    for name in ("", *(row.name for row in FORMATS)):
+        found[name or "bf16"] = perplexity(folder, prompts, compute="bf16", quantize=name, kernels=kernels)
+    rise = {name: value / found["bf16"] - 1 for name, value in found.items()}
+    for name, value in found.items():
+        print(f"{name:6} perplexity {value:.3f}  {rise[name]:+.3%} of bf16")
+    write_result(
+        asked.out,
+        checkpoint=folder.name,
+        tokens=asked.windows * (asked.tokens - 1),
+        threads=torch.get_num_threads(),
+        perplexity=found,
+        rise_over_bf16=rise,
+    )
+
+
+if __name__ == "__main__":
+    main()
