@@ -1,0 +1,57 @@
+"""A small model with adapters of random factors, and the same with an adapter merged into its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from superstep.model.adapter import Adapter, LowRank, linears_of
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.hf import save_weights
+from superstep.model.unit import global_tensors, initial, parameters
+from superstep.plan.config import ModelConfig
+from superstep.plan.model.named import shape_of
+
+VOCAB = 64
+
+
+def shape(**model):
+    sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": VOCAB}
+    return shape_of(ModelConfig(name="tiny", **sizes | model))
+
+
+def tensors_of(model_shape):
+    """Random weights, larger than in training, so that one token is much likelier than another."""
+    decoder = Decoder(model_shape)
+    with torch.no_grad():
+        for spec, param in parameters(decoder, units(model_shape)).values():
+            param.copy_(initial(spec, param.shape, 0) * (8 if param.dim() > 1 else 1))
+    return global_tensors(decoder, units(model_shape))
+
+
+def write_model(folder: Path, adapter: Adapter | None = None, **model) -> Path:
+    """The model's folder; with an adapter, its weights are those of both together."""
+    found = shape(**model)
+    tensors = tensors_of(found)
+    for name, part in adapter.parts.items() if adapter else ():
+        weight = f"{name}.weight"
+        tensors[weight] = tensors[weight] + adapter.scale(name) * part.b @ part.a
+    save_weights(folder, tensors, found)
+    return folder
+
+
+def random_adapter(seed: int, *, rank: int = 4, alpha: float = 6.0, only: str = "", stabilized=False, linears=None):
+    """Factors that change what the model says a good deal."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = {
+        name: LowRank(
+            torch.randn(rank, inputs, generator=generator) * 0.15,
+            torch.randn(outputs, rank, generator=generator) * 0.15,
+            alpha,
+        )
+        for name, (outputs, inputs) in (linears or linears_of(shape())).items()
+        if only in name
+    }
+    return Adapter(parts=parts, is_stabilized=stabilized)
