@@ -10,13 +10,16 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+import low_rank
 import model_folder
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
 from superstep.cli.serve import admin_key
 from superstep.errors import ConfigError, StateError
+from superstep.model.adapter import linears_of, write_adapter
 from superstep.model.hf import FILE
+from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin import ADMIN_ROUTES, allowed
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
@@ -24,8 +27,8 @@ from superstep.serve.api.refusals import Refused
 from superstep.serve.api.steered import Admin, Several
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig
-from superstep.serve.messages import Change, Pause, Resume, Sleep, Standing, Wake
-from superstep.serve.request import Info
+from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
+from superstep.serve.request import AdapterInfo, Info
 from superstep.serve.speech import load_words
 from superstep.serve.weights import publish
 
@@ -67,7 +70,7 @@ def answers(engine, folder, *asked, admin=True):
     tokenizer = small_tokenizer()
     info = Info(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
     key = Admin(key=KEY, folders=[folder], engine=engine) if admin else None
-    app = make_app(Scripted(info, lambda request: []), PlainWords(tokenizer), admin=key)
+    app = make_app(Scripted(info, lambda request: [], adapters=("tone",)), PlainWords(tokenizer), admin=key)
 
     async def all_of_them():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -125,8 +128,30 @@ def test_each_path_is_one_deed(engine, folder):
         Wake(new),
     ]
     for answer in found:
-        assert answer.json() == {"state": "serving", "version": "v1", "path": "/models/a", "changes": 0}
+        assert answer.json() == {"state": "serving", "version": "v1", "path": "/models/a", "changes": 0, "adapters": []}
     assert aborted.json() == {"aborted": 0}
+
+
+def test_adapters_are_listed_loaded_and_unloaded(engine, folder):
+    engine.standing = Standing(adapters=(AdapterInfo(name="tone", version="v7"),))
+    asked = [
+        ("GET", "adapters", {}),
+        ("POST", "adapters", {"json": {"name": "a/b", "path": "new"}}),
+        ("DELETE", "adapters/tone", {}),
+        ("DELETE", "adapters/tune", {}),
+        ("POST", "adapters", {"json": {"name": "m", "path": "new"}}),
+        ("POST", "adapters", {"json": {"name": "x", "path": "way-out"}}),
+        ("POST", "adapters", {"json": {"path": "new"}}),
+    ]
+    found = answers(engine, folder, *((m, f"/admin/{p}", given | {"headers": WITH_KEY}) for m, p, given in asked))
+    assert engine.deeds == [LoadAdapter("a/b", str(folder / "new")), UnloadAdapter("tone")]
+    assert [answer.json() for answer in found[:3]] == [{"adapters": [{"name": "tone", "version": "v7"}]}] * 3
+    refused = [(answer.status_code, answer.json()["error"]["message"]) for answer in found[3:]]
+    assert [status for status, _ in refused] == [404, 400, 403, 400]
+    for (_, message), said in zip(
+        refused, ["did you mean 'tone'", "is the model's own", "outside of", "name is missing"], strict=True
+    ):
+        assert said in message
 
 
 @pytest.mark.parametrize(
@@ -229,6 +254,12 @@ class Server:
         sampling = {"max_tokens": tokens, "seed": number, "ignore_eos": True}
         return self.client.post("/generate", json={"prompt": [7, 3, 9, number + 1], "sampling": sampling})
 
+    def ask_adapter(self, number=0, name="tone"):
+        sampling = {"max_tokens": 12, "seed": number, "ignore_eos": True}
+        return self.client.post(
+            "/generate", json={"prompt": [7, 3, 9, number + 1], "sampling": sampling, "adapter": name}
+        )
+
     def health(self):
         answer = self.client.get("/health")
         return answer.status_code, answer.json()["status"]
@@ -261,6 +292,7 @@ def server(tmp_path_factory, root):
         with served(app) as at:
             server = Server(at.url)
             server.own = load_file(folder / FILE)
+            server.folder = folder
             yield server
     finally:
         host.close()
@@ -358,3 +390,45 @@ def test_a_lost_rank_comes_back_with_the_newest_weights_and_paused_where_it_was(
     assert server.admin("weights", method="GET").json()["version"] == made[1].version
     assert server.admin("resume").json()["state"] == "serving"
     assert told_by(server.ask(5)) == newest
+
+
+@pytest.mark.multiproc
+def test_adapters_change_while_clients_are_answered_and_come_back_with_a_lost_rank(server, root):
+    linears = linears_of(from_hf_config(server.folder / "config.json"))
+    for name, seed in (("a", 1), ("b", 2)):
+        write_adapter(root / "adapters" / name, low_rank.random_adapter(seed, linears=linears))
+    load = {"name": "tone", "path": "adapters/a"}
+    versions = {
+        server.admin("adapters", load | {"path": f"adapters/{k}"}).json()["adapters"][0]["version"] for k in "ab"
+    }
+    assert len(versions) == 2
+    assert [one["id"] for one in server.client.get("/v1/models").json()["data"]] == ["small", "tone"]
+    found, is_over = [], threading.Event()
+
+    def ask(number):
+        while not is_over.is_set():
+            found.append(server.ask_adapter(number))
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in asking:
+        thread.start()
+    told = [server.admin("adapters", load | {"path": f"adapters/{'ab'[k % 2]}"}).status_code for k in range(21)]
+    is_over.set()
+    for thread in asking:
+        thread.join(60)
+    assert set(told) == {answer.status_code for answer in found} == {200}
+    seen = [set(answer.json()["answers"][0]["versions"]) for answer in found]
+    assert all(len(one) == 1 for one in seen)  # an answer ends with the adapter that it began with
+    assert {version.partition("+")[2] for one in seen for version in one} == versions
+
+    before = told_by(server.ask_adapter(5))
+    rank = next(one for one in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(one.cmdline()))
+    rank.kill()
+    server.wait_for(lambda: server.health()[0] != 200)
+    server.wait_for(lambda: server.health() == (200, "ready"))
+    assert told_by(server.ask_adapter(5)) == before
+    bad = server.admin("adapters", load | {"path": "."})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "path")
+    assert "holds no adapter" in bad.json()["error"]["message"]
+    assert server.admin("adapters/tone", method="DELETE").json() == {"adapters": []}
+    assert server.ask_adapter(5).status_code == 404

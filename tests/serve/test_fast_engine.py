@@ -7,10 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from superstep.errors import ConfigError
+from superstep.model.adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.request import Request, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,75 @@ def test_a_step_without_a_draw_computes_no_logits(folder, compiled):
         engine = open_engine(folder, ServeConfig(compute="bf16", step_tokens=24, requests=4, **settings))
         (answer,) = generate(engine, [list(range(60))], Sampling(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.ids) == 3
+
+
+def test_compiled_operations_leave_room_for_adapters(folder, compiled, tmp_path):
+    """No linear is passed over by what is fused, and each has its own factors."""
+    torch.manual_seed(1)
+    parts = {
+        name: LowRank(torch.randn(2, inputs) * 0.3, torch.randn(outputs, 2) * 0.3, 3.0)
+        for name, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
+    }
+    adapters = {"all": Adapter(parts=parts)} | {name: Adapter(parts={name: part}) for name, part in parts.items()}
+    for name, adapter in adapters.items():
+        write_adapter(tmp_path / name, adapter)
+    plain, built = (open_engine(folder, ServeConfig(compute="bf16", kernels=kernels)) for kernels in (None, compiled))
+    asked = Sampling(max_tokens=4, temperature=0, ignore_eos=True, top_logprobs=3)
+    without = generate(built, PROMPTS, asked)
+    for name in adapters:
+        found, expected = [], []
+        for engine, answers in ((built, found), (plain, expected)):
+            engine.adapters.load(name, tmp_path / name)
+            answers += generate(engine, PROMPTS, asked, adapter=name)
+        worst, compared = far(found, expected)
+        assert worst < 0.15, name
+        assert compared > len(PROMPTS), name
+        # Of a single token, queries and keys change nothing.
+        assert all(a.tokens[0].top != b.tokens[0].top for a, b in zip(found[1:], without[1:], strict=True)), name
+
+
+@pytest.mark.parametrize("quantize", ["", "w8a8"])
+def test_what_is_compiled_here_says_the_same_whatever_adapters_are_beside(folder, compiled, tmp_path, quantize):
+    if build(compiled).library is None:
+        pytest.skip("there is no compiled decoder here")
+    engine = open_engine(folder, ServeConfig(compute="bf16", kernels=compiled, quantize=quantize, step_tokens=24))
+    names = ["", "low", "high"]
+    for name, rank in (("low", 2), ("high", 19)):
+        parts = {
+            linear: LowRank(torch.randn(rank, inputs) * 0.1, torch.randn(outputs, rank) * 0.1, 2.0)
+            for linear, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
+        }
+        write_adapter(tmp_path / name, Adapter(parts=parts))
+        engine.adapters.load(name, tmp_path / name)
+    ways = Sampling(max_tokens=6, temperature=0.8, ignore_eos=True, prompt_logprobs=True)
+    alone = {name: [generate(engine, [prompt], ways, adapter=name)[0] for prompt in PROMPTS] for name in names}
+    for number, prompt in enumerate(PROMPTS):
+        for place, name in enumerate(names):
+            engine.add(Request(id=3 * number + place, prompt=tuple(prompt), sampling=ways, adapter=name))
+    told = {number: [] for number in range(3 * len(PROMPTS))}
+    while not engine.is_idle:
+        for news in engine.step():
+            told[news.request] += [*news.prompt, *news.tokens]
+    for number, found in told.items():
+        one = alone[names[number % 3]][number // 3]
+        assert found == [*one.prompt, *one.tokens]
+
+
+def test_exact_steps_in_one_call_take_no_adapter(folder, compiled, tmp_path):
+    """Those that are named at the start are: torch computes then. One that comes later is refused, not passed over."""
+    (name, (outputs, inputs)), *_ = linears_of(from_hf_config(folder / "config.json")).items()
+    part = LowRank(torch.randn(2, inputs), torch.randn(outputs, 2), 2.0)
+    write_adapter(tmp_path, Adapter(parts={name: part}))
+    serve = ServeConfig(compute="bf16", exact=True, kernels=compiled)
+    asked = Sampling(max_tokens=4, ignore_eos=True)
+    before = generate(open_engine(folder, serve), PROMPTS, asked)
+    engine = open_engine(folder, serve)
+    if engine._model._forward.adapters.refusal:
+        with pytest.raises(ConfigError, match="start it with"):
+            engine.adapters.load("one", tmp_path)
+    named = open_engine(folder, replace(serve, adapters=(("one", tmp_path),)))
+    assert [answer.tokens for answer in generate(named, PROMPTS, asked)] == [answer.tokens for answer in before]
+    generate(named, PROMPTS, asked, adapter="one")
 
 
 def test_exact_answers_are_not_of_quantized_weights(folder):

@@ -142,7 +142,7 @@ def compile_(built, model, shape, quantize=None, linears=None):
     linears = linears or make_fast(modules, built, quantize=quantize)
     assert can_compile(shape, modules, linears)
     store = TiledStore(layers=shape.layers, pages=40, page_tokens=16, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-    return Compiled(built.library, shape, modules, linears, store)
+    return Compiled(built.library, shape, modules, linears, store, None)
 
 
 def rows_of(tokens, first, count, page=0):

@@ -14,9 +14,12 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
 
 import model_folder
 from ranks import ranks_below
+from superstep.model.adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.plan.model.hf_config import from_hf_config
 
 pytestmark = pytest.mark.multiproc
 
@@ -76,7 +79,14 @@ class Server:
 def server(tmp_path_factory):
     """One that answers with the bits of training, of many short contexts."""
     folder = model_folder.write_folder(tmp_path_factory.mktemp("model"))
+    adapters = tmp_path_factory.mktemp("adapters")
+    linears = linears_of(from_hf_config(folder / "config.json"))
+    torch.manual_seed(0)
+    for name in ("calm", "terse"):
+        parts = {n: LowRank(torch.randn(2, i) * 0.2, torch.randn(o, 2) * 0.2, 2.0) for n, (o, i) in linears.items()}
+        write_adapter(adapters / name, Adapter(parts=parts))
     flags = ["--numerics.exact", "true", "--numerics.compute", "fp32", "--serve.context-tokens", "128"]
+    flags += ["--serve.adapters", str(adapters)]
     made = Server(folder, *flags)
     yield made
     made.end()
@@ -89,7 +99,7 @@ def ask(client, prompt, **fields):
 
 def test_the_official_client_is_answered(server):
     client = server.client()
-    assert [model.id for model in client.models.list().data] == ["small"]
+    assert [model.id for model in client.models.list().data] == ["small", "calm", "terse"]
     answer = ask(client, "To be", n=2, logprobs=2)
     assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
     assert answer.choices[0].text != answer.choices[1].text
@@ -99,6 +109,22 @@ def test_the_official_client_is_answered(server):
         model="small", messages=[{"role": "user", "content": "To be?"}], max_tokens=12, seed=1
     )
     assert said.choices[0].message.role == "assistant"
+
+
+def test_an_adapter_is_asked_for_as_a_model(server):
+    client = server.client()
+    texts = {name: ask(client, "To be", model=name).choices[0].text for name in ("small", "calm", "terse")}
+    assert len(set(texts.values())) == 3
+    assert client.models.retrieve("calm").parent == "small"
+    with pytest.raises(openai.NotFoundError, match=r"model = 'clam' is not served here; did you mean 'calm'"):
+        ask(client, "To be", model="clam")
+    body = {"prompt": [1, 2, 3], "sampling": {"max_tokens": 2, "ignore_eos": True}}
+    answer, plain = (
+        httpx.post(f"{server.url}/generate", json=body | {"adapter": name}).json()["answers"][0]
+        for name in ("terse", None)
+    )
+    assert answer["versions"][0].startswith(plain["versions"][0] + "+")
+    assert httpx.post(f"{server.url}/generate", json=body | {"adapter": "clam"}).status_code == 404
 
 
 def test_streamed_pieces_joined_are_the_whole(server):
@@ -233,6 +259,7 @@ def test_a_server_that_is_told_to_end_leaves_nobody(tmp_path):
         (["."], "holds no config.json"),
         ([".", "--port", "99999"], "--port = 99999 must be from 0 to 65535"),
         ([".", "--serve.requests", "0"], "serve.requests = 0 must be at least 1"),
+        ([".", "--serve.adapters", "nowhere"], "serve.adapters names 'nowhere'"),
         ([".", "--serve.quantise", "1"], "unknown"),
     ],
 )

@@ -12,6 +12,7 @@ from superstep.cli.arguments.serve import Options, read
 from superstep.cli.served_model import ServedModel, find_model
 from superstep.errors import ConfigError
 from superstep.runtime.device import choose
+from superstep.serve.adapters import check_names, folders_of
 from superstep.serve.api.app import make_app
 from superstep.serve.api.server import serve
 from superstep.serve.api.steered import Admin
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     model = find_model(path)
     config = serve_config(model, options)
     shape = plan_of(model.folder, config).shape
+    check_names(options.name or model.name, [name for name, _ in config.adapters])
     words = load_words(model.folder, shape.vocab)
     key = admin_key(options.serve.admin_key, os.environ.get(KEY))
     host = Host(
@@ -67,6 +69,7 @@ def serve_config(model: ServedModel, options: Options) -> ServeConfig:
         tp=options.plan.tp,
         quantize=asked.quantize or "",
         kernels=_kernels(asked.kernels),
+        adapters=folders_of(asked.adapters or ""),
     )
 
 
@@ -74,7 +77,8 @@ def _admin(model: ServedModel, options: Options, host: Host, key: str | None) ->
     """What the paths under /admin need; None without a key."""
     if key is None:
         return None
-    folders = (model.root, *(Path(folder) for folder in options.serve.weights))
+    beside = (folder.parent for _, folder in folders_of(options.serve.adapters or ""))
+    folders = (model.root, *(Path(folder) for folder in options.serve.weights), *beside)
     return Admin(key=key, folders=[folder.resolve() for folder in folders], engine=host)
 
 

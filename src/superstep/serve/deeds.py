@@ -1,12 +1,13 @@
 """What whoever runs the server asks of the engine, seen from the event loop; and what of it outlives the ranks.
 
-Ranks that were lost are started with the newest weights that were accepted, and paused or put to sleep where they were.
+Ranks that were lost are started with the newest weights that were accepted and with the adapters that were there, and
+paused or put to sleep where they were.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +15,21 @@ import msgspec
 
 from superstep.errors import ConfigError, StateError, SuperstepError
 from superstep.serve.api.backend import Away
-from superstep.serve.messages import Change, Deed, Do, Done, Order, Pause, Resume, Sleep, Standing, Wake
-from superstep.serve.request import Info
+from superstep.serve.messages import (
+    Change,
+    Deed,
+    Do,
+    Done,
+    LoadAdapter,
+    Order,
+    Pause,
+    Resume,
+    Sleep,
+    Standing,
+    UnloadAdapter,
+    Wake,
+)
+from superstep.serve.request import AdapterInfo, Info
 from superstep.serve.weights import hold
 
 NOBODY = 0
@@ -32,10 +46,12 @@ class Deeds:
     Attributes:
         standing: how the engine stood when it last said so.
         newest: where the weights are that were accepted last; None where they are the model's own.
+        adapters: the folders of the adapters that are there, by name.
     """
 
-    def __init__(self, send: Callable[[Order], None], path: Path) -> None:
+    def __init__(self, send: Callable[[Order], None], path: Path, adapters: Mapping[str, Path]) -> None:
         self.standing = Standing()
+        self.adapters = dict(adapters)
         self.newest: Path | None = None
         self._send = send
         self._path = path
@@ -44,6 +60,7 @@ class Deeds:
         self._paused: Pause | None = None
         self._asleep: Sleep | None = None
         self._number = NOBODY
+        self._has_begun = False
 
     @property
     def refusal(self) -> str:
@@ -90,15 +107,23 @@ class Deeds:
             self._note(deed)
         why: SuperstepError | None = None
         if done.why:
-            # What is wrong with weights is said of their path; all else of what was asked for.
-            why = StateError(done.why) if isinstance(deed, Change | Wake) else ConfigError(done.why)
+            # What is wrong with files is said of their path; all else of what was asked for.
+            of_files = isinstance(deed, Change | Wake | LoadAdapter)
+            why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
-    def began(self, info: Info) -> None:
+    def began(self, info: Info, adapters: Sequence[AdapterInfo]) -> None:
         """The ranks answer: as they did before they were lost, where they were."""
         self.standing = msgspec.structs.replace(
             self.standing, version=info.version, path=str(self.newest or self._path)
         )
+        if self._has_begun:
+            # What cannot be read any more is left out: the ranks say how they stand after each.
+            for name, folder in self.adapters.items():
+                self._send(Do(NOBODY, LoadAdapter(name, str(folder))))
+        else:
+            self.standing = msgspec.structs.replace(self.standing, adapters=tuple(adapters))
+        self._has_begun = True
         if self._paused is not None:
             self._send(Do(NOBODY, self._paused))
         if self._asleep is not None:
@@ -126,6 +151,10 @@ class Deeds:
                 self._asleep = deed
             case Change(path):
                 self._accepted(Path(path))
+            case LoadAdapter(name, path):
+                self.adapters[name] = Path(path)
+            case UnloadAdapter(name):
+                self.adapters.pop(name, None)
             case Wake(path):
                 self._asleep = None
                 if path is not None:

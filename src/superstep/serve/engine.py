@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.errors import ConfigError
+from superstep.serve.adapters import Holder, Shelf
 from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
@@ -27,7 +28,7 @@ from superstep.serve.schedule import schedule
 from superstep.serve.step import Budget, Chunk, Step, check
 
 
-class Model(Protocol):
+class Model(Holder, Protocol):
     """What computes a step."""
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -81,6 +82,7 @@ class Engine:
             raise ValueError(f"{pages.count} pages of {pages.page_tokens} do not hold {info.context_tokens} tokens.")
         self.info = info
         self.pages = pages
+        self.adapters = Shelf(model)
         self._model = model
         self._budget = budget
         self._matchers = matchers
@@ -136,6 +138,7 @@ class Engine:
         """
         check_request(request, vocab=self.info.vocab, context_tokens=self.info.context_tokens)
         matcher = self._matchers(request)
+        adapter = self.adapters.begin(request.adapter)
         if matcher is not None:
             self._matcher[request.id] = matcher
         live = LiveRequest(
@@ -144,6 +147,7 @@ class Engine:
             page_tokens=self.pages.page_tokens,
             end_of_text=self.info.end_of_text,
             context_tokens=self.info.context_tokens,
+            adapter=adapter,
         )
         self._order += 1
         self._waiting.append(live)
@@ -287,7 +291,7 @@ class Engine:
             return None
         seen = Seen(live.request.prompt, live.drawn, allowed)
         told = draw(logits_V, totals, live.request.sampling, seen, live.known)
-        return replace(told, version=self.info.version)
+        return replace(told, version=live.adapter.version_with(self.info.version))
 
     def _of_prompt(
         self,
@@ -307,14 +311,14 @@ class Engine:
             logits_V, totals = told[row]
             token = live.tokens[place + 1]
             top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
-            found.append(
-                Told(token=token, logprob=logprob(logits_V, totals, token), top=top, version=self.info.version)
-            )
+            version = live.adapter.version_with(self.info.version)
+            found.append(Told(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version))
         return tuple(found)
 
     def _leave(self, live: LiveRequest) -> None:
         self.pages.release(live.pages)
         live.freed()
+        self.adapters.end(live.adapter)
         self._matcher.pop(live.id, None)
 
 
@@ -322,12 +326,16 @@ def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, lis
     """The rows of a step, and for each request those whose logits are wanted."""
     tokens: list[int] = []
     wanted: dict[int, list[int]] = {}
-    for chunk in step.chunks:
+    # Rows of one adapter are neighbours, so that it adds to a slice of them.
+    chunks = sorted(step.chunks, key=lambda chunk: live[chunk.request].adapter.number)
+    for chunk in chunks:
         one = live[chunk.request]
         last = chunk.end == one.known
         everything = one.request.sampling.prompt_logprobs and not one.drawn
         first = len(tokens)
         tokens += one.tokens[chunk.first : chunk.end]
         wanted[one.id] = list(range(first if everything else len(tokens) - last, len(tokens)))
-    parts = tuple(Part(first=c.first, count=c.count, pages=c.pages) for c in step.chunks)
+    parts = tuple(
+        Part(first=c.first, count=c.count, pages=c.pages, adapter=live[c.request].adapter.number) for c in chunks
+    )
     return Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(r for rows in wanted.values() for r in rows)), wanted

@@ -24,7 +24,7 @@ from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.launch import launch_apart
 from superstep.serve.api.backend import Away, Health
-from superstep.serve.deeds import Deeds
+from superstep.serve.deeds import NOBODY, Deeds
 from superstep.serve.load import ServeConfig
 from superstep.serve.messages import (
     Abort,
@@ -83,7 +83,7 @@ class Host:
         self._counters = Counters()
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._deeds = Deeds(self._send, folder)
+        self._deeds = Deeds(self._send, folder, dict(serve.adapters))
         self._queues: dict[int, asyncio.Queue[News_]] = {}
         self._number = 0
         self._is_leaving = False
@@ -126,8 +126,8 @@ class Host:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """There are none yet."""
-        return ()
+        """The names of those that can be asked for."""
+        return tuple(adapter.name for adapter in self._deeds.standing.adapters)
 
     async def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
@@ -215,7 +215,9 @@ class Host:
                 reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
                 reader.start()
                 try:
-                    given = (self._folder, self._serve, address, self._forms, self._deeds.newest)
+                    # Adapters are asked for once the ranks answer again: one that is gone keeps nobody waiting.
+                    serve = replace(self._serve, adapters=()) if self._first.is_set() else self._serve
+                    given = (self._folder, serve, address, self._forms, self._deeds.newest)
                     launch_apart(self._device, self._serve.tp, serve_rank, *given)
                 finally:
                     self._lost()
@@ -229,9 +231,9 @@ class Host:
 
     def _hear(self, report: Report) -> None:
         match report:
-            case Ready(info):
+            case Ready(info, adapters):
                 self._info = replace(info, name=self._name)
-                self._deeds.began(info)
+                self._deeds.began(info, adapters)
                 self._state = "ready"
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")
@@ -243,6 +245,8 @@ class Host:
             case Refused(request, why):
                 self._hand(request, ConfigError(why))
             case Done():
+                if report.why and report.number == NOBODY:
+                    self._tell(f"superstep: not done again after the restart: {report.why}")
                 self._deeds.hear(report)
 
     def _hand(self, request: int, news: News_) -> None:

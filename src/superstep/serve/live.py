@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from superstep.serve.adapters import NONE, Chosen
 from superstep.serve.pages import page_keys, root_key
 from superstep.serve.request import Finish, Request
 
@@ -17,6 +18,7 @@ class LiveRequest:
         page_tokens: positions of a page.
         end_of_text: the model's tokens that end an answer.
         context_tokens: the most tokens, prompt and answer together.
+        adapter: that it is answered with.
 
     Attributes:
         prompt_told: tokens of the prompt that have been told of, where that was asked for; nothing is of the first.
@@ -24,9 +26,17 @@ class LiveRequest:
     """
 
     def __init__(
-        self, request: Request, *, order: int, page_tokens: int, end_of_text: Sequence[int], context_tokens: int
+        self,
+        request: Request,
+        *,
+        order: int,
+        page_tokens: int,
+        end_of_text: Sequence[int],
+        context_tokens: int,
+        adapter: Chosen = NONE,
     ) -> None:
         self.request = request
+        self.adapter = adapter
         self.order = order
         self.tokens = list(request.prompt)
         self.computed = 0
@@ -71,7 +81,7 @@ class LiveRequest:
         """The keys of its full pages, under these weights."""
         if version != self._version:
             self._keys, self._version = [], version
-            self._root = root_key(version, self.request.adapter, self.request.salt)
+            self._root = root_key(version, self.adapter.version, self.request.salt)
         self._keys = page_keys(self._root, self.tokens, self._page_tokens, known=self._keys)
         return self._keys
 

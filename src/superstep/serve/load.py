@@ -44,6 +44,7 @@ class ServeConfig:
         tp: ranks that share the model.
         quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
         kernels: the folder for the decoder that is compiled here; None computes without.
+        adapters: names and folders of the adapters that are there from the start.
     """
 
     context_tokens: int | None = None
@@ -56,6 +57,7 @@ class ServeConfig:
     tp: int = 1
     quantize: str = ""
     kernels: Path | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
@@ -181,6 +183,7 @@ def load_rank(
         quantize=serve.quantize,
         kernels=serve.kernels,
         threads=threads,
+        has_adapters=bool(serve.adapters),
     )
     forward, memory = choose(served, asked, tp, device)
     return Rank(run, forward, Party(memory, weights, tp, device), pages, context_tokens)
@@ -207,7 +210,7 @@ def open_engine(
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
-        StateError: the folder holds no model, or it is damaged.
+        StateError: the folder holds no model, or it is damaged; or an adapter is.
     """
     engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known)
     return engine
@@ -238,4 +241,6 @@ def open_both(
     budget = Budget(tokens=serve.step_tokens, requests=serve.requests)
     pages = Pages(rank.pages, serve.page_tokens)
     engine = Engine(model, info, pages, budget, matchers or (lambda request: None))
+    for name, place in serve.adapters:
+        engine.adapters.load(name, place)
     return engine, Steward(engine, model)

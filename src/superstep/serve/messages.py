@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from superstep.serve.request import Counters, Info, Progress, Request
+from superstep.serve.request import AdapterInfo, Counters, Info, Progress, Request
 
 Requests = Literal["recompute", "keep", "wait", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -68,7 +68,20 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     path: str | None = None
 
 
-Deed = Change | Pause | Resume | Sleep | Wake
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """To be done: have an adapter to answer with, in the place of one of the same name."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """To be done: have it no more. Requests under way keep it."""
+
+    name: str
+
+
+Deed = Change | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAdapter
 
 
 class Do(msgspec.Struct, frozen=True, tag=True):
@@ -86,18 +99,21 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         version: of the weights.
         path: where they came from.
         changes: of weights since the engine started.
+        adapters: that can be asked for.
     """
 
     state: Literal["serving", "paused", "closed", "asleep"] = "serving"
     version: str = ""
     path: str = ""
     changes: int = 0
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """From the engine: it answers from now on."""
 
     info: Info
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 class News(msgspec.Struct, frozen=True, tag=True):

@@ -37,6 +37,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
     *,
+    adapter: str = "",
     tell: Callable[[int, int], None] | None = None,
 ) -> list[Answer]:
     """Answer each prompt; none is computed alone where several can be computed together.
@@ -45,6 +46,7 @@ def generate(
         engine: idle.
         prompts: token ids.
         sampling: for all, or one for each.
+        adapter: the name of the adapter to answer with; empty for the model itself.
         tell: called after each step with how many are answered, of how many.
 
     Raises:
@@ -57,7 +59,10 @@ def generate(
         raise ConfigError("the engine is paused or asleep; resume or wake it before it is asked.")
     if not engine.is_idle:
         raise ConfigError("the engine has requests of others; answer prompts with an engine of their own.")
-    requests = [Request(id=n, prompt=tuple(p), sampling=s) for n, (p, s) in enumerate(zip(prompts, ways, strict=True))]
+    requests = [
+        Request(id=n, prompt=tuple(p), sampling=s, adapter=adapter)
+        for n, (p, s) in enumerate(zip(prompts, ways, strict=True))
+    ]
     try:
         for request in requests:
             engine.add(request)

@@ -54,7 +54,7 @@ def serve_rank(
         matchers = None if forms is None else forms(folder, run.shape.vocab)
         engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)
         with Client(address) as pipe:
-            pipe.send_bytes(encode(Ready(engine.info)))
+            pipe.send_bytes(encode(Ready(engine.info, engine.adapters.all)))
             _obey(engine, steward, pipe)
     finally:
         mesh.destroy()

@@ -118,7 +118,7 @@ class Told:
         drawn_logprob: of the distribution that was drawn from: after penalties, temperature, and what was cut off.
         kept: tokens that could have been drawn; 0 means all.
         top: the likeliest tokens of the model's own distribution and their log-probabilities, the likeliest first.
-        version: of the weights that it was computed with.
+        version: of the weights that it was computed with, and behind a ``+`` that of the adapter, if there is one.
     """
 
     token: int
@@ -164,6 +164,19 @@ class Info:
     vocab: int
     context_tokens: int
     end_of_text: tuple[int, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """An adapter that can be asked for.
+
+    Attributes:
+        name: that requests give.
+        version: a digest of its content.
+    """
+
+    name: str
     version: str
 
 

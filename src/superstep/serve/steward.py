@@ -27,7 +27,18 @@ from superstep.errors import ConfigError, UserError
 from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import Ranks
 from superstep.serve.engine import Engine
-from superstep.serve.messages import Change, Deed, Done, Pause, Resume, Sleep, Standing, Wake
+from superstep.serve.messages import (
+    Change,
+    Deed,
+    Done,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Sleep,
+    Standing,
+    UnloadAdapter,
+    Wake,
+)
 
 REST_S = 0.05
 """How long is waited for a file at a time, where nothing is to be computed."""
@@ -61,7 +72,13 @@ class Steward:
             state = "asleep"
         elif self._paused is not None:
             state = "closed" if self._paused.mode == "abort" else "paused"
-        return Standing(state=state, version=self._engine.info.version, path=self._path, changes=self._changes)
+        return Standing(
+            state=state,
+            version=self._engine.info.version,
+            path=self._path,
+            changes=self._changes,
+            adapters=self._engine.adapters.all,
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -75,6 +92,8 @@ class Steward:
                 self._pause(number, deed)
             case Resume():
                 self._resume(number)
+            case LoadAdapter() | UnloadAdapter():
+                self._shelve(number, deed)
             case _:
                 self._line.append((number, deed))
 
@@ -226,6 +245,19 @@ class Steward:
         self._hold()
         self._answer_drain()
         self._say(number)
+
+    def _shelve(self, number: int, deed: LoadAdapter | UnloadAdapter) -> None:
+        """Adapters need no memory of others, and are small: they come and go at once."""
+        try:
+            match deed:
+                case LoadAdapter(name, path):
+                    self._engine.adapters.load(name, Path(path))
+                case UnloadAdapter(name):
+                    self._engine.adapters.unload(name)
+        except UserError as error:
+            self._say(number, str(error))
+        else:
+            self._say(number)
 
     def _answer_drain(self) -> None:
         """Who waits for a pause that is no more is told how things stand."""

@@ -56,6 +56,9 @@ class ServeOptions:
     quantize: Quantize | None = None
     """How weights are held: int8 and int4 for the weights alone, w8a8 for what they are multiplied with as well; none
     keeps them as they are."""
+    adapters: str | None = None
+    """Adapters as peft writes them: a folder, NAME=FOLDER, or a folder of such folders, each called by its own name;
+    several with commas between."""
     kernels: str | None = None
     """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
     `off` computes without."""

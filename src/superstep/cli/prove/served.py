@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine
 from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
+from superstep.train.proof.adapted import Beside, beside_adapters, losses_of, write_adapters
 from superstep.train.proof.served import Told, Way, answers, batch_of, compare, told_of, trained_losses, ways
 
 Texts = list[list[int]]
@@ -48,6 +50,13 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     told: list[list[Told]] = launch_on(asked, tp, _tell, checkpoint, serve, texts, prompts)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
     compared = [compare(way.name, torch.cat(losses), row) for way, row in zip(ways(tokens), told, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
+        write_adapters(Path(folder), run.shape)
+        (beside,) = launch_on(asked, tp, _adapted, checkpoint, serve, texts, Path(folder))
+    compared += [
+        compare("without an adapter, beside adapters", torch.cat(losses), beside.plain),
+        compare("with an adapter, beside others, against alone", losses_of(beside.alone), beside.adapted),
+    ]
     for way in compared:
         _say(f"  {way.way:60}{way.compared:>12,}{way.differing:>12,}{way.largest:>10.1e}")
     first = next((way for way in compared if way.first is not None), None)
@@ -76,6 +85,12 @@ def _draw(world: World, folder: Path, serve: ServeConfig, prompts: Texts, tokens
 def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[list[Told]]:
     every = ways(len(texts[0]))
     return _each(world, folder, serve, every, lambda engine, way: told_of(engine, way, texts, prompts))
+
+
+def _adapted(world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path) -> list[Beside]:
+    return _each(
+        world, folder, serve, [Way(name="adapters")], lambda engine, way: beside_adapters(engine, texts, adapters)
+    )
 
 
 def _each(

@@ -7,9 +7,12 @@
     POST /admin/sleep?weights=drop|keep      give memory back, until
     POST /admin/wake {path}
     POST /admin/abort                        take all requests back
+    GET  /admin/adapters                     those that can be asked for
+    POST /admin/adapters {name, path}        one more, or another of the name
+    DELETE /admin/adapters/NAME              one less; requests under way keep it
 
-Each answers once it is done. The key comes as ``Authorization: Bearer KEY``. Weights are taken from some folders alone:
-a path is followed to where it leads before it is looked at.
+Each answers once it is done. The key comes as ``Authorization: Bearer KEY``. Files are taken from some folders alone: a
+path is followed to where it leads before it is looked at.
 """
 
 from __future__ import annotations
@@ -24,14 +27,26 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.errors import StateError
+from superstep.errors import StateError, did_you_mean
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.refusals import Refused, shown
 from superstep.serve.api.service import Service
 from superstep.serve.api.steered import Admin
 from superstep.serve.api.strict import Strict, read_model
 from superstep.serve.api.wire import answered
-from superstep.serve.messages import Change, Deed, Pause, PauseMode, Requests, Resume, Sleep, Standing, Wake
+from superstep.serve.messages import (
+    Change,
+    Deed,
+    LoadAdapter,
+    Pause,
+    PauseMode,
+    Requests,
+    Resume,
+    Sleep,
+    Standing,
+    UnloadAdapter,
+    Wake,
+)
 
 Handler = Callable[[Request, Service], Awaitable[Response]]
 
@@ -47,6 +62,13 @@ class WakeFields(Strict):
     """What POST /admin/wake takes."""
 
     path: str | None = Field(default=None, min_length=1)
+
+
+class AdapterFields(Strict):
+    """What POST /admin/adapters takes."""
+
+    name: str = Field(min_length=1, max_length=256)
+    path: str = Field(min_length=1)
 
 
 def with_key(handler: Handler) -> Handler:
@@ -121,6 +143,41 @@ async def abort(request: Request, service: Service) -> Response:
     return answered({"aborted": service.backend.abort()})
 
 
+async def adapters(request: Request, service: Service) -> Response:
+    """Those that can be asked for."""
+    _choices(request, {})
+    return _told_adapters(admin_of(service).engine.standing)
+
+
+async def load_adapter(request: Request, service: Service) -> Response:
+    """One more, between two steps."""
+    fields = read_model(AdapterFields, await read_json(request, service.limits))
+    if fields.name == service.backend.info.name:
+        raise Refused(
+            f"name = {shown(fields.name)} is the model's own; give the adapter another.",
+            param="name",
+            code="invalid_value",
+        )
+    path = allowed(fields.path, admin_of(service).folders)
+    try:
+        return _told_adapters(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
+    except StateError as error:
+        raise Refused(str(error), param="path", code="invalid_adapter") from None
+
+
+async def unload_adapter(request: Request, service: Service) -> Response:
+    """One less, between two steps."""
+    name = str(request.path_params["name"])
+    if name not in service.backend.adapters:
+        raise Refused(
+            f"adapter = {shown(name)} is not loaded{did_you_mean(name, service.backend.adapters or ('none',))}",
+            status=404,
+            param="name",
+            code="model_not_found",
+        )
+    return _told_adapters(await admin_of(service).engine.do(UnloadAdapter(name)))
+
+
 ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/admin/weights", weights),
     ("POST", "/admin/weights", change_weights),
@@ -129,6 +186,9 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/admin/sleep", sleep),
     ("POST", "/admin/wake", wake),
     ("POST", "/admin/abort", abort),
+    ("GET", "/admin/adapters", adapters),
+    ("POST", "/admin/adapters", load_adapter),
+    ("DELETE", "/admin/adapters/{name:path}", unload_adapter),
 )
 
 
@@ -176,6 +236,10 @@ async def _do(deed: Deed, service: Service) -> Response:
         return _told(await admin_of(service).engine.do(deed))
     except StateError as error:
         raise Refused(str(error), param="path", code="invalid_weights") from None
+
+
+def _told_adapters(standing: Standing) -> Response:
+    return answered({"adapters": msgspec.to_builtins(standing.adapters)})
 
 
 def _told(standing: Standing) -> Response:

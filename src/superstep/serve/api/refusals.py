@@ -89,6 +89,8 @@ def _of_config(message: str, names: Mapping[str, str]) -> Refused:
     if first is None:
         return Refused(message)
     name = names.get(first[0], first[0])
+    if message.startswith("adapter = ") and " is not loaded" in message:  # it went while the request came
+        return Refused(message, status=404, param=name, code="model_not_found")
     return Refused(name + message[first.end() :], param=name, code="invalid_value")
 
 

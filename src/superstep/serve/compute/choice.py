@@ -8,6 +8,7 @@ from pathlib import Path
 from superstep.errors import ConfigError
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
 from superstep.serve.compute.compiled import Compiled, can_compile
 from superstep.serve.compute.exactly import compiled_exactly
@@ -31,6 +32,7 @@ class Asked:
         quantize: a name of ``quantize.FORMATS``; empty keeps the weights.
         kernels: the folder for the compiled decoder; None does without.
         threads: of a step in exact mode, where torch's own operations have one.
+        has_adapters: whether there are adapters from the start.
     """
 
     pages: int
@@ -38,6 +40,7 @@ class Asked:
     quantize: str
     kernels: Path | None
     threads: int
+    has_adapters: bool = False
 
 
 def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tuple[Compute, Memory]:
@@ -67,7 +70,8 @@ def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tu
     built = build(asked.kernels) if asked.kernels is not None and device.torch.type == "cpu" and takes else Built(None)
 
     if is_exact:
-        if built.library is not None and tp is None:
+        # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
+        if built.library is not None and tp is None and not asked.has_adapters:
             tiled = TiledStore(**room)
             found = compiled_exactly(built.library, served, tiled, asked.threads)
             if found is not None:
@@ -82,5 +86,5 @@ def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tu
     tiled = TiledStore(**room)
     memory = Memory(served, tiled, linears)
     if tp is None and can_compile(shape, served.modules, linears):
-        return Compiled(built.library, shape, served.modules, linears, tiled), memory
+        return Compiled(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
     return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +22,8 @@ from superstep.model.decoder import Head
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.plan.model.shape import ModelShape
+from superstep.serve.compute.adapted import AdaptedRows
+from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, pointer
 from superstep.serve.compute.linears import Product
 from superstep.serve.compute.panels import Panels
@@ -39,6 +42,19 @@ class Laid(Protocol):
         """What computes a layer, together with those of the same input."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What the decoder needs in exact mode.
+
+    Attributes:
+        functions: where the exponential and the root lie.
+        threads: that share a step; torch's own operations have one.
+    """
+
+    functions: tuple[int, int]
+    threads: int
+
+
 class Compiled:
     """A dense model of one rank, with its keys.
 
@@ -48,8 +64,8 @@ class Compiled:
         modules: its units.
         linears: what computes their products; all are ``Panels``.
         store: of keys.
-        functions: where exact mode's exponential and root lie; None in fast mode.
-        threads: that share a step; None takes as many as torch does.
+        exact: what exact mode needs; None in fast mode.
+        adapters: that are added to it.
     """
 
     def __init__(
@@ -59,12 +75,14 @@ class Compiled:
         modules: Sequence[nn.Module],
         linears: Laid,
         store: TiledStore,
+        adapters: Adapters,
         *,
-        functions: tuple[int, int] | None = None,
-        threads: int | None = None,
+        exact: Exact | None = None,
     ) -> None:
-        self._functions = functions or (None, None)
-        self._threads = threads
+        self.adapters = adapters
+        self._adapted = AdaptedRows(adapters, modules)
+        self._functions = (None, None) if exact is None else exact.functions
+        self._threads = None if exact is None else exact.threads
         self._library = library
         self._shape = shape
         self._modules = modules
@@ -116,6 +134,7 @@ class Compiled:
             len(rows.wanted),
             pointer(logits_RV),
             pointer(self._room(len(rows.tokens))),
+            self._adapted.of(rows.parts),
         )
         self._library.superstep_forward(
             byref(self._model),

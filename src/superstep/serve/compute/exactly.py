@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from superstep.runtime.device import Device
+from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
-from superstep.serve.compute.compiled import Compiled, can_compile
+from superstep.serve.compute.compiled import Compiled, Exact, can_compile
 from superstep.serve.compute.forward import Forward
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.linears import ONE_INPUT, Product, ValueOf
@@ -25,6 +26,11 @@ from superstep.serve.compute.model import Served
 from superstep.serve.compute.panels import Panels, takes
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.compute.tiles import TiledStore
+
+NO_ADAPTERS = (
+    "adapters with serve.exact = true are added by torch's products, and this server computes in the compiled decoder; "
+    "start it with --serve.adapters, or with --serve.kernels off."
+)
 
 MOST_CELLS = 64
 ASKED_TOKENS = 300
@@ -108,8 +114,10 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
     if found is None or shape.width % 8 or not can_compile(shape, served.modules, products):
         return None
 
+    adapters = Adapters(served, None, refusal=NO_ADAPTERS)
+
     def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
-        return Compiled(library, shape, modules, products, store, functions=found, threads=threads)
+        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return Exactly(compiled(served.modules, store), products) if is_same else None

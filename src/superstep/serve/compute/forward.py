@@ -17,6 +17,7 @@ from superstep.plan.split.parameters import has_cut_output
 from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Part, Rows, positions
 
@@ -35,6 +36,7 @@ class Forward:
     """
 
     def __init__(self, served: Served, attending: Attending, tp: Group | None, device: Device) -> None:
+        self.adapters = Adapters(served, tp)
         self._served = served
         self._attending = attending
         self._tp = tp
@@ -45,6 +47,7 @@ class Forward:
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32, the same on every rank: [R, V]."""
         served, device = self._served, self._device
+        self.adapters.begin(rows.parts, device)
         place_1T = torch.tensor([positions(rows.parts)], device=device)
         attend = self._attending(rows.parts)
         embed, *blocks, _ = served.modules

@@ -2,13 +2,13 @@
 
 []                       the end
 [changes, rows ...]      a step, made for the weights after so many changes
-[ORDER, bytes ...]       something to be done between two steps
+[ORDER, bytes ...]       something to be done between two steps; of adapters says ``adapter_orders``
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from superstep.runtime.device import Device
 from superstep.runtime.exact.linear import Cut
 from superstep.runtime.exact.loss import totals_
 from superstep.runtime.mesh import Group
+from superstep.serve.compute import adapter_orders
+from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.draw import totals_of
 from superstep.serve.compute.party import (
     Forget,
@@ -33,9 +35,6 @@ from superstep.serve.compute.party import (
 )
 from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
 
-Compute = Callable[[Rows], Tensor]
-"""A rank's part of the model: rows in, logits of the wanted rows out, fp32 and the same on every rank: [R, V]."""
-
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
 
@@ -44,6 +43,17 @@ ORDER = -1
 
 NOTHING = Rows(tokens=(), parts=(), wanted=())
 """Told to them when there is nothing yet: who waits for too long takes rank 0 for lost."""
+
+
+class Compute(Protocol):
+    """A rank's part of the model."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """What is added to it."""
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """The logits of the wanted rows, fp32 and the same on every rank: [R, V]."""
 
 
 class Ranks:
@@ -93,6 +103,18 @@ class Ranks:
         cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
         _, total_R1, top_R1 = totals_(logits_RV.clone(), cut)
         return list(zip(top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), strict=True))
+
+    def load_adapter(self, number: int, folder: Path) -> str:
+        """Hold an adapter under a number, on every rank or on none; its version.
+
+        Raises:
+            UserError: it cannot be used.
+        """
+        return adapter_orders.load(self._forward.adapters, number, folder, self._group, self._device)
+
+    def drop_adapter(self, number: int) -> None:
+        """Let go of an adapter, on every rank."""
+        adapter_orders.drop(self._forward.adapters, number, self._group, self._device)
 
     def wait(self) -> None:
         """Keep the other ranks waiting."""
@@ -166,6 +188,9 @@ def follow(forward: Compute, group: Group, device: Device, party: Party | None =
         if first == ORDER:
             assert party is not None, "the model was opened to be changed"
             party.obey(order_of(rest))
+            continue
+        if first in adapter_orders.FIRST:
+            adapter_orders.obey(numbers, forward.adapters, group, device)
             continue
         rows = from_numbers(rest)
         if rows.tokens:

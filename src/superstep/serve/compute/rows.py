@@ -16,11 +16,13 @@ class Part:
         first: position of the first row's token.
         count: rows.
         pages: where the keys of all positions up to the last row's lie.
+        adapter: the number of the adapter that adds to them; 0 is none.
     """
 
     first: int
     count: int
     pages: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def to_numbers(rows: Rows) -> list[int]:
     """The rows as numbers in a row, as ranks send them to each other."""
     numbers = [len(rows.tokens), len(rows.parts), len(rows.wanted), *rows.tokens, *rows.wanted]
     for part in rows.parts:
-        numbers += (part.first, part.count, len(part.pages), *part.pages)
+        numbers += (part.first, part.count, part.adapter, len(part.pages), *part.pages)
     return numbers
 
 
@@ -62,7 +64,7 @@ def from_numbers(numbers: Sequence[int]) -> Rows:
     at = tokens + wanted
     parts = []
     for _ in range(count):
-        first, rows, pages = rest[at : at + 3]
-        parts.append(Part(first=first, count=rows, pages=tuple(rest[at + 3 : at + 3 + pages])))
-        at += 3 + pages
+        first, rows, adapter, pages = rest[at : at + 4]
+        parts.append(Part(first=first, count=rows, pages=tuple(rest[at + 4 : at + 4 + pages]), adapter=adapter))
+        at += 4 + pages
     return Rows(tokens=tuple(rest[:tokens]), wanted=tuple(rest[tokens : tokens + wanted]), parts=tuple(parts))

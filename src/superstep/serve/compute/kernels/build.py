@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-NAMES = ("decoder.cpp", "attention.h", "exact.h", "product.h", "tile.h")
+NAMES = ("decoder.cpp", "attention.h", "exact.h", "low_rank.h", "product.h", "tile.h")
 """What is compiled, and what it includes."""
 
 FLAGS = (

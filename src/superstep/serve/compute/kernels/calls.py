@@ -95,6 +95,18 @@ class Queries(ctypes.Structure):
     _fields_: ClassVar[Fields] = [("rows", c_void_p), ("stride", c_int64), ("out", c_void_p), ("heads", c_int64)]
 
 
+class LowRank(ctypes.Structure):
+    """What an adapter adds to one linear."""
+
+    _fields_: ClassVar[Fields] = [("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("scale", c_double)]
+
+
+class Adapted(ctypes.Structure):
+    """The adapters of a step, and which of them each row has."""
+
+    _fields_: ClassVar[Fields] = [("parts", c_void_p), ("count", c_int64), ("of_row", c_void_p)]
+
+
 class Step(ctypes.Structure):
     """What is computed in one call."""
 
@@ -108,6 +120,7 @@ class Step(ctypes.Structure):
         ("wants", c_int64),
         ("logits", c_void_p),
         ("scratch", c_void_p),
+        ("adapted", Adapted),
     ]
 
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "low_rank.h"
 #include "product.h"
 
 using namespace superstep;
@@ -105,6 +106,7 @@ struct Step {
   int64_t wants;
   float* logits;  // [wants, V]
   char* scratch;  // as many bytes as superstep_scratch says
+  Adapted adapted;
 };
 
 // What lies between two phases.
@@ -143,14 +145,20 @@ class Forward {
                         model_.head_dim};
       norm(step_.rows, block.norm, block.qkv, [](int64_t t) { return t; });
       product(block.qkv, at_.x, step_.rows, PutRounded{at_.qkv, block.qkv});
+      const int64_t q = model_.mixed(), kv = model_.kv_heads * model_.head_dim;
+      add(layer, at_.x, model_.width, at_.qkv, model_.qkv(), {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}});
       turn_and_write(block, store);
       attend_in({at_.qkv, model_.qkv(), at_.mixed, model_.heads}, store, next_[layer]);
       code(block.out, at_.mixed);
       product(block.out, at_.mixed, step_.rows, PutAdded{step_.h, block.out});
+      add(layer, at_.mixed, model_.mixed(), step_.h, model_.width, {{3, 0, model_.width}});
       norm(step_.rows, block.norm_after, block.gate_up, [](int64_t t) { return t; });
       product(block.gate_up, at_.x, step_.rows, PutRounded{at_.both, block.gate_up});
+      const int64_t inner = model_.inner;
+      add(layer, at_.x, model_.width, at_.both, 2 * inner, {{4, 0, inner}, {5, inner, inner}});
       gate(block.down);
       product(block.down, at_.inner, step_.rows, PutAdded{step_.h, block.down});
+      add(layer, at_.inner, model_.inner, step_.h, model_.width, {{6, 0, model_.width}});
     }
     norm(step_.wants, model_.norm, model_.head, [&](int64_t t) { return step_.wanted[t]; });
     product(model_.head, at_.x, step_.wants, PutWide{step_.logits, model_.head});
@@ -203,6 +211,20 @@ class Forward {
   void product(const Weight& weight, const bf16* x, int64_t rows, Put put) const {
     const void* from = weight.is_int8 ? static_cast<const void*>(at_.codes) : x;
     multiply(team_, weight, {from, at_.scale}, rows, put);
+    team_.wait();
+  }
+
+  // What adapters add to linears that read the same rows: their numbers, and the columns of the output that are theirs.
+  struct Columns {
+    int64_t linear, first, count;
+  };
+  void add(int64_t layer, const bf16* x, int64_t width, bf16* out, int64_t stride,
+           std::initializer_list<Columns> linears) const {
+    if (!step_.adapted.count) return;
+    for (int64_t t = team_.begin(step_.rows); t < team_.end(step_.rows); ++t)
+      for (const Columns& at : linears)
+        if (const LowRank* part = step_.adapted.of(layer, at.linear, t))
+          add_low_rank(*part, x + t * width, width, out + t * stride + at.first, at.count);
     team_.wait();
   }
 
