@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from superstep.cli import sample, serve, view
+from superstep.cli.chat import verb as chat
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import verb as measure
 from superstep.cli.options import DEMO
+from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
 from superstep.cost.program.predict import Machine, predict
@@ -168,6 +170,10 @@ def call(place, monkeypatch):
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
+    monkeypatch.setattr(plan_serve, "calibrate", begin)
+    monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
+    monkeypatch.setattr(chat, "Local", begin)
+    monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     # A plan is searched; the programs of large models, which take a minute, keep their closed form here.
     monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 1_000)

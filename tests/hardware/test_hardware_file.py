@@ -260,6 +260,11 @@ def values(cls, **given_):
         options = typing.get_args(hint)
         if field.name in given_:
             drawn[field.name] = given_[field.name]
+        elif hint is bool:
+            drawn[field.name] = st.booleans()
+        elif field.name == "term_s":  # a table, which is sorted when it is read
+            entries = st.dictionaries(st.sampled_from(["step", "layer", "rows_1"]), figure(field.name, float))
+            drawn[field.name] = entries.map(lambda held: tuple(sorted(held.items())))
         elif typing.get_origin(hint) is typing.Literal:
             drawn[field.name] = st.sampled_from(options)
         elif hint is str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import low_rank
 import model_folder
 from plain_words import PlainWords, small_tokenizer
+from ranks import ranks_below
 from scripted import Scripted
 from served import served
 from superstep.cli.serve import admin_key
@@ -381,7 +382,7 @@ def test_a_lost_rank_comes_back_with_the_newest_weights_and_paused_where_it_was(
     found = []
     asking = threading.Thread(target=lambda: found.append(server.ask(5)))
     asking.start()
-    rank = next(one for one in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(one.cmdline()))
+    (rank,) = ranks_below(psutil.Process())
     asking.join(0.3)
     rank.kill()
     asking.join(60)
@@ -422,7 +423,7 @@ def test_adapters_change_while_clients_are_answered_and_come_back_with_a_lost_ra
     assert {version.partition("+")[2] for one in seen for version in one} == versions
 
     before = told_by(server.ask_adapter(5))
-    rank = next(one for one in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(one.cmdline()))
+    (rank,) = ranks_below(psutil.Process())
     rank.kill()
     server.wait_for(lambda: server.health()[0] != 200)
     server.wait_for(lambda: server.health() == (200, "ready"))

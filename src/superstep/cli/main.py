@@ -65,6 +65,12 @@ VERBS = {
         "superstep.cli.arguments.serve",
         extra="serve",
     ),
+    "chat": Verb(
+        "talk in the terminal to a model that is loaded here, or to a server",
+        "superstep.cli.chat.verb",
+        "superstep.cli.arguments.chat",
+        extra="serve",
+    ),
     "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.serve import Options, read
 from superstep.cli.served_model import ServedModel, find_model
+from superstep.cli.serving import serve_config
 from superstep.errors import ConfigError
 from superstep.runtime.device import choose
 from superstep.serve.adapters import check_names, folders_of
@@ -17,7 +18,8 @@ from superstep.serve.api.app import make_app
 from superstep.serve.api.server import serve
 from superstep.serve.api.steered import Admin
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig, plan_of
+from superstep.serve.load import plan_of
+from superstep.serve.replicas import Replicas, replicas_of
 from superstep.serve.speech import forms_of, load_words
 
 KEY = "SUPERSTEP_ADMIN_KEY"
@@ -28,20 +30,21 @@ def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
     model = find_model(path)
-    config = serve_config(model, options)
+    config = serve_config(model.run, options)
     shape = plan_of(model.folder, config).shape
     check_names(options.name or model.name, [name for name, _ in config.adapters])
     words = load_words(model.folder, shape.vocab)
     key = admin_key(options.serve.admin_key, os.environ.get(KEY))
-    host = Host(
+    host = replicas_of(
         model.folder,
         config,
-        device=choose(options.plan.device, config.tp),
+        device=choose(options.plan.device, config.tp * config.dp),
         name=options.name or model.name,
         forms=forms_of,
         tell=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    _say(f"Loading {model.folder} on {config.tp} {'rank' if config.tp == 1 else 'ranks'}.")
+    replicas = f", {config.dp} replicas" if config.dp > 1 else ""
+    _say(f"Loading {model.folder} on {config.tp} {'rank' if config.tp == 1 else 'ranks'}{replicas}.")
     try:
         info = host.open()
         exact = ", with the bits of training" if config.exact else ""
@@ -53,27 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def serve_config(model: ServedModel, options: Options) -> ServeConfig:
-    """How a model is served, what was not asked for taken from its run."""
-    run, asked = model.run, options.serve
-    context = run.data.sequence_tokens if run is not None and asked.context_tokens is None else asked.context_tokens
-    exact = run.numerics.exact if run is not None and options.numerics.exact is None else options.numerics.exact
-    return ServeConfig(
-        context_tokens=context,
-        page_tokens=asked.page_tokens,
-        pages=asked.pages,
-        step_tokens=asked.step_tokens,
-        requests=asked.requests,
-        compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
-        exact=bool(exact),
-        tp=options.plan.tp,
-        quantize=asked.quantize or "",
-        kernels=_kernels(asked.kernels),
-        adapters=folders_of(asked.adapters or ""),
-    )
-
-
-def _admin(model: ServedModel, options: Options, host: Host, key: str | None) -> Admin | None:
+def _admin(model: ServedModel, options: Options, host: Host | Replicas, key: str | None) -> Admin | None:
     """What the paths under /admin need; None without a key."""
     if key is None:
         return None
@@ -106,14 +89,6 @@ def admin_key(asked: str | None, found: str | None) -> str | None:
     if not re.fullmatch(r"[!-~]+", told):
         raise ConfigError(f"{where} must be one word of printable ASCII characters, as a header carries it.")
     return told
-
-
-def _kernels(asked: str | None) -> Path | None:
-    """The folder for compiled operations."""
-    if asked is None:
-        cache = os.environ.get("XDG_CACHE_HOME")
-        return (Path(cache) if cache else Path.home() / ".cache") / "superstep" / "kernels"
-    return None if asked == "off" else Path(asked)
 
 
 def _told(host: str, port: int) -> None:

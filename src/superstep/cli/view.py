@@ -14,6 +14,7 @@ from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.options import DEMO, flags, read_run, settled
+from superstep.cli.replayed import replayed
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
@@ -33,6 +34,7 @@ from superstep.program.text import read_program, write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
 from superstep.runtime.measure.here import measure
+from superstep.serve.replay import is_log
 from superstep.train.model import operations, resolved
 from superstep.train.run_folder import RunFolder
 
@@ -65,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
         raise StateError(
             f"'{target}' is not there; name a run.toml or the folder of a run, or leave it out to see the demo's plan."
         )
+    if target is not None and is_log(Path(target)):
+        _say(replayed(Path(target), width=picture.width, has_signs=not is_plain))
+        return 0
     is_run = target is not None and Path(target).is_dir()
     if options.layer is not None and not options.router:
         raise UserError("--layer picks a layer of the routers' picture; add --router.")

@@ -51,6 +51,13 @@ LIMITS: dict[str, Limit] = {
     "latency_s": Limit(0, 10, _SECONDS),
     "disk_read_bytes_per_s": Limit(1e6, 1e13, _RATE),
     "disk_write_bytes_per_s": Limit(1e6, 1e13, _RATE),
+    "tp": Limit(1, 1e5, "ranks"),
+    "block_keys": Limit(1, 1e6, ""),
+    "is_paged": Limit(0, 1, ""),
+    "term_s": Limit(0, 10, _SECONDS),
+    "held_bytes": Limit(0.1, 100, "for a weight"),
+    "beside_bytes": Limit(0, 1e11, _BYTES),
+    "spread": Limit(0, 100, "as a share of 1"),
 }
 """By field, of whatever dataclass."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from superstep.hardware.serving import ServingRate
+
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """The formats that a chip multiplies at rates of their own. fp32 keeps all 24 bits; tf32 rounds its factors to 11."""
 
@@ -60,6 +62,7 @@ class Chip:
         source: where the figures were read.
         products: rates of products as measured on this chip, by shape; empty where only published figures are known.
         copies: rates of its memory as measured, by size.
+        serving: what engine steps of a server were measured at, by the way of computing them.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Chip:
     source: str
     products: tuple[ProductRate, ...] = ()
     copies: tuple[CopyRate, ...] = ()
+    serving: tuple[ServingRate, ...] = ()
 
     def peak(self, rate: Rate) -> float | None:
         """FLOP/s of products in a format; None where the chip has none."""

@@ -121,10 +121,15 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
 
 def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``launch_on`` a kind of device, a single rank too in a process of its own. Any thread may call it."""
+    return launch_from(0, kind, world, worker, *args, **kwargs)
+
+
+def launch_from(first: int, kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``launch_apart`` beside other ranks of this host, which have the GPUs before ``first``."""
     call = pickle.dumps((worker, args, kwargs))
     with (
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
-        _ranks(worker, world, kind, Path(folder), call) as ranks,
+        _ranks(worker, world, kind, Path(folder), call, first) as ranks,
     ):
         stop = Stop()
         with listening(stop, lambda: _pass_on(ranks)):
@@ -161,7 +166,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _ranks(
-    worker: Callable[..., Any], world: int, kind: DeviceKind, folder: Path, call: bytes
+    worker: Callable[..., Any], world: int, kind: DeviceKind, folder: Path, call: bytes, first: int
 ) -> Iterator[list[_Rank]]:
     """The processes of ``world`` ranks; none is left when the block ends."""
     context = context_of(worker)
@@ -169,7 +174,7 @@ def _ranks(
     try:
         with _signals_deferred():
             for number in range(world):
-                ranks.append(_start(context, number, world, kind, folder))  # noqa: PERF401 - known even if a later one fails
+                ranks.append(_start(context, number, world, kind, folder, first))  # noqa: PERF401 - known even if a later one fails
         for rank in ranks:
             with contextlib.suppress(OSError):  # one that has died already is found out by its silence
                 rank.pipe.send_bytes(call)
@@ -179,11 +184,11 @@ def _ranks(
             _end(ranks)
 
 
-def _start(context: BaseContext, number: int, world: int, kind: DeviceKind, folder: Path) -> _Rank:
+def _start(context: BaseContext, number: int, world: int, kind: DeviceKind, folder: Path, first: int) -> _Rank:
     ours, theirs = context.Pipe()
     place = place_at(folder / f"stderr-{number}")
     process = context.Process(  # type: ignore[attr-defined]
-        target=_serve, args=(theirs, place, number, world, kind, folder / "store"), name=f"rank {number}"
+        target=_serve, args=(theirs, place, number, world, kind, folder / "store", first), name=f"rank {number}"
     )
     try:
         with stderr_away():
@@ -246,7 +251,7 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
     return value
 
 
-def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKind, store: Path) -> None:
+def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKind, store: Path, first: int) -> None:
     """What a rank's process does: one call, one report."""
     place.take()
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
@@ -257,7 +262,7 @@ def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKi
     with contextlib.suppress(OSError):  # a launcher that has gone wants no report
         try:
             worker, args, kwargs = pickle.loads(pipe.recv_bytes())
-            device = pick(rank, kind)
+            device = pick(first + rank, kind)
             dist.init_process_group(
                 device.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
             )

@@ -11,7 +11,7 @@ The loop is ``step``: what to compute is decided by ``serve.schedule``, computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.adapters import Holder, Shelf
+from superstep.serve.books import book, computed
 from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
@@ -56,6 +57,32 @@ class Matcher(Protocol):
     def advance(self, token: int) -> None: ...
 
 
+class Watch(Protocol):
+    """Who looks on, and changes nothing."""
+
+    def start(self) -> None:
+        """A step is about to be made."""
+
+    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+        """A step, checked and not yet booked, and every request."""
+
+    def end(self) -> None:
+        """It is computed, and its tokens are drawn."""
+
+
+class Nobody:
+    """A ``Watch`` that looks away."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
 Matchers = Callable[[Request], Matcher | None]
 
 
@@ -68,6 +95,7 @@ class Engine:
         pages: memory for keys.
         budget: what one step may hold.
         matchers: makes what holds an answer to its form.
+        watch: looks on.
     """
 
     def __init__(
@@ -77,6 +105,7 @@ class Engine:
         pages: Pages,
         budget: Budget,
         matchers: Matchers = lambda request: None,
+        watch: Watch | None = None,
     ) -> None:
         if pages.count * pages.page_tokens < info.context_tokens:
             raise ValueError(f"{pages.count} pages of {pages.page_tokens} do not hold {info.context_tokens} tokens.")
@@ -86,6 +115,7 @@ class Engine:
         self._model = model
         self._budget = budget
         self._matchers = matchers
+        self._watch = watch or Nobody()
         self._running: list[LiveRequest] = []
         self._waiting: list[LiveRequest] = []
         self._matcher: dict[int, Matcher] = {}
@@ -195,6 +225,7 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """Compute one step; news of every request that got on. None where there is nothing to do."""
+        self._watch.start()
         news, self._aborted = self._aborted, []
         live = {one.id: one for one in (*self._running, *self._waiting)}
         for one in self._waiting:
@@ -204,34 +235,19 @@ class Engine:
         if not step.chunks:
             return news
         check(step, live, self._budget, page_tokens=self.pages.page_tokens, version=self.info.version)
-        self._apply(step, live)
+        self._watch.begin(step, live)
+        changed = book(step, live, self._running, self._waiting, self.pages)
+        self._preemptions += changed.preemptions
+        self._queried_tokens += changed.queried_tokens
+        self._hit_tokens += changed.hit_tokens
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
         totals = self._model.totals(logits_RV) if len(logits_RV) else []
         # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
         told = dict(zip(rows.wanted, zip(logits_RV[:, : self.info.vocab], totals, strict=True), strict=True))
-        return news + [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
-
-    def _apply(self, step: Step, live: dict[int, LiveRequest]) -> None:
-        """Give pages to whom the step gives them."""
-        self._take_back([live[number] for number in step.frees])
-        self._preemptions += len(step.frees)
-        for chunk in step.chunks:
-            one = live[chunk.request]
-            if one in self._waiting:
-                self._waiting.remove(one)
-                self._running.append(one)
-                self.pages.share(chunk.pages[: chunk.shared])
-                one.pages = chunk.pages[: chunk.shared]
-                one.cached_tokens = min(chunk.first, len(one.request.prompt))
-                self._queried_tokens += one.known
-                self._hit_tokens += chunk.first
-        for chunk in step.chunks:
-            one = live[chunk.request]
-            self.pages.take(chunk.pages[len(one.pages) :])
-            one.pages = chunk.pages
-        self._waiting.sort(key=lambda one: one.urgency)
-        self._running.sort(key=lambda one: one.urgency)
+        news += [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
+        self._watch.end()
+        return news
 
     def _free(self, line: list[LiveRequest]) -> list[LiveRequest]:
         """Of a line, those that are not held."""
@@ -254,13 +270,7 @@ class Engine:
         told: dict[int, tuple[Tensor, tuple[float, float]]],
     ) -> Progress:
         """Book what was computed of a request, and draw its next token where all it has is computed."""
-        live.computed = chunk.end
-        full = range(chunk.first // self.pages.page_tokens, chunk.end // self.pages.page_tokens)
-        if live.is_mixed:
-            full = range(0)  # found under these weights, they would answer others with keys of the old ones
-        keys = live.keys(self.info.version) if full else []
-        for page in full:
-            self.pages.publish(chunk.pages[page], keys[page])
+        computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
         prompt = self._of_prompt(live, chunk, wanted, told)
         news = Progress(request=live.id, prompt=prompt, cached_tokens=live.cached_tokens)
         if chunk.end < live.known:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
-from superstep.runtime.launch import launch_apart
+from superstep.runtime.launch import launch_from
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.deeds import NOBODY, Deeds
 from superstep.serve.load import ServeConfig
@@ -62,6 +62,7 @@ class Host:
         name: that clients call it by.
         forms: makes what holds answers to their form; a function of a module.
         tell: given a line when the ranks are lost, and when they are back.
+        first: of its ranks, where others of this host have the GPUs before it.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Host:
         name: str = "",
         forms: Forms | None = None,
         tell: Callable[[str], None] = lambda line: None,
+        first: int = 0,
     ) -> None:
+        self._first_rank = first
         self._folder, self._serve, self._device, self._forms = folder, serve, device, forms
         self._name = name or folder.name
         self._tell = tell
@@ -218,7 +221,7 @@ class Host:
                     # Adapters are asked for once the ranks answer again: one that is gone keeps nobody waiting.
                     serve = replace(self._serve, adapters=()) if self._first.is_set() else self._serve
                     given = (self._folder, serve, address, self._forms, self._deeds.newest)
-                    launch_apart(self._device, self._serve.tp, serve_rank, *given)
+                    launch_from(self._first_rank, self._device, self._serve.tp, serve_rank, *given)
                 finally:
                     self._lost()
 
@@ -238,6 +241,8 @@ class Host:
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")
                 self._first.set()
+                if self._is_leaving:  # it was told so before it could hear
+                    self._send(Leave())
             case News(progress, counters):
                 self._counters = counters
                 for news in progress:

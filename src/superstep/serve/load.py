@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from superstep.cost.serve import ServedModel, Way, served_model
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.invariant_attention import BLOCK
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
-from superstep.plan.model.hf_config import from_hf_config
+from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.device import Device
+from superstep.runtime.device import Device, cores
 from superstep.runtime.exact.modules import require_exact
+from superstep.runtime.launch import World
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.attend import FAST_BLOCK
 from superstep.serve.compute.choice import Asked, choose
 from superstep.serve.compute.model import build, fill
 from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
-from superstep.serve.engine import Engine, Matchers
+from superstep.serve.engine import Engine, Matchers, Watch
 from superstep.serve.pages import Pages
+from superstep.serve.replay import LogFile, Setting
 from superstep.serve.request import Info
 from superstep.serve.step import Budget
 from superstep.serve.steward import Steward
 from superstep.serve.weights import version_of
+
+Watching = Callable[[Setting], Watch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +54,11 @@ class ServeConfig:
         compute: dtype of weights and keys.
         exact: whether answers have the trainer's bits, whatever they are computed beside.
         tp: ranks that share the model.
+        dp: replicas of it on this host, each with ranks of its own, which share the cores and the memory.
         quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
         kernels: the folder for the decoder that is compiled here; None computes without.
         adapters: names and folders of the adapters that are there from the start.
+        replay: a file for the steps of the engine, a line for each; None writes none.
     """
 
     context_tokens: int | None = None
@@ -55,9 +69,11 @@ class ServeConfig:
     compute: Dtype = "bf16"
     exact: bool = False
     tp: int = 1
+    dp: int = 1
     quantize: str = ""
     kernels: Path | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
+    replay: Path | None = None
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
@@ -70,7 +86,16 @@ def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
     config = folder / "config.json"
     if not config.is_file():
         raise StateError(f"'{folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
-    shape = from_hf_config(config)
+    return plan_named(str(config), serve)
+
+
+def plan_named(model: str, serve: ServeConfig) -> Resolved:
+    """The plan by which a model is cut for serving: a named size, or the path of a config.json.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be served so.
+    """
+    shape = shape_of(ModelConfig(name=model))
     if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
         raise ConfigError(
             f"serve.exact = true with model.router = '{shape.moe.router}': which tokens it drops depends on the whole "
@@ -78,7 +103,7 @@ def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
         )
     return resolve(
         RunConfig(
-            model=ModelConfig(name=str(config)),
+            model=ModelConfig(name=model),
             data=DataConfig(sequence_tokens=min(shape.max_tokens, DataConfig().sequence_tokens)),
             plan=PlanConfig(tp=serve.tp, dp=1, microbatch=1),
             numerics=NumericsConfig(compute=serve.compute, exact=serve.exact),
@@ -124,6 +149,7 @@ class Rank:
         party: its part in what is done between steps.
         pages: that its keys have room for.
         context_tokens: the most tokens of a prompt and its answer.
+        is_paged: whether every row reads its keys in their pages.
     """
 
     run: Resolved
@@ -131,6 +157,7 @@ class Rank:
     party: Party
     pages: int
     context_tokens: int
+    is_paged: bool
 
 
 def load_rank(
@@ -168,10 +195,8 @@ def load_rank(
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
     fill(served, open_weights(weights))
-    kv_heads, dtype = shape.kv_heads // serve.tp, DTYPES[serve.compute]
-    page_bytes = 2 * shape.layers * serve.page_tokens * kv_heads * shape.head_dim * dtype.itemsize
-    room = device.free_bytes(serve.tp) // 4 // page_bytes
-    pages = serve.pages or max(least, min(least * serve.requests, room))
+    page_bytes = serve.page_tokens * setting_model(run, serve).key_bytes
+    pages = serve.pages or usual_pages(least, serve.requests, device.free_bytes(serve.tp * serve.dp), page_bytes)
     if pages < least:
         raise ConfigError(
             f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
@@ -186,7 +211,60 @@ def load_rank(
         has_adapters=bool(serve.adapters),
     )
     forward, memory = choose(served, asked, tp, device)
-    return Rank(run, forward, Party(memory, weights, tp, device), pages, context_tokens)
+    give_back()
+    party, is_paged = Party(memory, weights, tp, device), memory.is_paged
+    return Rank(run, forward, party, pages, context_tokens, is_paged)
+
+
+def give_back() -> None:
+    """Let the system have what was taken to load, and dropped: glibc keeps it otherwise."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> int:
+    """Pages where nobody says how many: whole contexts of all requests, but at most a quarter of the free memory.
+
+    Args:
+        least: pages of one context.
+        requests: that run at once.
+        free_bytes: of a rank, once its weights are there.
+        page_bytes: of a page.
+    """
+    return max(least, min(least * requests, free_bytes // 4 // page_bytes))
+
+
+def setting_model(run: Resolved, serve: ServeConfig) -> ServedModel:
+    """A rank's part of the model in numbers."""
+    return served_model(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
+
+
+def way_name(serve: ServeConfig) -> str:
+    """What a way of computing steps is called, in files of measured machines."""
+    return serve.compute + ("-exact" if serve.exact else "") + (f"-{serve.quantize}" if serve.quantize else "")
+
+
+def _setting(rank: Rank, serve: ServeConfig) -> Setting:
+    way = Way(
+        name=way_name(serve),
+        tp=serve.tp,
+        block_keys=BLOCK if serve.exact else FAST_BLOCK,
+        is_paged=rank.is_paged,
+    )
+    return Setting(
+        model=setting_model(rank.run, serve),
+        page_tokens=serve.page_tokens,
+        pages=rank.pages,
+        budget=Budget(tokens=serve.step_tokens, requests=serve.requests),
+        way=way,
+    )
+
+
+def share_cores(world: World, serve: ServeConfig) -> None:
+    """A launched rank has one thread; those of a server share out the cores."""
+    if world.device.kind == "cpu":
+        torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
 
 
 def open_engine(
@@ -197,6 +275,7 @@ def open_engine(
     device: Device | None = None,
     matchers: Matchers | None = None,
     known: Known = NOTHING,
+    watch: Watching | None = None,
 ) -> Engine:
     """The engine of a folder's model, on rank 0.
 
@@ -207,12 +286,13 @@ def open_engine(
         device: where it computes; None is the CPU.
         matchers: makes what holds an answer to its form.
         known: what need not be found out.
+        watch: makes who looks on at its steps; None writes the log that ``serve.replay`` asks for.
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
         StateError: the folder holds no model, or it is damaged; or an adapter is.
     """
-    engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known)
+    engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known, watch=watch)
     return engine
 
 
@@ -224,6 +304,7 @@ def open_both(
     device: Device | None = None,
     matchers: Matchers | None = None,
     known: Known = NOTHING,
+    watch: Watching | None = None,
 ) -> tuple[Engine, Steward]:
     """``open_engine``, and who changes its weights and puts it to sleep."""
     device = device or Device("cpu")
@@ -238,9 +319,12 @@ def open_both(
         end_of_text=ends_of_text(folder),
         version=version_of(open_weights(known.weights or folder)) if known.version is None else known.version,
     )
-    budget = Budget(tokens=serve.step_tokens, requests=serve.requests)
+    setting = _setting(rank, serve)
+    if watch is None and serve.replay is not None:
+        watch = partial(LogFile, serve.replay)
+    seen_by = None if watch is None else watch(setting)
     pages = Pages(rank.pages, serve.page_tokens)
-    engine = Engine(model, info, pages, budget, matchers or (lambda request: None))
+    engine = Engine(model, info, pages, setting.budget, matchers or (lambda request: None), seen_by)
     for name, place in serve.adapters:
         engine.adapters.load(name, place)
     return engine, Steward(engine, model)

@@ -7,15 +7,12 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-import torch
-
 from superstep.errors import ConfigError
-from superstep.runtime.device import cores
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine, Matcher
-from superstep.serve.load import Known, ServeConfig, load_rank, open_both, plan_of
+from superstep.serve.load import Known, ServeConfig, load_rank, open_both, plan_of, share_cores
 from superstep.serve.messages import Abort, Ask, Do, Leave, News, Ready, Refused, decode_order, encode
 from superstep.serve.request import Request
 from superstep.serve.steward import Steward
@@ -40,9 +37,7 @@ def serve_rank(
         weights: where they are, if not in the folder.
     """
     run = plan_of(folder, serve)
-    if world.device.kind == "cpu" and not serve.exact:
-        # A launched rank has one thread; those of a server share out the cores, and exact mode sums on one.
-        torch.set_num_threads(max(1, cores() // world.size))
+    share_cores(world, serve)
     known = Known(run=run, weights=weights)
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from superstep.cli.arguments.serve import Quantize
 from superstep.cli.options import Parser
 from superstep.errors import ConfigError
+from superstep.plan.config import Dtype
 
 DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
 
@@ -25,9 +28,23 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{flag} = '{path}': the folder {path.parent} is not there; make it first.")
+    for way in asked.serve:
+        check_way(way)
+    if asked.serve_tp < 1:
+        raise ConfigError(f"--serve-tp {asked.serve_tp} must be at least 1.")
     if asked.ranks is not None and asked.ranks < 1:
         raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
     return asked
+
+
+def check_way(way: str) -> None:
+    """Raise a ConfigError where no server computes so."""
+    dtype, _, special = way.partition("-")
+    if dtype not in get_args(Dtype) or special not in ("", "exact", *get_args(Quantize)):
+        raise ConfigError(
+            f"--serve {way} is no way to serve; write a number format ({', '.join(get_args(Dtype))}), alone or with "
+            f"-exact or a quantization: bf16, bf16-exact, bf16-{get_args(Quantize)[0]}."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DEVICE",
         help="measured: cpu or cuda; GPUs where there are any by default",
     )
+    parser.add_argument(
+        "--serve",
+        nargs="+",
+        default=(),
+        metavar="WAY",
+        help="measure the steps of a server as well, in these ways: bf16, fp32, bf16-exact, bf16-w8a8, ...; half a "
+        "minute each",
+    )
+    parser.add_argument("--serve-tp", type=int, default=1, metavar="N", help="ranks that share its model (1)")
     parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
     return parser

@@ -25,6 +25,8 @@ class PlanOptions:
 
     tp: int = 1
     """Ranks that share the model."""
+    dp: int = 1
+    """Replicas of the model, each on ranks of its own; a request is answered by the one with the least to do."""
     device: DeviceKind | None = None
     """Where they compute; none takes GPUs where there are any."""
 
@@ -67,6 +69,8 @@ class ServeOptions:
     SUPERSTEP_ADMIN_KEY. Without one those paths are not there."""
     weights: tuple[str, ...] = ()
     """Folders that new weights may be taken from, beside the run's or the model's own."""
+    replay: str | None = None
+    """Write each step of the engine as a line of this file, for superstep view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +105,22 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
         )
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
+    check_least(options.plan, options.serve)
+    return Path(words[0]), options
+
+
+def check_least(plan: PlanOptions, serve: ServeOptions) -> None:
+    """Refuse numbers that are too small for any server."""
     least = {
-        "plan.tp": options.plan.tp,
-        "serve.page_tokens": options.serve.page_tokens,
-        "serve.step_tokens": options.serve.step_tokens,
-        "serve.requests": options.serve.requests,
-        "serve.pages": options.serve.pages or 1,
+        "plan.tp": plan.tp,
+        "plan.dp": plan.dp,
+        "serve.page_tokens": serve.page_tokens,
+        "serve.step_tokens": serve.step_tokens,
+        "serve.requests": serve.requests,
+        "serve.pages": serve.pages or 1,
     }
     for name, value in least.items():
         if value < 1:
             raise ConfigError(f"{name} = {value} must be at least 1.")
-    if options.serve.context_tokens is not None and options.serve.context_tokens < 2:
-        raise ConfigError(f"serve.context_tokens = {options.serve.context_tokens} must be at least 2.")
-    return Path(words[0]), options
+    if serve.context_tokens is not None and serve.context_tokens < 2:
+        raise ConfigError(f"serve.context_tokens = {serve.context_tokens} must be at least 2.")

@@ -10,7 +10,7 @@ from superstep.errors import ConfigError
 
 DESCRIPTION = (
     "Show a training step: WHAT is a run.toml, the step as it would run here, or a run's folder, the step as it "
-    "ran; left out, the demo's."
+    "ran; left out, the demo's. Of the file that a server wrote with --serve.replay, its steps over time."
 )
 
 

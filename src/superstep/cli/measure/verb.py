@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -12,8 +13,11 @@ from pathlib import Path
 from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.figures import bytes_text, rate_text, seconds_text
 from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
+from superstep.cli.serving import kernels_folder
 from superstep.cost.program.machine import Measured, seconds
 from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
+from superstep.errors import ConfigError
+from superstep.hardware.serving import ServingRate
 from superstep.hardware.text import write_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
@@ -24,6 +28,8 @@ from superstep.runtime.measure.here import distinct, measured
 from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import measure_collectives
+from superstep.serve.calibrate import USUAL, calibrate
+from superstep.serve.load import ServeConfig
 from superstep.train.model import operations
 
 SIDES = (64, 256, 1024, 4096)
@@ -49,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=asked.out.parent if asked.out else None) as folder:
         read, write = disk_rates(Path(folder))
     cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    ways = [serving_rate(run, way, asked) for way in asked.serve]
+    cluster = replace(cluster, chip=replace(cluster.chip, serving=tuple(ways)))
     found = replace(found, cluster=cluster)
     points, roof = list(_points(run, seen, found)), _roof(found)
     _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
@@ -60,6 +68,22 @@ def main(argv: Sequence[str]) -> int:
         asked.out.write_text(write_cluster(cluster), encoding="utf-8")
         _say(f"cluster file in {asked.out}")
     return 0
+
+
+def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingRate:
+    """What the steps of a server take here, in one way of computing them."""
+    if run.decoder is None:
+        raise ConfigError("--serve measures servers of the decoder; leave --model to a named size.")
+    dtype, _, special = way.partition("-")
+    serve = ServeConfig(
+        compute="bf16" if dtype == "bf16" else "fp32",
+        exact=special == "exact",
+        quantize="" if special == "exact" else special,
+        tp=asked.serve_tp,
+        kernels=kernels_folder(None),
+    )
+    # The demo's weights stay in a cache; what is kept for other models is measured on larger ones.
+    return calibrate(USUAL if asked.model == "demo" else run.decoder, serve, choose(asked.device, asked.serve_tp))
 
 
 def _run(model: str, dtype: str) -> Resolved:
@@ -109,6 +133,8 @@ def _table(found: Measured) -> Iterator[str]:
     for rate in cluster.collectives:
         latency = seconds_text(rate.latency_s)
         yield f"{rate.name:18}{latency:>12} + bytes / {rate.bytes_per_s / 1e9:.3g} GB/s   {rate.ranks} ranks"
+    for way in chip.serving:
+        yield f"{'serving':18}{way.way}, {way.tp} to a model: steps within {way.spread:.1%} in the median"
     if cluster.disk_read_bytes_per_s and cluster.disk_write_bytes_per_s:
         read, write = cluster.disk_read_bytes_per_s / 1e9, cluster.disk_write_bytes_per_s / 1e9
         yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from superstep.cli.arguments.plan_serve import read
 from superstep.cli.options import read_flags
 from superstep.cli.plan.calibrate import calibration_of
 from superstep.cli.plan.problem import problems
@@ -36,7 +38,7 @@ from superstep.planner.verify import Verified, straggled, verified
 
 DESCRIPTION = (
     "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
-    "run.toml."
+    "run.toml. With --serve: what a server of it will do (superstep plan MODEL --serve --help)."
 )
 
 
@@ -88,7 +90,9 @@ class Ranked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the best plans."""
+    """Print the best plans; with --serve, what a server will do."""
+    if any(word in ("--serve", "--serve=true") for word in argv):
+        return _serving(argv)
     has_model = bool(argv) and not argv[0].startswith("-")
     options = read_flags(
         Options(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
@@ -115,6 +119,13 @@ def main(argv: Sequence[str]) -> int:
         _say(fallback_text(ranked.fallbacks))
     _write(ranked, options)
     return 0
+
+
+def _serving(argv: Sequence[str]) -> int:
+    """``superstep plan --serve``: it measures this machine, so that it brings torch, and is imported here alone."""
+    read(argv)  # help and mistakes need neither
+    status: int = importlib.import_module("superstep.cli.plan.serve").main(argv)
+    return status
 
 
 def rank(found: Sequence[Problem], options: Options) -> Ranked:

@@ -72,6 +72,11 @@ class Memory:
         at = {held.values.data_ptr(): name for name, held in served.params.items()}
         self._name_of = {id(p): at[p.data_ptr()] for module in served.modules for p in module.parameters()}
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether every row reads its keys in their pages."""
+        return isinstance(self._store, TiledStore)
+
     def read(self, weights: Weights) -> Beside:
         """This rank's part of some weights; those in place are as they were. Any thread may call it.
 

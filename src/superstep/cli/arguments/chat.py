@@ -1,0 +1,70 @@
+"""What superstep chat is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least
+from superstep.cli.options import read_flags
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Talk to a model in the terminal: MODEL is a run, a checkpoint or a Hugging Face folder, which is loaded here, or "
+    "the URL of a server. Ctrl-C stops an answer, Ctrl-D ends; /help names what else there is."
+)
+COMMON = ("system", "temperature", "max_tokens", "model", "key", "numerics.compute", "serve.quantize")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to talk."""
+
+    system: str | None = None
+    """What the model is told before the conversation."""
+    max_tokens: int | None = None
+    """The most tokens of an answer; none takes what the context has room for."""
+    temperature: float = 0.8
+    """How freely to draw; 0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int | None = None
+    """Of the draws; none takes another one for each answer."""
+    model: str | None = None
+    """Of a server: which of its models; none takes the first."""
+    key: str | None = None
+    """Of a server: the key that it asks for."""
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
+    serve: ServeOptions = field(default_factory=ServeOptions)
+
+
+def read(argv: Sequence[str]) -> tuple[str, Options]:
+    """The model or the URL, and the rest.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    words = [word for word in argv[:1] if not word.startswith("-")]
+    options = read_flags(
+        Options(), argv[len(words) :], prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
+    )
+    if not words:
+        raise ConfigError("name a model or the URL of a server: superstep chat runs/demo.")
+    check_least(options.plan, options.serve)
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ConfigError(f"--max-tokens = {options.max_tokens} must be at least 1.")
+    if not 0 <= options.temperature <= 100:
+        raise ConfigError(f"--temperature = {options.temperature} must be from 0 to 100.")
+    if not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p = {options.top_p} must be above 0 and at most 1.")
+    is_url = words[0].startswith(("http://", "https://"))
+    if not is_url and (options.plan.tp, options.plan.dp) != (1, 1):
+        raise ConfigError(
+            f"plan.tp = {options.plan.tp}, plan.dp = {options.plan.dp}: a model that is loaded here has one rank; "
+            "start superstep serve with them, and talk to its URL."
+        )
+    if not is_url and (options.model or options.key):
+        raise ConfigError("--model and --key are for the URL of a server; leave them out.")
+    return words[0], options

@@ -1,0 +1,65 @@
+"""What superstep plan --serve is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least
+from superstep.cli.options import read_flags
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Say what a server of a model will do before it starts: bytes, pages of keys, contexts x streams, the first token, "
+    "tokens/s. MODEL is a run, a checkpoint, a Hugging Face folder or config.json, or a named size."
+)
+COMMON = ("cluster", "prompt", "answer", "plan.tp", "numerics.compute", "serve.context_tokens", "serve.quantize")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to foresee, and where."""
+
+    cluster: str | None = None
+    """Chips and their number, 1xH100 say, or a cluster file; none measures this machine for a moment."""
+    memory: float | None = None
+    """GiB of a rank that weights and keys may take; none takes what is free here, or the chip's own."""
+    prompt: int = 256
+    """Tokens of each prompt, where many come at once."""
+    answer: int = 128
+    """Tokens of each answer there."""
+    json: str | None = None
+    """Write what is foreseen as JSON."""
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
+    serve: ServeOptions = field(default_factory=ServeOptions)
+
+
+def read(argv: Sequence[str]) -> tuple[str, Options]:
+    """The model, and the rest.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    flags = [word for word in argv if word not in ("--serve", "--serve=true")]
+    words = [word for word in flags[:1] if not word.startswith("-")]
+    options = read_flags(
+        Options(), flags[len(words) :], prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
+    )
+    if not words:
+        raise ConfigError("name a model, then any flags: superstep plan runs/demo --serve.")
+    check_least(options.plan, options.serve)
+    for name, value in (("--prompt", options.prompt), ("--answer", options.answer)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value} must be at least 1.")
+    if options.memory is not None and not 0 < options.memory < float("inf"):
+        raise ConfigError(f"--memory = {options.memory} must be above 0.")
+    if options.json is not None:
+        file = Path(options.json)
+        if not file.parent.is_dir():
+            raise ConfigError(f"--json = '{file}': the folder {file.parent} is not there; make it first.")
+        if file.exists():
+            raise ConfigError(f"--json = '{file}' is there already, and is kept; name a new file.")
+    return words[0], options

@@ -1,0 +1,109 @@
+"""A model that is loaded here: the engine as a library, without a server."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+
+from superstep.cli.arguments.chat import Options
+from superstep.cli.served_model import find_model
+from superstep.cli.serving import serve_config
+from superstep.errors import ConfigError
+from superstep.runtime.device import choose, pick
+from superstep.serve.api.words import Reader
+from superstep.serve.load import open_engine, plan_of
+from superstep.serve.request import Request, Sampling
+from superstep.serve.speech import load_words
+
+Message = Mapping[str, str]
+
+
+class Local:
+    """Talks to a model in this process.
+
+    Args:
+        path: of a run, a checkpoint or a Hugging Face folder.
+        options: how.
+
+    Raises:
+        StateError, DataError: there is no model, or it has no tokenizer.
+        ConfigError: it cannot be served so, or its chat template cannot be used.
+    """
+
+    def __init__(self, path: Path, options: Options) -> None:
+        model = find_model(path)
+        config = serve_config(model.run, options)
+        shape = plan_of(model.folder, config).shape
+        self._words = load_words(model.folder, shape.vocab)
+        device = pick(0, choose(options.plan.device, 1))
+        self._engine = open_engine(model.folder, config, device=device)
+        self._options = options
+        self._number = 0
+        self.name = model.name
+        self.has_template = not self._words.chat_stops
+        """Whether the model says how its chats are written; else they are written as plain turns."""
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[str]:
+        """The pieces of an answer, as they are drawn. Closing it stops the answer.
+
+        Raises:
+            ConfigError: the conversation is longer than the context.
+            KeyboardInterrupt: Ctrl-C, between two steps of the engine.
+        """
+        prompt = tuple(self._words.chat([dict(one) for one in messages], ()))
+        options, context = self._options, self._engine.info.context_tokens
+        if len(prompt) >= context:
+            raise ConfigError(
+                f"the conversation has {len(prompt)} tokens, and the context {context}; begin a new one with /reset."
+            )
+        sampling = Sampling(
+            max_tokens=options.max_tokens or context,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=secrets.randbits(32) if options.seed is None else options.seed,
+        )
+        self._number += 1
+        self._engine.add(Request(id=self._number, prompt=prompt, sampling=sampling))
+        try:
+            with _asked_to_stop() as asked:
+                yield from self._pieces(self._words.reader(self._words.chat_stops), asked)
+        finally:
+            self._engine.abort(self._number)
+            while not self._engine.is_idle:
+                self._engine.step()
+
+    def _pieces(self, reader: Reader, asked: list[int]) -> Iterator[str]:
+        while not self._engine.is_idle:
+            for news in self._engine.step():
+                for told in news.tokens:
+                    yield reader.push(told.token)
+                    if reader.stop is not None:
+                        return
+            if asked:
+                raise KeyboardInterrupt
+        yield reader.end()
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Filled by Ctrl-C, which must not tear a step of the engine apart; a second one ends the program."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if current_thread() is not main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,139 @@
+"""superstep chat: a conversation in the terminal, with a model that is loaded here or with a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Protocol, cast
+
+from superstep.cli.arguments.chat import Options, read
+from superstep.cli.chat.local import Local
+from superstep.cli.chat.remote import Remote
+from superstep.errors import UserError
+
+HELP = """\
+/reset          begin a new conversation
+/system TEXT    tell the model something before it; without TEXT, nothing any more
+/help           this
+Ctrl-C stops an answer, Ctrl-D ends."""
+
+
+class Talker(Protocol):
+    """Who answers."""
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """The pieces of an answer; a generator."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talk until the input ends."""
+    where, options = read(argv)
+    if where.startswith(("http://", "https://")):
+        talker: Talker = Remote(where, model=options.model, key=options.key, fields=_fields(options))
+        _note(f"{cast(Remote, talker).name} at {where}")
+    else:
+        local = talker = Local(Path(where), options)
+        _note(local.name)
+        if not local.has_template:
+            _note(
+                "The model has no chat template, so that turns are written one below the other; one that was trained "
+                "on chats has a chat_template.jinja in its folder. superstep sample goes on with a text."
+            )
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            __import__("readline")  # input() edits lines with it
+        _note("Ctrl-C stops an answer, Ctrl-D ends, /help names the rest.")
+    return Conversation(talker, options.system, prompt="> " if is_terminal else "").run()
+
+
+def _fields(options: Options) -> dict[str, object]:
+    """Of a request to a server."""
+    names = ("max_tokens", "seed", "temperature", "top_p")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+class Conversation:
+    """What was said.
+
+    Args:
+        talker: who answers.
+        system: what is said before all; None for nothing.
+        prompt: shown where a line is awaited.
+    """
+
+    def __init__(self, talker: Talker, system: str | None, *, prompt: str) -> None:
+        self._talker, self._system, self._prompt = talker, system, prompt
+        self._said: list[dict[str, str]] = []
+
+    def run(self) -> int:
+        """The exit status: 0, or of a mistake when nobody is there to read of it and go on."""
+        while True:
+            try:
+                line = input(self._prompt).strip()
+            except EOFError:
+                if self._prompt:
+                    print()
+                return 0
+            except KeyboardInterrupt:
+                if not self._prompt:
+                    raise
+                print("\n(Ctrl-D ends)")
+                continue
+            if line.startswith("/"):
+                self._obey(line)
+            elif line:
+                try:
+                    self._ask(line)
+                except UserError as error:
+                    if not self._prompt:
+                        raise
+                    _note(str(error))
+
+    def _obey(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        match word:
+            case "/reset":
+                self._said.clear()
+                _note("A new conversation.")
+            case "/system":
+                self._system = rest.strip() or None
+                self._said.clear()
+                _note("A new conversation, with this said before." if self._system else "A new conversation.")
+            case "/help":
+                _note(HELP)
+            case _:
+                _note(f"{word} is not known here; /help names what is. A text may not begin with /.")
+
+    def _ask(self, text: str) -> None:
+        before = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked = {"role": "user", "content": text}
+        pieces: list[str] = []
+        answer = self._talker.answer([*before, *self._said, asked])
+        try:
+            with closing(cast("Generated", answer)):
+                for piece in answer:
+                    print(piece, end="", flush=True)
+                    pieces.append(piece)
+        except KeyboardInterrupt:
+            if not self._prompt:
+                raise
+            print(" (stopped)", end="")
+        finally:
+            if pieces:
+                print(flush=True)
+        # A stopped answer has been read as far as it goes, and can be spoken of.
+        self._said += [asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
+class Generated(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Stop."""
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,218 @@
+"""superstep plan --serve: what a server will do, before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from superstep.cli.arguments.plan_serve import Options, read
+from superstep.cli.plan.problem import memory_of
+from superstep.cli.plan.serve_text import told
+from superstep.cli.served_model import find_model
+from superstep.cli.serving import serve_config
+from superstep.cost.serve import Way, published
+from superstep.errors import ConfigError, StateError
+from superstep.hardware.cluster import Cluster
+from superstep.hardware.serving import ServingRate
+from superstep.hardware.text import cluster as cluster_of
+from superstep.plan.config import RunConfig
+from superstep.plan.model.shape import SHAPES
+from superstep.plan.resolve import Resolved
+from superstep.runtime.device import choose, pick
+from superstep.serve.calibrate import calibrate
+from superstep.serve.compute.attend import FAST_BLOCK
+from superstep.serve.compute.quantize import format_named
+from superstep.serve.foresee import Crowd, First, Room, Server, crowds, firsts, rooms, weight_bytes
+from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages, way_name
+from superstep.serve.step import Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What a server will do.
+
+    Attributes:
+        model: its name.
+        parameters: of the whole model.
+        where: the machine.
+        way: how steps are computed.
+        tp, dp: ranks that share the model, and replicas.
+        spread: of the measured steps; None where nothing was measured.
+        weight_bytes, key_bytes, beside_bytes: of a rank.
+        page_bytes: of a rank, of one page.
+        pages, page_tokens: how many, and positions of one.
+        rooms: contexts x streams.
+        firsts: prompts that come alone.
+        prompt_tokens, answer_tokens: of requests that come together.
+        crowds: those.
+    """
+
+    model: str
+    parameters: int
+    where: str
+    way: str
+    tp: int
+    dp: int
+    spread: float | None
+    weight_bytes: float
+    key_bytes: float
+    beside_bytes: float
+    page_bytes: float
+    pages: int
+    page_tokens: int
+    rooms: tuple[Room, ...]
+    firsts: tuple[First, ...]
+    prompt_tokens: int
+    answer_tokens: int
+    crowds: tuple[Crowd, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what is foreseen."""
+    name, options = read(argv)
+    model, trained = _model(name)
+    config = serve_config(trained, options)
+    run = plan_named(model, config)
+    _check(run, config, options)
+    cluster = None if options.cluster is None else cluster_of(options.cluster)
+    if cluster is None:
+        print("Measuring this machine, for about half a minute.", flush=True)
+    rate, is_measured = _rate(run, config, cluster, options)
+    free = _free_bytes(cluster, rate, run, config, options)
+    found = foresee(name, run, config, rate, free, options, is_measured=is_measured)
+    print(told(found))
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _model(name: str) -> tuple[str, RunConfig | None]:
+    """What ``model.name`` would be, and how it was trained."""
+    if name in SHAPES or name.endswith(".json"):
+        return name, None
+    try:
+        found = find_model(Path(name))
+    except StateError as error:
+        raise StateError(f"{str(error).removesuffix('.')}; or a named size: llama3-8b, say.") from error
+    config = found.folder / "config.json"
+    if not config.is_file():
+        raise StateError(f"'{found.folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
+    return str(config), found.run
+
+
+def _check(run: Resolved, config: ServeConfig, options: Options) -> None:
+    context = config.context_tokens or run.shape.max_tokens
+    if context > run.shape.max_tokens:
+        raise ConfigError(
+            f"serve.context_tokens = {context} is more than the {run.shape.max_tokens} tokens that the model was made "
+            f"for; set serve.context_tokens to {run.shape.max_tokens} or less."
+        )
+    if options.prompt + options.answer > context:
+        raise ConfigError(
+            f"--prompt {options.prompt} and --answer {options.answer} are more than a context of {context} tokens; "
+            "make one of them smaller."
+        )
+    if options.cluster is None and options.plan.dp > 1:
+        raise ConfigError(
+            f"plan.dp = {options.plan.dp} without --cluster: replicas would share this machine; plan one of them, or "
+            "name a cluster."
+        )
+
+
+def _rate(run: Resolved, config: ServeConfig, cluster: Cluster | None, options: Options) -> tuple[ServingRate, bool]:
+    """What steps take, and whether it was measured."""
+    if cluster is None:
+        return calibrate(run.shape, config, choose(options.plan.device, config.tp)), True
+    name = way_name(config)
+    known = [each for each in cluster.chip.serving if (each.way, each.tp) == (name, config.tp)]
+    if known:
+        return known[-1], True
+    if cluster.chip.serving:
+        there = ", ".join(f"{each.way} with tp = {each.tp}" for each in cluster.chip.serving)
+        raise ConfigError(
+            f"--cluster = '{options.cluster}' has servers measured as {there}, and none as {name} with tp = "
+            f"{config.tp}; superstep measure --serve {name} --serve-tp {config.tp} measures it."
+        )
+    number_bytes = 4 if config.compute == "fp32" else 2
+    held = float(number_bytes) if not config.quantize else format_named(config.quantize).bytes_per_weight
+    way = Way(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
+    return published(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
+
+
+def _free_bytes(
+    cluster: Cluster | None, rate: ServingRate, run: Resolved, config: ServeConfig, options: Options
+) -> float:
+    """What a rank has left once its weights are there."""
+    weights = weight_bytes(setting_model(run, config), rate)
+    if options.memory is not None:
+        free = options.memory * 2**30 - weights
+    elif cluster is None:
+        device = choose(options.plan.device, config.tp)
+        free = pick(0, device).free_bytes(config.tp) - weights - rate.beside_bytes
+    else:
+        free = memory_of(cluster, None) - weights - rate.beside_bytes
+    if free <= 0:
+        raise ConfigError(
+            f"the weights of a rank take {weights / 2**30:.3g} GiB, and there is no room for keys; raise plan.tp, or "
+            "set serve.quantize."
+        )
+    return free
+
+
+def foresee(
+    name: str,
+    run: Resolved,
+    config: ServeConfig,
+    rate: ServingRate,
+    free_bytes: float,
+    options: Options,
+    *,
+    is_measured: bool,
+) -> Foreseen:
+    """What a server will do.
+
+    Raises:
+        ConfigError: a context has no room.
+    """
+    model, shape = setting_model(run, config), run.shape
+    context = config.context_tokens or shape.max_tokens
+    page_bytes = config.page_tokens * model.key_bytes
+    least = -(-context // config.page_tokens)
+    pages = config.pages or usual_pages(least, config.requests, int(free_bytes), page_bytes)
+    if pages < least or pages * page_bytes > free_bytes:
+        raise ConfigError(
+            f"serve.pages = {pages} of {config.page_tokens} tokens: a context of {context} tokens takes {least} pages, "
+            f"and there is room for {int(free_bytes // page_bytes)}; set serve.context_tokens or serve.pages."
+        )
+    server = Server(
+        model=model,
+        rate=rate,
+        pages=pages,
+        page_tokens=config.page_tokens,
+        budget=Budget(tokens=config.step_tokens, requests=config.requests),
+        context_tokens=context,
+    )
+    return Foreseen(
+        model=name,
+        parameters=run.outline.numel,
+        where="this machine" if options.cluster is None else options.cluster,
+        way=rate.way,
+        tp=config.tp,
+        dp=options.plan.dp,
+        spread=rate.spread if is_measured else None,
+        weight_bytes=server.weight_bytes,
+        key_bytes=server.key_bytes,
+        beside_bytes=rate.beside_bytes,
+        page_bytes=page_bytes,
+        pages=pages,
+        page_tokens=config.page_tokens,
+        rooms=tuple(rooms(server)),
+        firsts=tuple(firsts(server)),
+        prompt_tokens=options.prompt,
+        answer_tokens=options.answer,
+        crowds=tuple(
+            crowds(server, prompt_tokens=options.prompt, answer_tokens=options.answer, replicas=options.plan.dp)
+        ),
+    )

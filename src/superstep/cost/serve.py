@@ -1,0 +1,379 @@
+"""What an engine step of a server takes: a sum over kinds of work, each so many times its seconds.
+
+    step      1, for each step                     row      rows: lists and places on the host
+    layer     layers                               wide     rows · layers · width: norms, gates, sums
+    request   requests with rows                   draw     tokens drawn
+    vocab     wanted rows · vocabulary: totals     noise    draws by chance · vocabulary
+    keys      bytes of keys and values, read in their pages by rows that are alone in their text
+    group     layers · groups of rows that are computed together
+    gather    bytes of their keys and values       places   positions of their texts
+    pairs     FLOPs of their attention
+    rows_N    weights that N rows are multiplied with; between two N the seconds of a weight lie on a line
+
+A machine's seconds are fitted to measured steps (``fit``) or taken from a chip's published peaks (``published``).
+Where the memory has to be read for a weight, few rows cost as much as one; so what one row costs is memory traffic, and
+what more rows cost beyond it is compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from superstep.hardware.cluster import Cluster
+from superstep.hardware.serving import ServingRate
+from superstep.hardware.units import Array
+from superstep.plan.model.shape import ModelShape
+
+KNOTS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512)
+"""Numbers of rows whose seconds of a weight are known. Up to 8 rows some products are made in another way."""
+
+TERMS = (
+    "step", "layer", "request", "row", "wide", "draw", "vocab", "noise", "keys", "group", "gather", "places", "pairs",
+    *(f"rows_{rows}" for rows in KNOTS),
+)  # fmt: skip
+
+BOUNDS: Mapping[str, str] = {
+    "wide": "compute", "pairs": "compute", "keys": "memory traffic", "gather": "memory traffic",
+    "draw": "draws", "vocab": "draws", "noise": "draws",
+}  # fmt: skip
+"""What holds a step back in each kind of work; the rest is the host's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A rank's part of a model, in numbers.
+
+    Attributes:
+        layers: blocks.
+        width: of the residual stream.
+        dense: weights of a layer's linears that every row meets.
+        expert: weights of one expert; 0 where there are none.
+        experts: of a layer.
+        experts_per_token: that a row meets.
+        head: weights of the product that gives the logits.
+        embedding: other weights: the embedding and what is no linear.
+        vocab: columns of the logits.
+        query_numbers: query heads of this rank times their width.
+        key_numbers: key heads of this rank times their width.
+        bytes: of a number.
+        window: tokens that a row sees back to; None for all.
+    """
+
+    layers: int
+    width: int
+    dense: int
+    expert: int
+    experts: int
+    experts_per_token: int
+    head: int
+    embedding: int
+    vocab: int
+    query_numbers: int
+    key_numbers: int
+    bytes: int
+    window: int | None = None
+
+    @property
+    def linears(self) -> int:
+        """Weights of all linears, the head's among them."""
+        return self.layers * (self.dense + self.experts * self.expert) + self.head
+
+    @property
+    def key_bytes(self) -> int:
+        """Of the keys and values of one position, in all layers."""
+        return 2 * self.layers * self.key_numbers * self.bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How steps are computed, as far as their work depends on it.
+
+    Attributes:
+        name: number format and what is special: bf16, bf16-exact, bf16-w8a8, ...
+        tp: ranks that share the model.
+        block_keys: texts are read together whose keys are as many blocks of so many.
+        is_paged: whether a row that is alone in its text is read in its pages.
+    """
+
+    name: str
+    tp: int
+    block_keys: int
+    is_paged: bool
+
+
+def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedModel:
+    """The part of a decoder that each of ``tp`` ranks has."""
+    D, N, K, H = shape.width, shape.heads // tp, shape.kv_heads // tp, shape.head_dim
+    feed_forward = 3 * D * shape.ffn // tp
+    moe = shape.moe
+    shared = 0 if moe is None else moe.shared_experts * feed_forward + moe.logits * D
+    vocab = -(-shape.vocab // tp)
+    return ServedModel(
+        layers=shape.layers,
+        width=D,
+        dense=2 * D * H * (N + K) + (feed_forward if moe is None else shared),
+        expert=0 if moe is None else feed_forward,
+        experts=0 if moe is None else moe.experts,
+        experts_per_token=0 if moe is None else moe.experts_per_token,
+        head=vocab * D,
+        embedding=(0 if shape.tied else vocab * D) + (2 * shape.layers + 1) * D,
+        vocab=shape.vocab,
+        query_numbers=N * H,
+        key_numbers=K * H,
+        bytes=number_bytes,
+        window=shape.window,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Texts whose rows are computed in one attention: ``texts`` of ``rows`` rows and ``keys`` keys each."""
+
+    texts: int
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """An engine step, in numbers.
+
+    Attributes:
+        rows: tokens.
+        requests: with rows in it.
+        wanted: rows whose logits are asked for.
+        drawn: tokens drawn.
+        chance: of these, the ones that are not simply the likeliest.
+        paged_keys: keys read in their pages, by rows that are alone in their text.
+        groups: of the other rows.
+    """
+
+    rows: int
+    requests: int
+    wanted: int
+    drawn: int
+    chance: int
+    paged_keys: int
+    groups: tuple[Group, ...] = ()
+
+
+def counts(model: ServedModel, work: Work) -> Array:
+    """How often a step has each kind of work, in the order of ``TERMS``."""
+    kv_bytes = 2 * model.key_numbers * model.bytes * model.layers
+    gathered = sum(group.texts * group.keys for group in work.groups)
+    pairs = sum(group.texts * group.rows * group.keys for group in work.groups)
+    found = {
+        "step": 1.0,
+        "layer": model.layers,
+        "request": work.requests,
+        "row": work.rows,
+        "wide": work.rows * model.layers * model.width,
+        "draw": work.drawn,
+        "vocab": work.wanted * model.vocab,
+        "noise": work.chance * model.vocab,
+        "keys": work.paged_keys * kv_bytes,
+        "group": model.layers * len(work.groups),
+        "gather": gathered * kv_bytes,
+        "places": gathered,
+        "pairs": 4.0 * pairs * model.query_numbers * model.layers,
+    }
+    for rows, weights in _products(model, work):
+        for knot, share in _knots(rows):
+            found[f"rows_{knot}"] = found.get(f"rows_{knot}", 0.0) + share * weights
+    return np.array([found.get(term, 0.0) for term in TERMS])
+
+
+def _products(model: ServedModel, work: Work) -> list[tuple[float, float]]:
+    """Numbers of rows, and the weights that so many are multiplied with."""
+    found: list[tuple[float, float]] = [(work.rows, model.layers * model.dense), (work.wanted, model.head)]
+    if model.experts and work.rows:
+        chosen = work.rows * model.experts_per_token
+        # Routers spread tokens: of E experts so many are met by k choices at random.
+        met = model.experts * (1 - (1 - 1 / model.experts) ** chosen)
+        found.append((chosen / met, model.layers * met * model.expert))
+    return [(rows, weights) for rows, weights in found if rows]
+
+
+def _knots(rows: float) -> list[tuple[int, float]]:
+    """The neighbours of a number of rows among ``KNOTS``, and how much of each it is."""
+    if rows >= KNOTS[-1]:
+        return [(KNOTS[-1], rows / KNOTS[-1])]
+    for low, high in pairwise(KNOTS):
+        if low <= rows <= high:
+            share = (rows - low) / (high - low)
+            return [(low, 1 - share), (high, share)]
+    return [(KNOTS[0], 1.0)]
+
+
+def way_of(rate: ServingRate) -> Way:
+    """How the steps were computed that a rate was measured on."""
+    return Way(name=rate.way, tp=rate.tp, block_keys=rate.block_keys, is_paged=rate.is_paged)
+
+
+def seconds(rate: ServingRate, model: ServedModel, work: Work) -> float:
+    """What a step takes."""
+    return float(counts(model, work) @ _term_s(rate))
+
+
+def bounds(rate: ServingRate, model: ServedModel, works: Sequence[Work]) -> dict[str, float]:
+    """The shares of some steps' seconds, by what holds them back, the largest first."""
+    term_s = _term_s(rate)
+    total = sum((counts(model, work) for work in works), np.zeros(len(TERMS)))
+    spent = dict.fromkeys(("memory traffic", "compute", "draws", "host"), 0.0)
+    for term, count, each_s in zip(TERMS, total, term_s, strict=True):
+        if term.startswith("rows_"):
+            read_s = min(each_s, term_s[TERMS.index("rows_1")])
+            spent["memory traffic"] += count * read_s
+            spent["compute"] += count * (each_s - read_s)
+        else:
+            spent[BOUNDS.get(term, "host")] += count * each_s
+    whole = sum(spent.values()) or 1.0
+    return {name: spent[name] / whole for name in sorted(spent, key=lambda name: -spent[name])}
+
+
+def _term_s(rate: ServingRate) -> Array:
+    known = dict(rate.term_s)
+    return np.array([known.get(term, 0.0) for term in TERMS])
+
+
+TRIMS, TRIM = 3, 4.0
+"""How often steps are left out that are so many times farther off than the median, and the rest is fitted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured step."""
+
+    model: ServedModel
+    work: Work
+    seconds: float
+
+
+def fit(samples: Sequence[Sample], way: Way, *, held_bytes: float = 1.0, beside_bytes: float = 0.0) -> ServingRate:
+    """The seconds of each kind of work that come nearest to measured steps: least squares of relative errors, none of
+    them negative.
+    """
+    wanted = np.array([sample.seconds for sample in samples])
+    many = np.stack([counts(sample.model, sample.work) for sample in samples]) / wanted[:, None]
+    used = np.abs(many).max(axis=0) > 0
+    solved, kept = _solved(many), np.ones(len(samples), dtype=bool)
+    for _ in range(TRIMS):  # a step beside which something else ran is no sample
+        error = np.abs(many @ solved - 1)
+        kept = error <= TRIM * max(float(np.median(error)), 0.01)
+        solved = _solved(many[kept])
+    off = float(np.median(np.abs(many @ solved - 1)))
+    solved = _without_gaps(solved, used)
+    term_s = tuple(sorted((term, float(f"{each:.6g}")) for term, each in zip(TERMS, solved, strict=True)))
+    return ServingRate(
+        way=way.name,
+        tp=way.tp,
+        block_keys=way.block_keys,
+        is_paged=way.is_paged,
+        term_s=term_s,
+        held_bytes=held_bytes,
+        beside_bytes=beside_bytes,
+        spread=round(off, 4),
+    )
+
+
+def _solved(many: Array) -> Array:
+    """Seconds of each kind; more rows never take less for a weight: what is solved for is how much more they take."""
+    first = TERMS.index(f"rows_{KNOTS[0]}")
+    steps = many.copy()
+    steps[:, first:] = many[:, : first - 1 : -1].cumsum(axis=1)[:, ::-1]
+    scale = np.abs(steps).max(axis=0)
+    used = scale > 0
+    solved = np.zeros(len(TERMS))
+    solved[used] = least_squares(steps[:, used] / scale[used], np.ones(len(many))) / scale[used]
+    solved[first:] = solved[first:].cumsum()
+    return solved
+
+
+def _without_gaps(solved: Array, used: Array) -> Array:
+    """Knots that no step came near take what lies between their neighbours, or grow with the rows beyond the last."""
+    places = [TERMS.index(f"rows_{rows}") for rows in KNOTS]
+    known = [(rows, solved[place]) for rows, place in zip(KNOTS, places, strict=True) if used[place]]
+    if not known:
+        return solved
+    out = solved.copy()
+    for rows, place in zip(KNOTS, places, strict=True):
+        if not used[place]:
+            last_rows, last_s = known[-1]
+            between = float(np.interp(rows, [r for r, _ in known], [s for _, s in known]))
+            out[place] = last_s * rows / last_rows if rows > last_rows else between
+    return out
+
+
+def least_squares(many: Array, wanted: Array) -> Array:
+    """The x without a negative number for which ``many @ x`` is nearest to ``wanted`` (Lawson 1974, ch. 23)."""
+    count = many.shape[1]
+    found, free = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(3 * count):
+        slope = many.T @ (wanted - many @ found)
+        slope[free] = -math.inf
+        best = int(slope.argmax())
+        if slope[best] <= 1e-10:
+            break
+        free[best] = True
+        while True:
+            trial = np.zeros(count)
+            trial[free] = np.linalg.lstsq(many[:, free], wanted, rcond=None)[0]
+            if (trial[free] > 0).all():
+                break
+            # As far towards the trial as no number becomes negative; those that became 0 stay there.
+            below = free & (trial <= 0)
+            step = float(np.min(found[below] / np.maximum(found[below] - trial[below], 1e-300)))
+            found = found + step * (trial - found)
+            free &= found > 1e-15
+            found[~free] = 0.0
+            if not free.any():
+                break
+        found = trial if free.any() else found
+    return found
+
+
+HOST_STEP_S = 1.5e-3
+"""What our engine does on the host in a step, and for each of its requests, where nobody measured it."""
+HOST_REQUEST_S = 1e-4
+KERNELS_OF_A_LAYER = 24
+"""That our blocks launch, one after the other."""
+DISPATCH_S = 6e-6
+"""The least that torch takes on the host to launch one."""
+STREAMED = 0.8
+"""Shares of the published rates that products and copies reach."""
+MULTIPLIED = 0.6
+
+
+def published(cluster: Cluster, way: Way, *, number_bytes: int, weight_bytes: float) -> ServingRate:
+    """Seconds from a chip's published peaks, and an assumed host: nobody measured them."""
+    chip, tp = cluster.chip, way.tp
+    peak = chip.peak("bf16" if number_bytes == 2 else "fp32") or max(rate for _, rate in chip.flops_per_s)
+    read_s, flop_s = 1 / (STREAMED * chip.memory_bytes_per_s), 1 / (MULTIPLIED * peak)
+    link_s = 0.0 if tp == 1 else 2 * 2 * number_bytes * (tp - 1) / tp / cluster.link_bytes_per_s
+    launch_s = KERNELS_OF_A_LAYER * max(chip.launch_s, DISPATCH_S)
+    term_s = {
+        "step": HOST_STEP_S,
+        "layer": launch_s + (0.0 if tp == 1 else 2 * cluster.link_latency_s),
+        "request": HOST_REQUEST_S,
+        "wide": 40 * number_bytes * read_s + link_s,
+        "vocab": 8 * read_s,
+        "noise": 80 * read_s,
+        "keys": read_s,
+        "gather": 3 * read_s,
+        "pairs": flop_s,
+    } | {f"rows_{rows}": max(weight_bytes * read_s, 2 * rows * flop_s) for rows in KNOTS}
+    return ServingRate(
+        way=way.name,
+        tp=tp,
+        block_keys=way.block_keys,
+        is_paged=way.is_paged,
+        term_s=tuple(sorted(term_s.items())),
+        held_bytes=weight_bytes,
+        beside_bytes=0.0,
+        spread=0.0,
+    )

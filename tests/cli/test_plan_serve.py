@@ -1,0 +1,76 @@
+"""superstep plan --serve: what a server will do, without one; and what cannot be foreseen is refused in a line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from superstep.cli.main import main
+from superstep.hardware.serving import ServingRate
+from superstep.hardware.text import cluster, read_cluster, write_cluster
+
+RATE = ServingRate(
+    way="bf16-w8a8",
+    tp=2,
+    block_keys=64,
+    is_paged=True,
+    term_s=(("layer", 1e-4), ("rows_1", 1e-10), ("rows_512", 2e-9), ("step", 2e-4)),
+    held_bytes=2.5,
+    beside_bytes=1e8,
+    spread=0.03,
+)
+
+
+def test_a_server_on_published_hardware_is_foreseen(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    words = ["plan", "llama3-8b", "--serve", "--cluster", "2xH100", "--plan.dp", "2", "--serve.requests", "32"]
+    assert main([*words, "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "published peaks" in said
+    told = json.loads(out.read_text(encoding="utf-8"))
+    assert told["weight_bytes"] == pytest.approx(16.06e9, rel=0.01)
+    assert told["page_bytes"] == 16 * 2 * 32 * 8 * 128 * 2
+    streams = [each["streams"] for each in told["rooms"]]
+    assert streams == sorted(streams, reverse=True)
+    first = [each["first_token_s"] for each in told["firsts"]]
+    assert first == sorted(first)
+    rates = {each["streams"]: each["tokens_per_s"] for each in told["crowds"]}
+    assert 60 < rates[1] < 200
+    assert rates[2] == pytest.approx(2 * rates[1])  # one for each replica
+    assert rates[64] > 10 * rates[1]
+
+
+def test_a_measured_cluster_file_is_read_and_used(capsys, tmp_path):
+    measured = replace(cluster("1xH100").chip, serving=(RATE,))
+    file = tmp_path / "here.toml"
+    file.write_text(write_cluster(replace(cluster("1xH100"), chip=measured)), encoding="utf-8")
+    assert read_cluster(file).chip.serving == (RATE,)
+    words = ["plan", "demo", "--serve", "--cluster", str(file), "--serve.quantize", "w8a8", "--plan.tp", "2"]
+    assert main([*words, "--serve.pages", "2048"]) == 0
+    said = capsys.readouterr().out
+    assert "within 3% in the median" in said
+    assert "2,048 pages" in said
+    assert main(["plan", "demo", "--serve", "--cluster", str(file)]) == 2
+    assert "superstep measure --serve bf16 --serve-tp 1 measures it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--serve"], "name a model"),
+        (["nothing", "--serve", "--cluster", "1xH100"], "'nothing' is not there"),
+        (["demo", "--serve", "--prompt", "0"], "--prompt = 0 must be at least 1"),
+        (["demo", "--serve", "--cluster", "1xH100", "--prompt", "2000"], "are more than a context of 2048 tokens"),
+        (["demo", "--serve", "--plan.dp", "2"], "plan.dp = 2 without --cluster"),
+        (["demo", "--serve", "--serve.tokens", "3"], "unknown flag --serve.tokens"),
+        (["llama3-70b", "--serve", "--cluster", "1xH100"], "there is no room for keys"),
+        (["demo", "--serve", "--cluster", "1xH100", "--plan.tp", "3"], "tp"),
+        (["demo", "--serve", "--cluster", "1xH100", "--serve.context-tokens", "9999"], "made for; set"),
+        (["demo", "--serve", "--cluster", "1xH100", "--serve.pages", "4"], "takes 128 pages"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
