@@ -74,6 +74,15 @@ def test_a_prompt_has_its_tokens_told_in_whatever_chunks_it_comes():
         assert answer.ids == [13, 14]
 
 
+def test_a_prompt_is_told_once_though_its_pages_are_taken_back():
+    asked = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=True)
+    prompts = [[k + 1] * (6 + 3 * k) for k in range(6)]
+    tight = engine(pages=16, tokens=7, requests=6)
+    answers = generate(tight, prompts, asked)
+    assert tight.counters.preemptions > 0
+    assert [[told.token for told in answer.prompt] for answer in answers] == [prompt[1:] for prompt in prompts]
+
+
 def test_a_second_prompt_alike_takes_what_is_there():
     served = engine()
     first, second = (generate(served, [[5] * 13], GREEDY)[0] for _ in range(2))

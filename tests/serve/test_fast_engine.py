@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import model_folder
 from superstep.errors import ConfigError
 from superstep.model.adapter import Adapter, LowRank, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
@@ -159,6 +160,39 @@ def test_exact_steps_in_one_call_take_no_adapter(folder, compiled, tmp_path):
     named = open_engine(folder, replace(serve, adapters=(("one", tmp_path),)))
     assert [answer.tokens for answer in generate(named, PROMPTS, asked)] == [answer.tokens for answer in before]
     generate(named, PROMPTS, asked, adapter="one")
+
+
+def test_guesses_change_no_answer_of_the_compiled_decoder(folder, compiled):
+    """A row's bits are its own there, so that a guess that stands is what would have been drawn."""
+    plain = told(folder, kernels=compiled)
+    for speculate in ("ngram", str(folder)):
+        assert [a.tokens for a in told(folder, kernels=compiled, speculate=speculate)] == [a.tokens for a in plain]
+
+
+def test_guesses_change_no_answer_with_an_adapter(folder, tmp_path):
+    """The small model guesses without it, and both keep their keys in the same pages."""
+    torch.manual_seed(2)
+    parts = {
+        name: LowRank(torch.randn(2, inputs) * 0.05, torch.randn(outputs, 2) * 0.05, 2.0)
+        for name, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
+    }
+    write_adapter(tmp_path, Adapter(parts=parts))
+    serve = ServeConfig(compute="fp32", exact=True, step_tokens=24, requests=4, adapters=(("one", tmp_path),))
+    asked = Sampling(max_tokens=24, temperature=0.2, ignore_eos=True)
+    answers = []
+    for speculate in ("", "ngram", str(folder)):
+        engine = open_engine(folder, replace(serve, speculate=speculate))
+        answers.append([a.tokens for name in ("", "one") for a in generate(engine, PROMPTS, asked, adapter=name)])
+        assert not speculate or engine.counters.accepted_tokens > 0
+        engine.pages.check([])
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][: len(PROMPTS)] != answers[0][len(PROMPTS) :]
+
+
+def test_a_small_model_of_another_vocabulary_is_refused(folder, tmp_path):
+    other = model_folder.write_folder(tmp_path / "other")
+    with pytest.raises(ConfigError, match="and the served one has 256; name one of the same vocabulary, or ngram"):
+        open_engine(folder, ServeConfig(speculate=str(other)))
 
 
 def test_exact_answers_are_not_of_quantized_weights(folder):

@@ -141,6 +141,31 @@ def test_drafts_are_computed_beside_the_known_token():
     assert [(c.first, c.count, len(c.pages)) for c in step.chunks] == [(5, 4, 3)]
 
 
+@given(st.integers(0, 10_000), st.integers(12, 40), st.integers(1, 20), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_guesses_take_what_nobody_else_has_a_use_for(seed, pages, tokens, requests):
+    """A step with guesses is the step without, but that some chunks are longer; and nobody loses pages for them."""
+    dice = Random(seed)
+    server = Server(pages, Budget(tokens=tokens, requests=requests))
+    server.waiting = asked(8, dice)
+    for _ in range(40):
+        plain = schedule(server.running, server.waiting, server.pages, server.budget, version="v")
+        for one in server.running:
+            one.drafts = dice.randint(0, 6)
+        guessing = schedule(server.running, server.waiting, server.pages, server.budget, version="v")
+        live = {one.id: one for one in (*server.running, *server.waiting)}
+        check(guessing, live, server.budget, page_tokens=SIZE, version="v")
+        assert guessing.frees == plain.frees
+        for less, more in zip(plain.chunks, guessing.chunks, strict=True):
+            one = live[less.request]
+            assert replace(more, count=less.count, pages=more.pages[: len(less.pages)]) == less
+            assert more.count == less.count or (less.end == one.known and more.end <= one.known + one.drafts)
+        for one in server.running:
+            one.drafts = 0
+        if server.step().chunks == ():
+            break
+
+
 LIVE = {
     0: Asked(0, [1] * 10, 4, computed=9, pages=(0, 1, 2)),
     1: Asked(1, [2] * 6, 4),

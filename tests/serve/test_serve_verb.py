@@ -77,7 +77,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One that answers with the bits of training, of many short contexts."""
+    """One that answers with the bits of training, of many short contexts, some of their tokens guessed."""
     folder = model_folder.write_folder(tmp_path_factory.mktemp("model"))
     adapters = tmp_path_factory.mktemp("adapters")
     linears = linears_of(from_hf_config(folder / "config.json"))
@@ -87,6 +87,7 @@ def server(tmp_path_factory):
         write_adapter(adapters / name, Adapter(parts=parts))
     flags = ["--numerics.exact", "true", "--numerics.compute", "fp32", "--serve.context-tokens", "128"]
     flags += ["--serve.adapters", str(adapters)]
+    flags += ["--serve.speculate", "ngram", "--serve.draft-tokens", "3"]
     made = Server(folder, *flags)
     yield made
     made.end()
@@ -219,6 +220,15 @@ def test_what_cannot_be_answered_is_refused_by_name(server, path, body, status, 
     assert said in answer.json()["error"]["message"]
 
 
+def test_guesses_are_counted(server):
+    drafted, accepted = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
+    before = server.number(drafted), server.number(accepted)
+    # Guesses of one token, which is likelier than all others together, stand; they are the text's own.
+    answer = ask(server.client(), [7] * 9, max_tokens=20, logit_bias={"7": 100})
+    assert answer.usage.completion_tokens == 20
+    assert server.number(drafted) - before[0] == server.number(accepted) - before[1] >= 12
+
+
 def test_a_killed_rank_is_told_at_once_and_comes_back(server):
     before = ask(server.client(), "To be", max_tokens=20).choices[0].text
     (rank,) = server.ranks()
@@ -261,6 +271,8 @@ def test_a_server_that_is_told_to_end_leaves_nobody(tmp_path):
         ([".", "--serve.requests", "0"], "serve.requests = 0 must be at least 1"),
         ([".", "--serve.adapters", "nowhere"], "serve.adapters names 'nowhere'"),
         ([".", "--serve.quantise", "1"], "unknown"),
+        ([".", "--serve.draft-tokens", "0"], "serve.draft_tokens = 0 must be at least 1"),
+        ([".", "--serve.speculate", "nowhere"], "'nowhere' is not there"),
     ],
 )
 def test_a_mistake_is_one_line(argv, said, tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from schemas import obj
 from spellings import byte_level
 from superstep.errors import ConfigError
 from superstep.serve.api.words import Said, ToolUse, Words
-from superstep.serve.engine import Matchers
+from superstep.serve.matcher import Matchers
 from superstep.serve.request import Constraint, Request, Sampling
 from superstep.serve.speech import ModelWords, make_matchers
 from superstep.serve.text.chat import DEFAULT, DEFAULT_STOPS, ChatTemplate

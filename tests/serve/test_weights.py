@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from superstep.runtime.device import Device
 from superstep.serve import weights as weights_module
 from superstep.serve.compute import ranks
 from superstep.serve.compute.compiled import Compiled
+from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.linears import Linears
 from superstep.serve.compute.ranks import follow
 from superstep.serve.compute.renewal import Memory
@@ -78,6 +80,11 @@ def said(folder, published):
         return [told.logprob for told in answer.prompt]
 
     return logprobs
+
+
+def guessing(folder, who):
+    """How the model is served exactly where somebody guesses: nobody, its text, or itself as the small model."""
+    return replace(EXACT, speculate={"nobody": "", "ngram": "ngram", "small": str(folder)}[who])
 
 
 class Load:
@@ -165,6 +172,17 @@ def test_weights_change_a_hundred_times_under_load(folder, published, said, chan
     load.engine.pages.check([])
 
 
+@pytest.mark.parametrize("who", ["ngram", "small"])
+def test_weights_change_while_tokens_are_guessed(folder, published, said, who):
+    load = Load(*open_both(folder, guessing(folder, who)), temperature=0.3)
+    load.run_at_once(12, published=published)
+    load.run_at_once(2, requests="abort", published=published)
+    assert {"abort"} <= set(load.finish.values()) <= {"abort", "length"}
+    assert load.differing(said) == 0
+    assert load.engine.counters.accepted_tokens > 0
+    load.engine.pages.check([])
+
+
 def test_pages_of_other_weights_would_be_seen(folder, published, said, monkeypatch):
     monkeypatch.setattr(
         "superstep.serve.live.root_key", lambda version, adapter, salt: root_key("one for all", adapter, salt)
@@ -174,11 +192,11 @@ def test_pages_of_other_weights_would_be_seen(folder, published, said, monkeypat
     assert load.differing(said) > 0
 
 
-def mixed_answers(folder, published):
+def mixed_answers(folder, published, serve=EXACT):
     """Requests keep their keys; then others with the same texts ask, twice: who finds pages of the new weights must
     have all that come before.
     """
-    load, late = Load(*open_both(folder, EXACT), max_tokens=20), Load(None, None)
+    load, late = Load(*open_both(folder, serve), max_tokens=20), Load(None, None)
     load.run_at_once(2, requests="keep", published=published)
     late.engine, late.steward = load.engine, load.steward
     mixed = [number for number, told in load.told.items() if len({one.version for one in told}) > 1]
@@ -192,8 +210,9 @@ def mixed_answers(folder, published):
     return load, late
 
 
-def test_requests_may_keep_their_keys_and_nobody_else_finds_them(folder, published, said):
-    load, late = mixed_answers(folder, published)
+@pytest.mark.parametrize("who", ["nobody", "ngram", "small"])
+def test_requests_may_keep_their_keys_and_nobody_else_finds_them(folder, published, said, who):
+    load, late = mixed_answers(folder, published, guessing(folder, who))
     assert set(load.finish.values()) == {"length"}
     assert load.differing(said) > 0  # that is what keeping them means
     assert late.differing(said) == 0
@@ -445,8 +464,9 @@ def test_pauses_hold_finish_or_take_back(folder):
     assert not engine.is_held
 
 
-def test_sleep_takes_no_answer_away(folder, published):
-    engine, steward = open_both(folder, EXACT)
+@pytest.mark.parametrize("who", ["nobody", "ngram", "small"])
+def test_sleep_takes_no_answer_away(folder, published, who):
+    engine, steward = open_both(folder, guessing(folder, who))
     request = Request(id=1, prompt=(1, 2, 3, 4, 5), sampling=Sampling(max_tokens=20, ignore_eos=True, seed=3))
     alone = generate(open_engine(folder, EXACT), [request.prompt], request.sampling)[0].ids
     engine.add(request)
@@ -466,6 +486,29 @@ def test_sleep_takes_no_answer_away(folder, published):
         tokens += [told.token for news in engine.step() for told in news.tokens]
     assert tokens == alone
     assert "not asleep" in run(steward, engine, [Wake()], steps=1)[0].why
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_a_small_models_keys_go_to_sleep_and_are_computed_again(folder, keeps_weights, monkeypatch):
+    """The same model as the small one is always right, but where it lacks a key."""
+    stores = []
+    made = KeyStore.__init__
+    monkeypatch.setattr(KeyStore, "__init__", lambda self, **room: (stores.append(self), made(self, **room))[1])
+    engine, steward = open_both(folder, guessing(folder, "small"))
+    for number in range(3):
+        sampling = Sampling(max_tokens=30, ignore_eos=True, seed=number)
+        engine.add(Request(id=number, prompt=tuple(range(1, 12 + number)), sampling=sampling))
+    for _ in range(3):
+        engine.step()
+    steward.sleep(keeps_weights=keeps_weights)
+    assert [store.keys.untyped_storage().nbytes() + store.values.untyped_storage().nbytes() for store in stores] == [
+        0,
+        0,
+    ]
+    steward.wake()
+    while not engine.is_idle:
+        engine.step()
+    assert engine.counters.drafted_tokens == engine.counters.accepted_tokens > 40
 
 
 def test_a_change_that_waits_for_what_is_held_is_refused(folder, published):

@@ -74,6 +74,25 @@ SCHEMAS = [
     {"type": "object", "additionalProperties": INT, "minProperties": 1, "maxProperties": 2},
 ]
 
+
+def composed(dice):
+    """A schema drawn from those above, some levels deep."""
+    parts = [schema for schema in SCHEMAS if "$defs" not in schema]
+    one, other = dice.choice(parts), dice.choice(parts)
+    return dice.choice(
+        [
+            one,
+            obj(one=one, other=other),
+            obj(["b"], a=one, b=other),
+            {"type": "array", "items": one, "maxItems": 2},
+            {"type": "array", "prefixItems": [one, other], "items": False, "minItems": 2},
+            obj(deep=obj(one=one), list={"type": "array", "items": other, "maxItems": 1}),
+            {"anyOf": [obj(a=one), obj(b=other)]},
+            {"type": "object", "additionalProperties": one, "maxProperties": 1},
+        ]
+    )
+
+
 FORMATS = {
     "date": r"\d{4}-\d\d-\d\d",
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",

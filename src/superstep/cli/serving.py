@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions
+from superstep.cli.served_model import find_model
 from superstep.plan.config import RunConfig
 from superstep.serve.adapters import folders_of
-from superstep.serve.load import ServeConfig
+from superstep.serve.load import NGRAM, ServeConfig
 
 
 class Asked(Protocol):
@@ -41,8 +42,15 @@ def serve_config(run: RunConfig | None, options: Asked) -> ServeConfig:
         quantize=asked.quantize or "",
         kernels=kernels_folder(asked.kernels),
         adapters=folders_of(asked.adapters or ""),
+        speculate=_guesser(asked.speculate),
+        draft_tokens=asked.draft_tokens,
         replay=None if asked.replay is None else Path(asked.replay),
     )
+
+
+def _guesser(asked: str | None) -> str:
+    """Who guesses: ``ngram``, the folder of a small model's weights, or nobody."""
+    return asked if asked == NGRAM else str(find_model(Path(asked)).folder) if asked else ""
 
 
 def kernels_folder(asked: str | None) -> Path | None:

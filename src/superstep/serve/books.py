@@ -60,7 +60,7 @@ def book(
 
 
 def computed(live: LiveRequest, chunk: Chunk, pages: Pages, *, end: int, version: str) -> None:
-    """The keys up to ``end`` are there, and full pages are known by theirs."""
+    """The keys up to ``end`` are there: full pages are known by theirs, and pages behind it are given back."""
     live.computed = end
     full = range(chunk.first // pages.page_tokens, end // pages.page_tokens)
     if live.is_mixed:
@@ -68,3 +68,7 @@ def computed(live: LiveRequest, chunk: Chunk, pages: Pages, *, end: int, version
     keys = live.keys(version) if full else []
     for page in full:
         pages.publish(chunk.pages[page], keys[page])
+    held = -(-end // pages.page_tokens)
+    if len(live.pages) > held:
+        pages.release(live.pages[held:])
+        live.pages = live.pages[:held]

@@ -11,7 +11,7 @@ The loop is ``step``: what to compute is decided by ``serve.schedule``, computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,9 +23,11 @@ from superstep.serve.books import book, computed
 from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
+from superstep.serve.matcher import Matcher, Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.request import Counters, Finish, Info, Progress, Request, Told, check_request
 from superstep.serve.schedule import schedule
+from superstep.serve.speculate import Speculation
 from superstep.serve.step import Budget, Chunk, Step, check
 
 
@@ -43,18 +45,6 @@ class Model(Holder, Protocol):
 
     def end(self) -> None:
         """Say that there will be nothing more."""
-
-
-class Matcher(Protocol):
-    """The form of one answer, token by token."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def allowed(self) -> Tensor:
-        """Which tokens may come next: bool [V]."""
-
-    def advance(self, token: int) -> None: ...
 
 
 class Watch(Protocol):
@@ -83,9 +73,6 @@ class Nobody:
         """Nothing."""
 
 
-Matchers = Callable[[Request], Matcher | None]
-
-
 class Engine:
     """Answers requests; one thread calls it.
 
@@ -94,7 +81,8 @@ class Engine:
         info: what is served.
         pages: memory for keys.
         budget: what one step may hold.
-        matchers: makes what holds an answer to its form.
+        matchers: makes what holds an answer to its form; None where no answer has one.
+        speculation: guesses tokens, which a step then judges; None guesses none.
         watch: looks on.
     """
 
@@ -104,7 +92,8 @@ class Engine:
         info: Info,
         pages: Pages,
         budget: Budget,
-        matchers: Matchers = lambda request: None,
+        matchers: Matchers | None = None,
+        speculation: Speculation | None = None,
         watch: Watch | None = None,
     ) -> None:
         if pages.count * pages.page_tokens < info.context_tokens:
@@ -114,7 +103,8 @@ class Engine:
         self.adapters = Shelf(model)
         self._model = model
         self._budget = budget
-        self._matchers = matchers
+        self._matchers: Matchers = matchers or (lambda request: None)
+        self.speculation = speculation or Speculation()
         self._watch = watch or Nobody()
         self._running: list[LiveRequest] = []
         self._waiting: list[LiveRequest] = []
@@ -150,6 +140,9 @@ class Engine:
             preemptions=self._preemptions,
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,
+            drafts=self.speculation.drafts,
+            drafted_tokens=self.speculation.drafted_tokens,
+            accepted_tokens=self.speculation.accepted_tokens,
         )
 
     def wait(self) -> None:
@@ -231,6 +224,7 @@ class Engine:
         for one in self._waiting:
             one.began(self.info.version)
         running, waiting = self._free(self._running), self._free(self._waiting)
+        self.speculation.offer(running, self._matcher)
         step = schedule(running, waiting, self.pages, self._budget, version=self.info.version)
         if not step.chunks:
             return news
@@ -240,6 +234,9 @@ class Engine:
         self._preemptions += changed.preemptions
         self._queried_tokens += changed.queried_tokens
         self._hit_tokens += changed.hit_tokens
+        for number in step.frees:
+            self.speculation.forget(number)
+        self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
         totals = self._model.totals(logits_RV) if len(logits_RV) else []
@@ -258,6 +255,7 @@ class Engine:
         for one in some:
             self.pages.release(one.pages)
             one.freed()
+            self.speculation.forget(one.id)
             self._running.remove(one)
             self._waiting.append(one)
         self._waiting.sort(key=lambda one: one.urgency)
@@ -269,18 +267,36 @@ class Engine:
         wanted: Sequence[int],
         told: dict[int, tuple[Tensor, tuple[float, float]]],
     ) -> Progress:
-        """Book what was computed of a request, and draw its next token where all it has is computed."""
-        computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
+        """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt = self._of_prompt(live, chunk, wanted, told)
         news = Progress(request=live.id, prompt=prompt, cached_tokens=live.cached_tokens)
         if chunk.end < live.known:
+            computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
             return news
-        token = self._drawn(live, *told[wanted[-1]])
-        finish = "abort" if token is None else self._taken(live, token.token)
+        # The last known token, and each guess behind it, has a row whose logits say what follows.
+        drawn, finish = self._drawn_of(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
+        self.speculation.judge(live, [token.token for token in drawn])
+        # The token drawn last has no key yet. What was guessed instead of it has one, which is written over.
+        computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
         if finish is not None:
             self._running.remove(live)
             self._leave(live)
-        return replace(news, tokens=() if token is None else (token,), finish=finish)
+        return replace(news, tokens=tuple(drawn), finish=finish)
+
+    def _drawn_of(
+        self, live: LiveRequest, rows: Sequence[tuple[Tensor, tuple[float, float]]]
+    ) -> tuple[list[Told], Finish | None]:
+        """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
+        drawn: list[Told] = []
+        for row, guess in zip(rows, (*live.guessed, None), strict=True):
+            token = self._drawn(live, *row)
+            if token is None:
+                return drawn, "abort"
+            drawn.append(token)
+            finish = self._taken(live, token.token)
+            if finish is not None or token.token != guess:
+                return drawn, finish
+        raise AssertionError("behind the last row nothing is guessed")
 
     def _taken(self, live: LiveRequest, token: int) -> Finish | None:
         finish = live.take(token)
@@ -330,6 +346,7 @@ class Engine:
         live.freed()
         self.adapters.end(live.adapter)
         self._matcher.pop(live.id, None)
+        self.speculation.forget(live.id)
 
 
 def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, list[int]]]:
@@ -340,10 +357,11 @@ def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, lis
     chunks = sorted(step.chunks, key=lambda chunk: live[chunk.request].adapter.number)
     for chunk in chunks:
         one = live[chunk.request]
-        last = chunk.end == one.known
+        # Of the last known token and of what was guessed behind it.
+        last = max(0, chunk.end - one.known + 1)
         everything = one.request.sampling.prompt_logprobs and not one.drawn
         first = len(tokens)
-        tokens += one.tokens[chunk.first : chunk.end]
+        tokens += (*one.tokens[chunk.first : chunk.end], *one.guessed)
         wanted[one.id] = list(range(first if everything else len(tokens) - last, len(tokens)))
     parts = tuple(
         Part(first=c.first, count=c.count, pages=c.pages, adapter=live[c.request].adapter.number) for c in chunks

@@ -21,6 +21,8 @@ class LiveRequest:
         adapter: that it is answered with.
 
     Attributes:
+        drafts: positions that it would like behind its known tokens, for guesses.
+        guessed: what a step has there.
         prompt_told: tokens of the prompt that have been told of, where that was asked for; nothing is of the first.
         is_mixed: whether its keys are of several weights. Pages of such keys are nobody else's.
     """
@@ -41,6 +43,7 @@ class LiveRequest:
         self.tokens = list(request.prompt)
         self.computed = 0
         self.pages: tuple[int, ...] = ()
+        self.drafts = 0
         self.guessed: tuple[int, ...] = ()
         self.cached_tokens = 0
         self.prompt_told = 1
@@ -63,9 +66,9 @@ class LiveRequest:
         return len(self.tokens)
 
     @property
-    def drafts(self) -> int:
-        """Tokens guessed behind them."""
-        return len(self.guessed)
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self._room - (self.known - len(self.request.prompt))
 
     @property
     def drawn(self) -> Sequence[int]:
@@ -97,11 +100,11 @@ class LiveRequest:
 
     def freed(self) -> None:
         """Its pages were taken back: it begins again, with the tokens that it has."""
-        self.computed, self.pages, self.guessed, self.is_mixed = 0, (), (), False
+        self.computed, self.pages, self.drafts, self.guessed, self.is_mixed = 0, (), 0, (), False
 
     def take(self, token: int) -> Finish | None:
         """One more token of the answer; whether it is the last."""
         self.tokens.append(token)
         if token in self._ends:
             return "stop"
-        return "length" if self.known - len(self.request.prompt) >= self._room else None
+        return "length" if self.left <= 0 else None

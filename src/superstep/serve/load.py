@@ -7,7 +7,7 @@ import gc
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,18 +27,23 @@ from superstep.runtime.launch import World
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.attend import FAST_BLOCK
 from superstep.serve.compute.choice import Asked, choose
-from superstep.serve.compute.model import build, fill
+from superstep.serve.compute.model import Served, build, fill
 from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
-from superstep.serve.engine import Engine, Matchers, Watch
+from superstep.serve.compute.small_model import SmallModel
+from superstep.serve.engine import Engine, Watch
+from superstep.serve.matcher import Matchers
 from superstep.serve.pages import Pages
 from superstep.serve.replay import LogFile, Setting
 from superstep.serve.request import Info
+from superstep.serve.speculate import FromText, Guesser, Speculation
 from superstep.serve.step import Budget
 from superstep.serve.steward import Steward
 from superstep.serve.weights import version_of
 
 Watching = Callable[[Setting], Watch]
+NGRAM = "ngram"
+"""``ServeConfig.speculate`` where a request's own text says what to guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,9 @@ class ServeConfig:
         kernels: the folder for the decoder that is compiled here; None computes without.
         adapters: names and folders of the adapters that are there from the start.
         replay: a file for the steps of the engine, a line for each; None writes none.
+        speculate: who guesses tokens, which the model then judges: ``ngram``, or the folder of a small model; empty for
+            nobody.
+        draft_tokens: the most tokens guessed for a request in one step.
     """
 
     context_tokens: int | None = None
@@ -74,6 +82,8 @@ class ServeConfig:
     kernels: Path | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
     replay: Path | None = None
+    speculate: str = ""
+    draft_tokens: int = 4
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
@@ -150,6 +160,7 @@ class Rank:
         pages: that its keys have room for.
         context_tokens: the most tokens of a prompt and its answer.
         is_paged: whether every row reads its keys in their pages.
+        small: its part of the model that guesses; None where there is none.
     """
 
     run: Resolved
@@ -158,6 +169,7 @@ class Rank:
     pages: int
     context_tokens: int
     is_paged: bool
+    small: Compute | None = None
 
 
 def load_rank(
@@ -195,7 +207,9 @@ def load_rank(
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
     fill(served, open_weights(weights))
-    page_bytes = serve.page_tokens * setting_model(run, serve).key_bytes
+    small = _small(run, serve, rank, tp, device)
+    key_bytes = sum(setting_model(each, serve).key_bytes for each in ([run] if small is None else [run, small.run]))
+    page_bytes = serve.page_tokens * key_bytes
     pages = serve.pages or usual_pages(least, serve.requests, device.free_bytes(serve.tp * serve.dp), page_bytes)
     if pages < least:
         raise ConfigError(
@@ -211,9 +225,13 @@ def load_rank(
         has_adapters=bool(serve.adapters),
     )
     forward, memory = choose(served, asked, tp, device)
+    guessing = None
+    if small is not None:
+        guessing, beside = choose(small, asked, tp, device)
+        memory.sleep_with(beside)
     give_back()
     party, is_paged = Party(memory, weights, tp, device), memory.is_paged
-    return Rank(run, forward, party, pages, context_tokens, is_paged)
+    return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
 
 
 def give_back() -> None:
@@ -267,6 +285,22 @@ def share_cores(world: World, serve: ServeConfig) -> None:
         torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
 
 
+def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Served | None:
+    """This rank's part of the model that guesses. It computes in fast mode: its bits decide nothing."""
+    if serve.speculate in ("", NGRAM):
+        return None
+    folder = Path(serve.speculate)
+    own = plan_of(folder, replace(serve, exact=False))
+    if own.shape.vocab != run.shape.vocab:
+        raise ConfigError(
+            f"serve.speculate = '{folder}' is a model of {own.shape.vocab} tokens, and the served one has "
+            f"{run.shape.vocab}; name one of the same vocabulary, or ngram."
+        )
+    served = build(own, rank, tp, device)
+    fill(served, open_weights(folder))
+    return served
+
+
 def open_engine(
     folder: Path,
     serve: ServeConfig,
@@ -311,7 +345,7 @@ def open_both(
     rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain
     cells = None if grain is None else grain.cells
-    model = Ranks(rank.forward, cells=cells, group=tp, device=device, party=rank.party)
+    model = Ranks(rank.forward, cells=cells, group=tp, device=device, party=rank.party, small=rank.small)
     info = Info(
         name=folder.name,
         vocab=rank.run.shape.vocab,
@@ -324,7 +358,11 @@ def open_both(
         watch = partial(LogFile, serve.replay)
     seen_by = None if watch is None else watch(setting)
     pages = Pages(rank.pages, serve.page_tokens)
-    engine = Engine(model, info, pages, setting.budget, matchers or (lambda request: None), seen_by)
+    guesser: Guesser | None = FromText() if serve.speculate == NGRAM else None
+    if rank.small is not None:
+        guesser = SmallModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
+    speculation = Speculation(guesser, serve.draft_tokens)
+    engine = Engine(model, info, pages, setting.budget, matchers, speculation, seen_by)
     for name, place in serve.adapters:
         engine.adapters.load(name, place)
     return engine, Steward(engine, model)

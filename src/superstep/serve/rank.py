@@ -11,8 +11,9 @@ from superstep.errors import ConfigError
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
-from superstep.serve.engine import Engine, Matcher
+from superstep.serve.engine import Engine
 from superstep.serve.load import Known, ServeConfig, load_rank, open_both, plan_of, share_cores
+from superstep.serve.matcher import Matcher
 from superstep.serve.messages import Abort, Ask, Do, Leave, News, Ready, Refused, decode_order, encode
 from superstep.serve.request import Request
 from superstep.serve.steward import Steward
@@ -44,7 +45,7 @@ def serve_rank(
         if world.rank > 0:
             assert mesh.tp is not None, "ranks share the model"
             mine = load_rank(folder, serve, world.rank, mesh.tp, world.device, known)
-            follow(mine.forward, mesh.tp, world.device, mine.party)
+            follow(mine.forward, mesh.tp, world.device, mine.party, mine.small)
             return
         matchers = None if forms is None else forms(folder, run.shape.vocab)
         engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)

@@ -192,6 +192,9 @@ class Counters:
         preemptions: times that a request lost its pages to another one.
         prefix_queried_tokens: of texts that were looked up in the prefix cache.
         prefix_hit_tokens: of those, what was there.
+        drafts: times that tokens were guessed for a request.
+        drafted_tokens: those that were guessed.
+        accepted_tokens: of those, the ones that stood.
     """
 
     running: int = 0
@@ -201,6 +204,9 @@ class Counters:
     preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:

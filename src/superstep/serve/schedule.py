@@ -3,13 +3,15 @@
 Requests that run come first, in the order of their priority and arrival, and share the step's rows; what is left begins
 waiting ones. A long prompt takes what it can get and goes on in the next step (chunked prefill, Agrawal 2023), beside
 the new tokens of others (continuous batching, Yu 2022). Where pages run out, the request that would be served last
-gives its pages back and begins again later, from what is still cached of it (Kwon 2023).
+gives its pages back and begins again later, from what is still cached of it (Kwon 2023). Guesses come last: they take
+rows and pages that nobody else has a use for in this step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -41,7 +43,7 @@ def schedule(
     at = 0
     while at < len(kept):
         request = kept[at]
-        count = min(request.known - request.computed + request.drafts, plan.left_tokens)
+        count = min(request.known - request.computed, plan.left_tokens)
         if count <= 0 or plan.grow(request, count):
             at += 1
         else:
@@ -51,6 +53,7 @@ def schedule(
             if len(kept) >= budget.requests or plan.left_tokens <= 0 or not plan.begin(request):
                 break
             kept.append(request)
+        plan.draft({request.id: request for request in running if request.drafts})
     return Step(chunks=tuple(plan.chunks), frees=tuple(plan.frees), version=version)
 
 
@@ -88,6 +91,19 @@ class _Plan:
             return False
         self._add(request, first, count, (*found, *fresh), shared=len(found))
         return True
+
+    def draft(self, requests: Mapping[int, Live]) -> None:
+        """Room for guesses behind the known tokens of running requests, as far as rows and free pages are left over."""
+        for at, chunk in enumerate(self.chunks):
+            request = requests.get(chunk.request)
+            if request is None or chunk.end < request.known:
+                continue
+            for count in range(min(request.drafts, self.left_tokens), 0, -1):
+                fresh = self._fresh(self._missing(chunk.end + count, len(chunk.pages)))
+                if fresh is not None:
+                    self.chunks[at] = replace(chunk, count=chunk.count + count, pages=(*chunk.pages, *fresh))
+                    self.left_tokens -= count
+                    break
 
     def free(self, request: Live) -> None:
         """Take a running request's pages back."""

@@ -170,6 +170,15 @@ class Form:
         is_legal = self._core.advance(token)
         assert is_legal, f"token {token} was drawn and is not allowed"
 
+    def legal(self, tokens: Sequence[int]) -> int:
+        """How many of some guessed tokens, from the first on, may follow; nothing changes."""
+        # Of a copy: what a guess costs beyond its bounds must not end the answer.
+        return self._core.fork().legal(tokens)
+
+    def fork(self) -> Form:
+        """The same place of the form, to go on from independently."""
+        return Form(self._core.fork(), self._vocab)
+
 
 def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], Form | None]:
     """What makes the form of each request's answer; None for free ones.

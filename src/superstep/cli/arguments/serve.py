@@ -71,6 +71,11 @@ class ServeOptions:
     """Folders that new weights may be taken from, beside the run's or the model's own."""
     replay: str | None = None
     """Write each step of the engine as a line of this file, for superstep view."""
+    speculate: str | None = None
+    """Who guesses tokens, of which the model judges several at once: `ngram` takes them from the request's own text; a
+    run or a folder is a small model of the same vocabulary. It changes no token."""
+    draft_tokens: int = 4
+    """The most tokens guessed for a request in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +123,7 @@ def check_least(plan: PlanOptions, serve: ServeOptions) -> None:
         "serve.step_tokens": serve.step_tokens,
         "serve.requests": serve.requests,
         "serve.pages": serve.pages or 1,
+        "serve.draft_tokens": serve.draft_tokens,
     }
     for name, value in least.items():
         if value < 1:

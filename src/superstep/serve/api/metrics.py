@@ -128,6 +128,9 @@ class EngineNumbers(Collector):
             ("vllm:num_preemptions", "Times that a request lost its pages.", now.preemptions),
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queried_tokens),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hit_tokens),
+            ("vllm:spec_decode_num_drafts", "Times that tokens were guessed for a request.", now.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed.", now.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that stood.", now.accepted_tokens),
         ):
             many = CounterMetricFamily(counter, about, labels=["model_name"])
             many.add_metric(labels, total)

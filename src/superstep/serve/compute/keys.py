@@ -81,14 +81,17 @@ def slots_of(part: Part, page_tokens: int, *, first: int, end: int) -> list[int]
     return [part.pages[place // page_tokens] * page_tokens + place % page_tokens for place in range(first, end)]
 
 
+FEW = 16
+"""Texts of so many rows each at the most, new tokens and guesses, are computed side by side."""
+
+
 def together(parts: Sequence[Part], page_tokens: int, block: int, device: torch.device) -> list[Together]:
-    """The parts of a step, those of one token side by side where their texts have as many blocks."""
+    """The parts of a step, those of as many rows, if few, side by side where their texts have as many blocks."""
     groups: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
     at = 0
     for number, part in enumerate(parts):
-        end = part.first + part.count
-        kind = (1, -(-end // block)) if part.count == 1 else (part.count, -(-end // block), number)
-        groups.setdefault(kind, []).append((at, part))
+        kind = (part.count, -(-(part.first + part.count) // block))
+        groups.setdefault(kind if part.count <= FEW else (*kind, number), []).append((at, part))
         at += part.count
     return [_gathered(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
 

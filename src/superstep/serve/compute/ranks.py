@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +66,7 @@ class Ranks:
         group: the ranks that share the model; None where there is one.
         device: where they compute.
         party: this rank's part in what is done between steps; None where nothing ever is.
+        small: this rank's part of the model that guesses; None where there is none.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Ranks:
         group: Group | None,
         device: Device,
         party: Party | None = None,
+        small: Compute | None = None,
     ) -> None:
         self._forward = forward
+        self._small = small
         self._cells = cells
         self._group = group
         self._device = device
@@ -91,10 +95,14 @@ class Ranks:
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V]."""
-        self._tell([self._changes, *to_numbers(rows)])
-        if self._party is not None:
-            self._party.check(self._changes)
+        self._begin(rows)
         return self._forward(rows)
+
+    def guessed(self, rows: Rows) -> Tensor:
+        """The small model's logits of the wanted rows."""
+        assert self._small is not None, "nobody guesses without a small model"
+        self._begin(replace(rows, is_draft=True))
+        return self._small(rows)
 
     def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
         """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), as in training."""
@@ -166,6 +174,11 @@ class Ranks:
         self._changes = self.party.memory.changes
         return version
 
+    def _begin(self, rows: Rows) -> None:
+        self._tell([self._changes, *to_numbers(rows)])
+        if self._party is not None:
+            self._party.check(self._changes)
+
     def _order(self, order: Order) -> None:
         self._tell([ORDER, *order_to_numbers(order)])
 
@@ -181,7 +194,9 @@ class Ranks:
             )
 
 
-def follow(forward: Compute, group: Group, device: Device, party: Party | None = None) -> None:
+def follow(
+    forward: Compute, group: Group, device: Device, party: Party | None = None, small: Compute | None = None
+) -> None:
     """What the other ranks do: compute what rank 0 says, until it says the end."""
     while numbers := from_first(END, group, device.torch):
         first, *rest = numbers
@@ -196,4 +211,6 @@ def follow(forward: Compute, group: Group, device: Device, party: Party | None =
         if rows.tokens:
             if party is not None:
                 party.check(first)
-            forward(rows)
+            model = small if rows.is_draft else forward
+            assert model is not None, "all ranks have a small model, or none"
+            model(rows)

@@ -68,6 +68,7 @@ class Memory:
         self.has_weights = True
         self._served = served
         self._store = store
+        self._others: list[Memory] = []
         self._linears = linears
         at = {held.values.data_ptr(): name for name, held in served.params.items()}
         self._name_of = {id(p): at[p.data_ptr()] for module in served.modules for p in module.parameters()}
@@ -97,9 +98,14 @@ class Memory:
         beside.place()
         self.changes += 1
 
+    def sleep_with(self, other: Memory) -> None:
+        """Let the keys of another model, in pages of the same numbers, go and come with these. Its weights stay."""
+        self._others.append(other)
+
     def sleep(self, *, keeps_weights: bool) -> None:
         """Give memory back: that of the keys, and of the weights where they are not kept."""
-        _give_back(self._store.keys, self._store.values)
+        for one in (self, *self._others):
+            _give_back(one._store.keys, one._store.values)
         if not keeps_weights:
             self.has_weights = False
             _give_back(*(held.values for held in self._served.params.values()))
@@ -120,7 +126,8 @@ class Memory:
                 self.sleep(keeps_weights=False)
                 raise
             self.has_weights = True
-        _take(self._store.keys, self._store.values)
+        for one in (self, *self._others):
+            _take(one._store.keys, one._store.values)
 
     @torch.no_grad()
     def _filled(self, served: Served, weights: Weights) -> Beside:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superstep.serve.step import Chunk
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -33,16 +31,13 @@ class Rows:
         tokens: their ids.
         parts: whose they are, in the same order.
         wanted: rows whose logits are asked for.
+        is_draft: whether the small model computes them, which guesses.
     """
 
     tokens: tuple[int, ...]
     parts: tuple[Part, ...]
     wanted: tuple[int, ...]
-
-
-def part_of(chunk: Chunk) -> Part:
-    """The rows of a chunk."""
-    return Part(first=chunk.first, count=chunk.count, pages=chunk.pages)
+    is_draft: bool = False
 
 
 def positions(parts: Sequence[Part]) -> list[int]:
@@ -52,7 +47,7 @@ def positions(parts: Sequence[Part]) -> list[int]:
 
 def to_numbers(rows: Rows) -> list[int]:
     """The rows as numbers in a row, as ranks send them to each other."""
-    numbers = [len(rows.tokens), len(rows.parts), len(rows.wanted), *rows.tokens, *rows.wanted]
+    numbers = [int(rows.is_draft), len(rows.tokens), len(rows.parts), len(rows.wanted), *rows.tokens, *rows.wanted]
     for part in rows.parts:
         numbers += (part.first, part.count, part.adapter, len(part.pages), *part.pages)
     return numbers
@@ -60,11 +55,16 @@ def to_numbers(rows: Rows) -> list[int]:
 
 def from_numbers(numbers: Sequence[int]) -> Rows:
     """The rows that ``to_numbers`` wrote."""
-    tokens, count, wanted, *rest = numbers
+    is_draft, tokens, count, wanted, *rest = numbers
     at = tokens + wanted
     parts = []
     for _ in range(count):
         first, rows, adapter, pages = rest[at : at + 4]
         parts.append(Part(first=first, count=rows, pages=tuple(rest[at + 4 : at + 4 + pages]), adapter=adapter))
         at += 4 + pages
-    return Rows(tokens=tuple(rest[:tokens]), wanted=tuple(rest[tokens : tokens + wanted]), parts=tuple(parts))
+    return Rows(
+        tokens=tuple(rest[:tokens]),
+        wanted=tuple(rest[tokens : tokens + wanted]),
+        parts=tuple(parts),
+        is_draft=bool(is_draft),
+    )
