@@ -29,6 +29,8 @@ class Options(RunConfig):
     """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
     serve_tp: int = 1
     """Ranks of that server."""
+    serve_logprobs: int | None = None
+    """The fewest log-probabilities of it to compare, all ways together; none takes what `steps` batches have."""
 
 
 def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
@@ -52,6 +54,7 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
         ("steps", options.steps),
         ("world", options.world),
         ("serve-tp", options.serve_tp),
+        ("serve-logprobs", options.serve_logprobs),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} = {value} must be at least 1.")

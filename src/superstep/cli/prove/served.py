@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -19,22 +20,36 @@ from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine
 from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
+from superstep.serve.speculate import Speculation
 from superstep.train.proof.adapted import Beside, beside_adapters, losses_of, write_adapters
-from superstep.train.proof.served import Told, Way, answers, batch_of, compare, told_of, trained_losses, ways
+from superstep.train.proof.served import (
+    Known,
+    Open,
+    Told,
+    Way,
+    answers,
+    batch_of,
+    compare,
+    logprobs_of,
+    told_of,
+    trained_losses,
+    ways,
+)
 
 Texts = list[list[int]]
 T = TypeVar("T")
 
 
-def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: int) -> int:
+def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: int, logprobs: int = 0) -> int:
     """Serve the newest checkpoint of a run in every way, and hold it against training; print what differs.
 
     Args:
         run: in exact mode.
         root: the run's folder.
         source: of the prompts, and of how many there are in a batch.
-        steps: batches.
+        steps: the fewest batches.
         tp: ranks of the server.
+        logprobs: the fewest log-probabilities, all ways together.
 
     Raises:
         StateError: the run has no checkpoint.
@@ -42,14 +57,14 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     checkpoint = newest_checkpoint(root)
     tokens, asked = run.config.data.sequence_tokens, run.config.plan.device
     serve = ServeConfig(context_tokens=tokens, compute=run.config.numerics.compute, exact=True, tp=tp)
-    prompts = _prompts(source, steps, tokens)
+    prompts = _prompts(source, steps, tokens, logprobs)
     texts: Texts = launch_on(asked, tp, _draw, checkpoint, serve, prompts, tokens)
     size = source.batch_sequences
     batches = [batch_of(texts[at : at + size]) for at in range(0, len(texts), size)]
     losses = launch_on(asked, run.plan.mesh.world, trained_losses, run, checkpoint, batches)
-    told: list[list[Told]] = launch_on(asked, tp, _tell, checkpoint, serve, texts, prompts)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
-    compared = [compare(way.name, torch.cat(losses), row) for way, row in zip(ways(tokens), told, strict=True)]
+    found = launch_on(asked, tp, _tell, checkpoint, serve, texts, prompts)
+    compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), found, strict=True)]
     with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
         write_adapters(Path(folder), run.shape)
         (beside,) = launch_on(asked, tp, _adapted, checkpoint, serve, texts, Path(folder))
@@ -59,6 +74,7 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     ]
     for way in compared:
         _say(f"  {way.way:60}{way.compared:>12,}{way.differing:>12,}{way.largest:>10.1e}")
+    _say(f"Of {sum(row.guessed for row in found):,} guesses {sum(row.stood for row in found):,} stood.")
     first = next((way for way in compared if way.first is not None), None)
     _say(
         f"{'PROVEN' if first is None else 'NOT PROVEN'}: {sum(way.compared for way in compared)} log-probabilities of "
@@ -69,34 +85,59 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     return 0 if first is None else 1
 
 
-def _prompts(source: Source, steps: int, tokens: int) -> Texts:
-    """Beginnings of the first sequences, of every length."""
-    size = source.batch_sequences
-    rows = [row for step in range(steps) for row in source.batch(step * size, slice(0, size)).tokens_BS.tolist()]
-    return [row[: 1 + number * 37 % (tokens - 1)] for number, row in enumerate(rows)]
+def _prompts(source: Source, steps: int, tokens: int, logprobs: int) -> Texts:
+    """Beginnings of sequences, of every length: of so many batches at least, and enough for the log-probabilities."""
+    size, every = source.batch_sequences, ways(tokens)
+    prompts: Texts = []
+    while len(prompts) < steps * size or logprobs_of(every, prompts, tokens) < logprobs:
+        at = len(prompts)
+        for number, row in enumerate(source.batch(at, slice(0, size)).tokens_BS.tolist(), at):
+            prompts.append(row[: 1 + number * 37 % (tokens - 1)])
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a way told, and how many tokens were guessed and stood on it."""
+
+    told: list[Told]
+    guessed: int
+    stood: int
 
 
 def _draw(world: World, folder: Path, serve: ServeConfig, prompts: Texts, tokens: int) -> Texts:
     way = Way(name="all together")
-    drawn = _each(world, folder, serve, [way], lambda engine, way: answers(engine, way, prompts, tokens))
+    drawn = _each(world, folder, serve, [way], lambda opened, way: answers(opened(), way, prompts, tokens))
     return [[*p, *answer.ids] for found in drawn for p, answer in zip(prompts, found, strict=True)]
 
 
-def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[list[Told]]:
-    every = ways(len(texts[0]))
-    return _each(world, folder, serve, every, lambda engine, way: told_of(engine, way, texts, prompts))
+def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[Found]:
+    def ask(opened: Open, way: Way) -> Found:
+        engines: list[Engine] = []
+
+        def opening() -> Engine:
+            engines.append(opened())
+            if way.guesses == "known":
+                engines[-1].speculation = Speculation(Known(texts), serve.draft_tokens)
+            return engines[-1]
+
+        told = told_of(opening, way, texts, prompts)
+        now = engines[-1].counters
+        return Found(told, now.drafted_tokens, now.accepted_tokens)
+
+    return _each(world, folder, serve, ways(len(texts[0])), ask)
 
 
 def _adapted(world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path) -> list[Beside]:
     return _each(
-        world, folder, serve, [Way(name="adapters")], lambda engine, way: beside_adapters(engine, texts, adapters)
+        world, folder, serve, [Way(name="adapters")], lambda opened, way: beside_adapters(opened(), texts, adapters)
     )
 
 
 def _each(
-    world: World, folder: Path, serve: ServeConfig, ways: Sequence[Way], ask: Callable[[Engine, Way], T]
+    world: World, folder: Path, serve: ServeConfig, ways: Sequence[Way], ask: Callable[[Open, Way], T]
 ) -> list[T]:
-    """What an engine of each way says, on rank 0; the other ranks compute with it."""
+    """What engines of each way say, on rank 0; the other ranks compute with it."""
     mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(seconds=300))
     found: list[T] = []
     try:
@@ -104,11 +145,18 @@ def _each(
             changed = way.of(serve)
             if world.rank > 0:
                 assert mesh.tp is not None
-                follow(load_rank(folder, changed, world.rank, mesh.tp, world.device).forward, mesh.tp, world.device)
+                for _ in range(way.engines):
+                    rank = load_rank(folder, changed, world.rank, mesh.tp, world.device)
+                    follow(rank.forward, mesh.tp, world.device, rank.party, rank.small)
                 continue
-            engine = open_engine(folder, changed, tp=mesh.tp, device=world.device)
-            found.append(ask(engine, way))
-            engine.end()
+            opened: list[Engine] = []
+
+            def open_one(changed: ServeConfig = changed, opened: list[Engine] = opened) -> Engine:
+                opened.append(open_engine(folder, changed, tp=mesh.tp, device=world.device))
+                return opened[-1]
+
+            found.append(ask(open_one, way))
+            opened[-1].end()
     finally:
         mesh.destroy()
     return found

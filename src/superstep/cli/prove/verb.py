@@ -42,7 +42,14 @@ def main(argv: Sequence[str]) -> int:
     with _corpus(options, vocab_of(run)) as corpus:
         if options.serve:
             stream = stream_of(run.config, open_corpus(corpus), "train")
-            return prove_served(run, Path(argv[0]), stream, steps=options.steps, tp=options.serve_tp)
+            return prove_served(
+                run,
+                Path(argv[0]),
+                stream,
+                steps=options.steps,
+                tp=options.serve_tp,
+                logprobs=options.serve_logprobs or 0,
+            )
         if options.exact:
             return _exact(options, run, corpus)
         if not options.all:

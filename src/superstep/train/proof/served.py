@@ -2,15 +2,17 @@
 
 The engine answers prompts, and says the log-probability of each token. The trainer, on its own layout in exact mode,
 says the loss of each token of the same texts. Then the engine comes to these tokens in every other way in which a
-server may: among others, alone, in chunks, from cached pages, with pages taken back on the way.
+server may: among others, alone, in chunks, from cached pages, with pages taken back on the way, with guesses that stand
+and guesses that do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +24,12 @@ from superstep.runtime.engine import Engine as Trainer
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.engine import Engine
-from superstep.serve.load import ServeConfig
+from superstep.serve.live import LiveRequest
+from superstep.serve.load import NGRAM, ServeConfig
 from superstep.serve.offline import Answer, generate
 from superstep.serve.request import Sampling
+from superstep.serve.request import Told as Token
+from superstep.serve.speculate import Asked
 from superstep.state.checkpoint import load
 from superstep.state.piece import STATE
 from superstep.train.batches import microbatches, rows
@@ -81,21 +86,41 @@ class Way:
         name: what it is called.
         step_tokens: rows of a step, where they are few.
         pages: of keys, where they are few.
+        texts: the first so many are come to, where each takes many steps; None means all.
         is_alone: one prompt after the other, not all together.
         is_twice: once more with the keys that are there from the first time.
+        is_restarted: half of each answer by one engine, the rest by another.
+        guesses: from the text, as ``superstep serve`` has them, or known ones of which some are made wrong.
         as_prompt: the whole text is a prompt whose tokens are told of, not drawn.
     """
 
     name: str
     step_tokens: int | None = None
     pages: int | None = None
+    texts: int | None = None
     is_alone: bool = False
     is_twice: bool = False
+    is_restarted: bool = False
+    guesses: Literal["from text", "known"] | None = None
     as_prompt: bool = False
+
+    @property
+    def engines(self) -> int:
+        """How many it needs, one after the other."""
+        return 2 if self.is_restarted else 1
 
     def of(self, serve: ServeConfig) -> ServeConfig:
         """The engine that it needs."""
-        return replace(serve, step_tokens=self.step_tokens or serve.step_tokens, pages=self.pages)
+        return replace(
+            serve,
+            step_tokens=self.step_tokens or serve.step_tokens,
+            pages=self.pages,
+            speculate=NGRAM if self.guesses else "",
+        )
+
+
+FEW = 16
+"""Texts of a way that takes many steps for each."""
 
 
 def ways(tokens: int) -> tuple[Way, ...]:
@@ -103,18 +128,62 @@ def ways(tokens: int) -> tuple[Way, ...]:
     page_tokens = ServeConfig().page_tokens
     whole = -(-tokens // page_tokens)
     return (
-        Way(name="one at a time", is_alone=True),
+        Way(name="one at a time", is_alone=True, texts=FEW),
         Way(name="all together"),
-        Way(name="in chunks of 7 tokens", step_tokens=7),
+        Way(name="in chunks of 7 tokens", step_tokens=7, texts=FEW),
         Way(name="from cached pages", is_twice=True),
-        Way(name="with pages for two texts", pages=2 * whole),
+        Way(name="with pages for two texts", pages=2 * whole, texts=FEW),
+        Way(name="after a restart half-way", is_restarted=True),
+        Way(name="speculated", guesses="from text"),
+        Way(name="speculated, guesses right and wrong", guesses="known"),
+        Way(name="speculated, in few rows and pages", guesses="known", step_tokens=13, pages=2 * whole, texts=FEW),
         Way(name="as prompts", as_prompt=True),
-        Way(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True),
+        Way(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True, texts=2 * FEW),
     )
+
+
+def logprobs_of(ways: Sequence[Way], prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    """How many log-probabilities some ways tell of texts of ``tokens`` tokens that begin with these prompts."""
+    return sum(tokens - (1 if way.as_prompt else len(p)) for way in ways for p in prompts[: way.texts])
+
+
+class Known:
+    """Guesses the texts themselves, but every third token is another: so many guesses stand, and many do not.
+
+    Args:
+        texts: by the number of their request.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = texts
+
+    def offer(self, live: LiveRequest, most: int, matcher: object) -> int:
+        """As many as may be."""
+        return most
+
+    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+        """What comes next, more or less."""
+        found = {}
+        for request, count in asked.counts.items():
+            known = asked.live[request].known
+            found[request] = [
+                token if place % 3 else max(1, token) - 1
+                for place, token in enumerate(self._texts[request][known : known + count], known)
+            ]
+        return found
+
+    def judged(self, request: int, guessed: int, stood: int) -> None:
+        """It knows already."""
+
+    def forget(self, request: int) -> None:
+        """It does not."""
 
 
 Told = tuple[int, tuple[float, ...]]
 """The position of a text from which on log-probabilities of the next token are told, and these."""
+
+Open = Callable[[], Engine]
+"""Opens an engine as a way needs it, the one before having ended."""
 
 
 def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
@@ -126,27 +195,56 @@ def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: 
         prompts: shorter than that.
         tokens: of a text.
     """
-    ways = [Sampling(max_tokens=tokens - len(p), seed=n, ignore_eos=True) for n, p in enumerate(prompts)]
+    asked = [_sampling(number, tokens - len(prompt)) for number, prompt in enumerate(prompts)]
     if way.is_twice:
-        generate(engine, prompts, ways)
+        generate(engine, prompts, asked)
     if way.is_alone:
-        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, ways, strict=True)]
-    return generate(engine, prompts, ways)
+        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, asked, strict=True)]
+    return generate(engine, prompts, asked)
 
 
-def told_of(engine: Engine, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
+def _sampling(number: int, tokens: int) -> Sampling:
+    return Sampling(max_tokens=tokens, seed=number, ignore_eos=True)
+
+
+def told_of(opened: Open, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
     """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way. None of a text of which
     other tokens were drawn.
     """
+    texts, prompts = texts[: way.texts], prompts[: way.texts]
+    engine = opened()
     if way.as_prompt:
         asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
         found = generate(engine, [text[:-1] for text in texts], asked)
         return [(0, tuple(told.logprob for told in answer.prompt)) for answer in found]
-    again = answers(engine, way, prompts, len(texts[0]))
+    if way.is_restarted:
+        again = _restarted(engine, opened, prompts, len(texts[0]))
+    else:
+        again = [answer.tokens for answer in answers(engine, way, prompts, len(texts[0]))]
     return [
-        (len(prompt) - 1, tuple(told.logprob for told in answer.tokens if answer.ids == list(text[len(prompt) :])))
-        for prompt, text, answer in zip(prompts, texts, again, strict=True)
+        (len(prompt) - 1, tuple(one.logprob for one in told) if ids_of(told) == list(text[len(prompt) :]) else ())
+        for prompt, text, told in zip(prompts, texts, again, strict=True)
     ]
+
+
+def ids_of(told: Sequence[Token]) -> list[int]:
+    """The tokens."""
+    return [one.token for one in told]
+
+
+def _restarted(engine: Engine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Token, ...]]:
+    """Half of each answer, and the rest by another engine, which is given the first half as a part of the prompt."""
+    halves = [max(1, (tokens - len(prompt)) // 2) for prompt in prompts]
+    first = generate(engine, prompts, [_sampling(number, half) for number, half in enumerate(halves)])
+    begun = [[*prompt, *half.ids] for prompt, half in zip(prompts, first, strict=True)]
+    engine.end()
+    other = opened()
+    numbers = [number for number, text in enumerate(begun) if len(text) < tokens]
+    rest = generate(other, [begun[n] for n in numbers], [_sampling(n, tokens - len(begun[n])) for n in numbers])
+    told = [answer.tokens for answer in first]
+    for number, answer in zip(numbers, rest, strict=True):
+        told[number] += answer.tokens
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
