@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ import torch
 
 from superstep.cli.describe import layout_text
 from superstep.cli.served_model import newest_checkpoint
+from superstep.cli.serving import kernels_folder
 from superstep.data.stream import Source
 from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, launch_on
@@ -56,7 +57,9 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     """
     checkpoint = newest_checkpoint(root)
     tokens, asked = run.config.data.sequence_tokens, run.config.plan.device
-    serve = ServeConfig(context_tokens=tokens, compute=run.config.numerics.compute, exact=True, tp=tp)
+    serve = ServeConfig(
+        context_tokens=tokens, compute=run.config.numerics.compute, exact=True, tp=tp, kernels=kernels_folder(None)
+    )
     prompts = _prompts(source, steps, tokens, logprobs)
     texts: Texts = launch_on(asked, tp, _draw, checkpoint, serve, prompts, tokens)
     size = source.batch_sequences
@@ -67,7 +70,9 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), found, strict=True)]
     with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
         write_adapters(Path(folder), run.shape)
-        (beside,) = launch_on(asked, tp, _adapted, checkpoint, serve, texts, Path(folder))
+        # What adapters add in exact mode is torch's to compute.
+        by_torch = replace(serve, kernels=None)
+        (beside,) = launch_on(asked, tp, _adapted, checkpoint, by_torch, texts, Path(folder))
     compared += [
         compare("without an adapter, beside adapters", torch.cat(losses), beside.plain),
         compare("with an adapter, beside others, against alone", losses_of(beside.alone), beside.adapted),
