@@ -45,6 +45,10 @@ CONFIG = {
 }
 
 
+OURS = {"bf16": {}, "w8a8": {"quantize": "w8a8"}, "exact": {"exact": True}}
+"""Ways to serve, each a side; ratios are those of the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """Prompts, and how many tokens are asked for each."""
@@ -252,7 +256,7 @@ def main(argv: list[str]) -> None:
     options = argparse.ArgumentParser(prog="python -m bench.serve_vs_peers", description=__doc__.splitlines()[0])
     options.add_argument("--llama-python", help="Python of an environment with llama-cpp-python and gguf")
     options.add_argument("--vllm-python", help="Python of an environment with vLLM's CPU wheel")
-    options.add_argument("--ours", type=json.loads, default={"bf16": {}}, help="names to settings of [serve], as JSON")
+    options.add_argument("--ours", type=json.loads, default=OURS, help="names to settings of [serve], as JSON")
     options.add_argument("--only", nargs="*", help="parts of the names of sides")
     options.add_argument("--scenarios", nargs="*", default=[s.name for s in SCENARIOS])
     options.add_argument("--rounds", type=int, default=5)

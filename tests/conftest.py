@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,13 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(8)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for that of a socket below it, as ``tmp_path`` does not in several processes."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield Path(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

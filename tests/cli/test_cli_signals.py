@@ -32,20 +32,19 @@ LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 def place(tmp_path, monkeypatch):
     """A folder to work in."""
     runs.make_files(tmp_path)
-    (tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def environment(place):
+def environment(place, short_folder):
     """That of a command, with a temporary folder of its own, which is empty again at the end."""
-    theirs = os.environ | {"TMPDIR": str(place / "temporary"), "TERM": "xterm-256color"}
+    theirs = os.environ | {"TMPDIR": str(short_folder), "TERM": "xterm-256color"}
     # Most users have none, and what is left in a buffer then breaks later.
     theirs.pop("PYTHONUNBUFFERED", None)
     yield theirs
     # torch keeps a cache there, of its own accord.
-    assert not [path for path in (place / "temporary").iterdir() if not path.name.startswith("torchinductor")]
+    assert not [path for path in short_folder.iterdir() if not path.name.startswith("torchinductor")]
 
 
 class Terminal:

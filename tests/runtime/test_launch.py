@@ -144,10 +144,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.multiproc
-def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
-    (tmp_path / "temporary").mkdir()
+@pytest.mark.parametrize("name", ["t", "t" * 100], ids=["of a seed", "no room for a seed's socket"])
+def test_ranks_end_with_a_launcher_that_was_killed(name, tmp_path, short_folder):
+    temporary = short_folder / name
+    temporary.mkdir()
     (tmp_path / "script.py").write_text(LAUNCHER.format(paths=sys.path, folder=str(tmp_path)))
-    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    environment = os.environ | {"TMPDIR": str(temporary)}
     launcher = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environment)
     marks = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
@@ -155,7 +157,7 @@ def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
     launcher.wait()
     ranks = [int(mark.read_text()) for mark in marks]
     _until(lambda: not any(map(psutil.pid_exists, ranks)), 10)
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.multiproc

@@ -4,7 +4,8 @@
 
 Torch is so imported once for all ranks, of this launch and of those that follow, and they share its memory. Forks of a
 process that has computed, or has touched a GPU, would not be sound; the seed has done neither. Where forks are not
-sound at all (macOS), each rank is spawned by itself and imports torch for itself.
+sound at all (macOS), and where the name of the temporary folder leaves no room for that of a socket, each rank is
+spawned by itself and imports torch for itself.
 
 The seed may be older than a launch: what a rank has of its launcher, its environment say, is handed to it. It ends with
 its launcher.
@@ -17,6 +18,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import reduction, resource_tracker, util
@@ -34,13 +36,17 @@ IMPORTED = ("torch", "torch.distributed")
 """What the seed imports, beside what the first worker's module does."""
 
 
+LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes of the temporary folder's name, below which the seed's socket lies: Linux takes 107 for all of it."""
+
+
 def context_of(worker: Callable[..., Any]) -> BaseContext:
     """What starts ranks, once it can: the wait for the seed's imports may be interrupted here, and has no name to end.
 
     Raises:
         Fault: the seed has died over them.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
