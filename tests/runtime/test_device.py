@@ -106,7 +106,7 @@ def test_the_launcher_of_ranks_on_gpus_has_no_context(host, tmp_path, monkeypatc
     started = []
 
     @contextlib.contextmanager
-    def ranks(worker, world, kind, folder, call):
+    def ranks(worker, world, kind, folder, call, first):
         started.append((world, kind))
         yield []
 

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from superstep.runtime.seed import heed_all, planted
+
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
 
@@ -76,8 +78,7 @@ class Pool:
 
     def __init__(self, size: int = 8) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTED)
+        self._context = planted(IMPORTED)  # of which the ranks are forks that tests launch as well
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks: list[_Rank] = []
         self._runs = 0
@@ -166,6 +167,7 @@ class Pool:
 
 def _serve(pipe: Connection, stacks: str) -> None:
     """What a worker does until its pipe closes."""
+    heed_all()
     # A machine without a name server cannot look itself up, which Gloo does unless told its interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pool

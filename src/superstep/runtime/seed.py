@@ -19,10 +19,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction, resource_tracker, util
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     """
     if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
-    resource_tracker.ensure_running()  # its start would unmask SIGTERM
-    with stderr_away(), _masked(IGNORED):
-        ensure_running()
+    context = planted([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
     first = context.Process(target=_nothing)
     try:
         first.start()
@@ -60,6 +56,24 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
         raise Fault("the process that ranks are forked from has died.", rank=0) from error
     first.join()
     return context
+
+
+def planted(imported: Sequence[str]) -> ForkServerContext:
+    """What starts forks of this process's seed, which is begun with these imports where there is none yet.
+
+    A fork that is to heed what the seed does not must ``heed_all``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imported))
+    resource_tracker.ensure_running()  # its start would unmask SIGTERM
+    with stderr_away(), _masked(IGNORED):
+        ensure_running()
+    return context
+
+
+def heed_all() -> None:
+    """Heed again what the seed does not."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
 
 def _nothing() -> None:
@@ -96,7 +110,7 @@ class Place:
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         os.environ.clear()  # noqa: TID251
         os.environ.update(self.environment)  # noqa: TID251
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+        heed_all()
 
 
 def _received(
