@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least
-from superstep.cli.options import read_flags
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least, read_model
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -46,12 +45,10 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
         ConfigError: one of them is missing or wrong.
         SystemExit: help was asked for, and has been given.
     """
-    words = [word for word in argv[:1] if not word.startswith("-")]
-    options = read_flags(
-        Options(), argv[len(words) :], prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
+    missing = "name a model or the URL of a server: superstep chat runs/demo."
+    model, options = read_model(
+        Options(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
     )
-    if not words:
-        raise ConfigError("name a model or the URL of a server: superstep chat runs/demo.")
     check_least(options.plan, options.serve)
     if options.max_tokens is not None and options.max_tokens < 1:
         raise ConfigError(f"--max-tokens = {options.max_tokens} must be at least 1.")
@@ -59,7 +56,7 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
         raise ConfigError(f"--temperature = {options.temperature} must be from 0 to 100.")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p = {options.top_p} must be above 0 and at most 1.")
-    is_url = words[0].startswith(("http://", "https://"))
+    is_url = model.startswith(("http://", "https://"))
     if not is_url and (options.plan.tp, options.plan.dp) != (1, 1):
         raise ConfigError(
             f"plan.tp = {options.plan.tp}, plan.dp = {options.plan.dp}: a model that is loaded here has one rank; "
@@ -67,4 +64,4 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
         )
     if not is_url and (options.model or options.key):
         raise ConfigError("--model and --key are for the URL of a server; leave them out.")
-    return words[0], options
+    return model, options

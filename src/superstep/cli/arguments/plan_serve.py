@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least
-from superstep.cli.options import read_flags
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least, read_model
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -44,12 +43,10 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
         SystemExit: help was asked for, and has been given.
     """
     flags = [word for word in argv if word not in ("--serve", "--serve=true")]
-    words = [word for word in flags[:1] if not word.startswith("-")]
-    options = read_flags(
-        Options(), flags[len(words) :], prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
+    missing = "name a model, then any flags: superstep plan runs/demo --serve."
+    model, options = read_model(
+        Options(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
     )
-    if not words:
-        raise ConfigError("name a model, then any flags: superstep plan runs/demo --serve.")
     check_least(options.plan, options.serve)
     for name, value in (("--prompt", options.prompt), ("--answer", options.answer)):
         if value < 1:
@@ -62,4 +59,4 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
             raise ConfigError(f"--json = '{file}': the folder {file.parent} is not there; make it first.")
         if file.exists():
             raise ConfigError(f"--json = '{file}' is there already, and is kept; name a new file.")
-    return words[0], options
+    return model, options

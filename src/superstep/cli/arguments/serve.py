@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from superstep.cli.options import read_flags
 from superstep.errors import ConfigError
@@ -100,18 +100,39 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
         ConfigError: one of them is missing or wrong.
         SystemExit: help was asked for, and has been given.
     """
-    words = [word for word in argv[:1] if not word.startswith("-")]
-    options = read_flags(
-        Options(), argv[len(words) :], prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
+    missing = "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
+    model, options = read_model(
+        Options(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )
-    if not words:
-        raise ConfigError(
-            "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
-        )
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
     check_least(options.plan, options.serve)
-    return Path(words[0]), options
+    return Path(model), options
+
+
+Flags = TypeVar("Flags")
+
+
+def read_model(
+    defaults: Flags, argv: Sequence[str], missing: str, *, prog: str, description: str, common: Sequence[str]
+) -> tuple[str, Flags]:
+    """The word that names a model, and the flags behind it.
+
+    Args:
+        defaults: the options as they are without flags.
+        argv: of the verb.
+        missing: what is said where no model is named.
+        prog, description, common: of its help, as ``read_flags`` takes them.
+
+    Raises:
+        ConfigError: the model is missing, or a flag is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    words = [word for word in argv[:1] if not word.startswith("-")]
+    options = read_flags(defaults, argv[len(words) :], prog=prog, description=description, common=common)
+    if not words:
+        raise ConfigError(missing)
+    return words[0], options
 
 
 def check_least(plan: PlanOptions, serve: ServeOptions) -> None:

@@ -8,7 +8,7 @@ start, with the model's own first layer and its head. Where a bit differs, torch
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from superstep.serve.compute.attend import PagedAttention
 from superstep.serve.compute.compiled import Compiled, Exact, can_compile
 from superstep.serve.compute.forward import Forward
 from superstep.serve.compute.keys import KeyStore
-from superstep.serve.compute.linears import ONE_INPUT, Product, ValueOf
+from superstep.serve.compute.linears import Product, ValueOf, joined, rows_of
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.panels import Panels, takes
 from superstep.serve.compute.rows import Part, Rows
@@ -60,7 +60,7 @@ class ExactProducts:
 
     def __init__(self, library: ctypes.CDLL, served: Served) -> None:
         self._library = library
-        self._rows = [(layers, _cells(served, layers[0])) for module in served.modules for layers in _rows(module)]
+        self._rows = _rows(served)
         self.products: list[Product | None] = []
         self.beside(lambda param: param)()
 
@@ -84,12 +84,11 @@ class ExactProducts:
         return next((product for (layers, _), product in found if layer in layers), None)
 
     def _made(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:
-        weight_OI = torch.cat([value_of(layer.weight).detach() for layer in layers])
-        biases = [value_of(layer.bias).detach() for layer in layers if layer.bias is not None]
+        weight_OI, bias_O = joined(layers, value_of)
         width = weight_OI.shape[1] // cells
         if not takes(weight_OI) or cells > MOST_CELLS or width % 2:
             return None
-        return Panels(self._library, weight_OI, bias_O=torch.cat(biases) if biases else None, cells=cells)
+        return Panels(self._library, weight_OI, bias_O=bias_O, cells=cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +109,11 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
         threads: that share a step.
     """
     found, shape = functions(), served.run.shape
-    products = ExactProducts(library, served)
-    if found is None or shape.width % 8 or not can_compile(shape, served.modules, products):
+    if found is None or shape.width % 8:
         return None
-
+    products = ExactProducts(library, served)
+    if not can_compile(shape, served.modules, products):
+        return None
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
     def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
@@ -146,25 +146,14 @@ def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore
     return True
 
 
-def _rows(module: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
-    """The linears, those of one input together."""
-    together = [
-        [getattr(layer, name) for name in ONE_INPUT[type(layer)]]
-        for layer in module.modules()
-        if type(layer) in ONE_INPUT
-    ]
-    yield from map(tuple, together)
-    taken = {layer for layers in together for layer in layers}
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer not in taken:
-            yield (layer,)
-
-
-def _cells(served: Served, layer: nn.Linear) -> int:
-    """Parts of the layer's input that exact mode sums as a tree."""
+def _rows(served: Served) -> list[tuple[tuple[nn.Linear, ...], int]]:
+    """The linears, those of one input together, and into how many parts exact mode cuts their sums."""
     grain, rules = served.run.plan.grain, served.run.plan.rules
     assert grain is not None
-    for held in served.params.values():
-        if held.values is layer.weight or held.values.data_ptr() == layer.weight.data_ptr():
-            return grain.cells if rules.cut(held.spec.axes[1]) == "tp" else 1
-    raise AssertionError("every weight is a parameter of the model")
+    axes = {held.values.data_ptr(): held.spec.axes for held in served.params.values()}
+
+    def cells(layer: nn.Linear) -> int:
+        return grain.cells if rules.cut(axes[layer.weight.data_ptr()][1]) == "tp" else 1
+
+    found = (row for module in served.modules for row in rows_of(module, lambda layer: isinstance(layer, nn.Linear)))
+    return [(layers, cells(layers[0])) for layers, _ in found]

@@ -11,7 +11,7 @@ are views of one buffer, which cannot be given back by pieces, and a tied embedd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -57,9 +57,7 @@ class _Row:
     @torch.no_grad()
     def made(self, value_of: ValueOf) -> Product | None:
         """The product of their weights with these values; None where a layer is best left alone."""
-        weight = torch.cat([value_of(layer.weight).detach() for layer in self.layers])
-        biases = [value_of(layer.bias).detach() for layer in self.layers if layer.bias is not None]
-        return self.pack(weight, torch.cat(biases) if biases else None)
+        return self.pack(*joined(self.layers, value_of))
 
 
 class Linears:
@@ -73,7 +71,7 @@ class Linears:
 
     def __init__(self, modules: Iterable[nn.Module], pack: Pack, pack_head: Pack | None = None) -> None:
         self._rows: list[_Row] = []
-        for layers, is_head in [row for module in modules for row in _rows(module)]:
+        for layers, is_head in [row for module in modules for row in rows_of(module, is_plain_linear)]:
             row = _Row(layers, (pack_head or pack) if is_head else pack, _Shared([x.out_features for x in layers]))
             if not row.lay_out():
                 continue
@@ -158,17 +156,24 @@ class _Shared:
         return read
 
 
-def _rows(module: nn.Module) -> Iterator[tuple[tuple[nn.Linear, ...], bool]]:
-    """The plain linears, those of one input together, and whether they give the logits."""
+def joined(layers: Sequence[nn.Linear], value_of: ValueOf) -> tuple[Tensor, Tensor | None]:
+    """The weights of some linears one above the other, and their biases, if they have some."""
+    biases = [value_of(layer.bias).detach() for layer in layers if layer.bias is not None]
+    weight_OI = torch.cat([value_of(layer.weight).detach() for layer in layers])
+    return weight_OI, torch.cat(biases) if biases else None
+
+
+def rows_of(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[tuple[nn.Linear, ...], bool]]:
+    """The linears that are taken, those of one input together, and whether they give the logits."""
     taken: set[nn.Module] = set()
     for parent in module.modules():
         layers = [getattr(parent, name) for name in ONE_INPUT.get(type(parent), ())]
-        if layers and all(is_plain_linear(layer) for layer in layers) and _fit([*map(_linear, layers)]):
+        if layers and all(is_taken(layer) for layer in layers) and _fit([*map(_linear, layers)]):
             taken.update(layers)
             yield tuple(map(_linear, layers)), False
     heads = {unit.lm_head for unit in module.modules() if isinstance(unit, Head)}
     for layer in module.modules():
-        if is_plain_linear(layer) and layer not in taken:
+        if is_taken(layer) and layer not in taken:
             yield (_linear(layer),), layer in heads
 
 

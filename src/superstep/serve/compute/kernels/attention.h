@@ -14,7 +14,6 @@ namespace superstep {
 
 constexpr int64_t kBlock = 64;      // keys between two looks at the largest score
 constexpr int64_t kTileRows = 48;   // queries times heads that share keys, at most, where one query has fewer heads
-constexpr int64_t kMostGroup = 16;
 constexpr int64_t kMostWidth = 256;
 
 // Keys and values of one layer, in groups of 16 places: keys [groups, K, H / 2, 16, 2], values [groups, K, 8, H, 2].

@@ -14,7 +14,7 @@ namespace superstep {
 
 constexpr int64_t kPiece = 256;      // inputs of one product, and keys of a block
 constexpr int64_t kHalf = 128;       // of a block whose values are summed in one go
-constexpr int64_t kMostCells = 64;
+constexpr int kLevels = 7;           // of a tree over cells: 64 of them at most
 constexpr int64_t kScores = 1 << 18;  // of one tile, at most, where one query has fewer
 
 // Functions as torch computes them: MKL's, (count, from, to, mode). Neither rounds correctly everywhere.
@@ -71,7 +71,7 @@ inline float sum_of_block(const float* x) {
 // Partial sums of a tree over neighbours, which come from left to right.
 template <int R>
 struct Tree {
-  __m512 levels[7][R][kRegisters];
+  __m512 levels[kLevels][R][kRegisters];
 
   void add(int64_t cell, __m512 (&sum)[R][kRegisters]) {
     int level = 0;

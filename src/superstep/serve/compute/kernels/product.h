@@ -104,15 +104,22 @@ inline void multiply(const Team& team, const Weight& weight, const Inputs& x, in
 
 // What becomes of the outputs.
 
+// Calls put(first column, lanes, outputs) for each register of a panel that has outputs of the weight.
+template <class Put>
+inline void in_registers(const Weight& weight, int64_t panel, const __m512* of, Put put) {
+  for (int n = 0; n < kRegisters; ++n) {
+    const int64_t column = panel * kPanel + n * kLanes;
+    const __mmask16 lanes = lanes_before(weight.outputs, column);
+    if (lanes) put(column, lanes, of[n]);
+  }
+}
+
 struct PutRounded {  // [T, O] bf16
   bf16* out;
   const Weight& weight;
   void operator()(int64_t row, int64_t panel, const __m512* of) const {
-    for (int n = 0; n < kRegisters; ++n) {
-      const int64_t column = panel * kPanel + n * kLanes;
-      const __mmask16 lanes = lanes_before(weight.outputs, column);
-      if (lanes) store(out + row * weight.outputs + column, of[n], lanes);
-    }
+    bf16* to = out + row * weight.outputs;
+    in_registers(weight, panel, of, [=](int64_t column, __mmask16 lanes, __m512 x) { store(to + column, x, lanes); });
   }
 };
 
@@ -120,12 +127,10 @@ struct PutAdded {  // to [T, O] bf16, which holds the residual stream
   bf16* out;
   const Weight& weight;
   void operator()(int64_t row, int64_t panel, const __m512* of) const {
-    for (int n = 0; n < kRegisters; ++n) {
-      const int64_t column = panel * kPanel + n * kLanes;
-      const __mmask16 lanes = lanes_before(weight.outputs, column);
-      bf16* at = out + row * weight.outputs + column;
-      if (lanes) store(at, _mm512_add_ps(load(at, lanes), rounded(of[n])), lanes);
-    }
+    bf16* to = out + row * weight.outputs;
+    in_registers(weight, panel, of, [=](int64_t column, __mmask16 lanes, __m512 x) {
+      store(to + column, _mm512_add_ps(load(to + column, lanes), rounded(x)), lanes);
+    });
   }
 };
 
@@ -133,10 +138,9 @@ struct PutWide {  // [T, O] fp32
   float* out;
   const Weight& weight;
   void operator()(int64_t row, int64_t panel, const __m512* of) const {
-    for (int n = 0; n < kRegisters; ++n) {
-      const int64_t column = panel * kPanel + n * kLanes;
-      _mm512_mask_storeu_ps(out + row * weight.outputs + column, lanes_before(weight.outputs, column), of[n]);
-    }
+    float* to = out + row * weight.outputs;
+    in_registers(weight, panel, of,
+                 [=](int64_t column, __mmask16 lanes, __m512 x) { _mm512_mask_storeu_ps(to + column, lanes, x); });
   }
 };
 
