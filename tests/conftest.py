@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -35,6 +36,14 @@ def short_folder() -> Iterator[Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of several ranks first: they take longest, and of two processes neither shall wait for the other's last."""
     items.sort(key=lambda item: item.get_closest_marker("multiproc") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there by now, torch and every test, out of the sight of Python's collector of cycles: who opens an
+    engine asks for it, and it took longer than all else there.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

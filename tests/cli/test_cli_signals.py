@@ -29,7 +29,7 @@ LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, small_measure):
     """A folder to work in."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -181,56 +181,36 @@ def test_nobody_need_read_the_help(argv, environment):
 
 # torchrun.
 
-
-def _torchrun(*flags):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "superstep", "train", "run.toml", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    return done, [line for line in done.stderr.splitlines() if line.startswith("superstep:")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def test_torchruns_ranks_join(tmp_path, monkeypatch):
+def test_torchruns_ranks_join_and_stop_together(tmp_path, monkeypatch):
     # torchrun leaves folders of its own in the temporary folder.
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    done, said = _torchrun("--plan.dp", "None")
-    assert done.returncode == 0, done.stderr
-    assert not said
-    assert "2 ranks" in done.stdout
-    assert [line["step"] for line in runs.events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
-    before = runs.files(tmp_path / "run")
-    done, said = _torchrun("--plan.dp", "2")
-    assert done.returncode == 1, "torchrun's own status"
-    assert [line.split(". ")[0] for line in said] == ["superstep: state.dir = 'run' already holds a run"]
-    assert "exitcode  : 2" in done.stderr
-    assert runs.files(tmp_path / "run") == before
-
-
-def test_torchruns_ranks_stop_together(tmp_path, monkeypatch):
-    runs.make_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = subprocess.Popen(
-        [*torchrun, "-m", "superstep", "train", "run.toml", "--plan.dp", "2", *LONG],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    whole = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    train = [*TORCHRUN, "-m", "superstep", "train", "run.toml"]
+    command = subprocess.Popen([*train, "--plan.dp", "None", *LONG], **whole)
     while not (tmp_path / "run/checkpoints/step-000005/manifest.json").exists():
         assert command.poll() is None
         time.sleep(0.05)
     command.terminate()
-    _, said = command.communicate(timeout=120)
+    out, said = command.communicate(timeout=120)
     newest = checkpoints(tmp_path / "run" / "checkpoints")[-1].name
     lines = [line for line in said.splitlines() if line.startswith("superstep:")]
     go_on = (
         f"The newest checkpoint is run/checkpoints/{newest}; start the same command again with --state.existing resume."
     )
+    assert "2 ranks" in out
     assert lines == [f"superstep: stopped by SIGTERM. {go_on}"]
-    assert runs.events(tmp_path / "run", "stopped")[-1]["step"] == int(newest.removeprefix("step-"))
+    last = int(newest.removeprefix("step-"))
+    assert runs.events(tmp_path / "run", "stopped")[-1]["step"] == last
+    assert [line["step"] for line in runs.events(tmp_path / "run", "step")] == list(range(1, last + 1))
+
+    before = runs.files(tmp_path / "run")
+    done = subprocess.run([*train, "--plan.dp", "2"], timeout=120, check=False, **whole)
+    assert done.returncode == 1, "torchrun's own status"
+    lines = [line for line in done.stderr.splitlines() if line.startswith("superstep:")]
+    assert [line.split(". ")[0] for line in lines] == ["superstep: state.dir = 'run' already holds a run"]
+    assert "exitcode  : 2" in done.stderr
+    assert runs.files(tmp_path / "run") == before

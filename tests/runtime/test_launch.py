@@ -59,7 +59,7 @@ def _silent(world):
 
 
 def _place(world):
-    print("rank", world.rank, flush=True)
+    print(f"rank {world.rank}\n", end="", flush=True)  # in one piece, whether or not Python keeps a buffer
     _meet(world)  # who leaves before the other has connected breaks its connection
     return os.environ.get("OF_THE_LAUNCHER"), Path.cwd(), os.getppid()
 
@@ -157,7 +157,8 @@ def test_ranks_end_with_a_launcher_that_was_killed(name, tmp_path, short_folder)
     launcher.wait()
     ranks = [int(mark.read_text()) for mark in marks]
     _until(lambda: not any(map(psutil.pid_exists, ranks)), 10)
-    assert not list(temporary.iterdir())
+    # torch makes a folder for its compiler there when it is imported.
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
 @pytest.mark.multiproc

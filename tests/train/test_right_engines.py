@@ -15,9 +15,9 @@ from superstep.train.proof.case import Cases, prove_case
 pytestmark = pytest.mark.multiproc
 
 SIZES = {
-    "vocabulary of 2^13, few tokens": ({"vocab": 2**13, "width": 256}, {"dp": 2, "zero": 1}, 2),
-    "large vocabulary whole over tp": ({"vocab": 2**13, "width": 256}, {"tp": 2, "rules": (("vocab", "none"),)}, 2),
-    "large vocabulary cut over tp, tied": ({"vocab": 2**13, "width": 256, "tied": True}, {"tp": 2}, 2),
+    "vocabulary of 2^13, few tokens": ({"vocab": 2**13, "width": 128}, {"dp": 2, "zero": 1}, 2),
+    "large vocabulary whole over tp": ({"vocab": 2**13, "width": 128}, {"tp": 2, "rules": (("vocab", "none"),)}, 2),
+    "large vocabulary cut over tp, tied": ({"vocab": 2**13, "width": 128, "tied": True}, {"tp": 2}, 2),
     "odd sizes": ({"vocab": 1001, "width": 36, "ffn": 77, "heads": 3, "kv_heads": 3, "head_dim": 12}, {"dp": 2}, 6),
     "odd sizes, ZeRO-3": ({"vocab": 1001, "width": 36, "ffn": 77}, {"dp": 2, "zero": 3}, 6),
     "uneven stages": ({"vocab": 96, "layers": 2}, {"pp": 2, "stages": (3, 1)}, 4),

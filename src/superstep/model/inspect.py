@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.model.meta import on_meta
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.model.probe import check_rows
 from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
@@ -76,7 +77,7 @@ def build(spec: UnitSpec, where: str) -> nn.Module:
         ConfigError: it cannot be built.
     """
     try:
-        with torch.device("meta"):
+        with on_meta():
             module = spec.build()
     except Exception as error:
         raise ConfigError(f"{where}: unit '{spec.name}' cannot be built: {_line(error)}") from error

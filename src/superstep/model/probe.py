@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from superstep.errors import ConfigError
+from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec, initial
 
 ROWS = 3
@@ -27,7 +28,7 @@ def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where:
         ConfigError: it mixes them, or gives another output each time.
     """
     numbers = ROWS * like[:1].numel()
-    with torch.device("meta"):
+    with on_meta():
         parameters = sum(parameter.numel() for parameter in spec.build().parameters())
     if parameters > MOST_PARAMETERS or numbers > MOST_NUMBERS:
         return

@@ -16,10 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from superstep.errors import ConfigError
+from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
 from superstep.plan.rules import Rules
@@ -146,7 +146,7 @@ def lay_out(
 
 
 def _parameters(spec: UnitSpec) -> list[tuple[str, nn.Parameter]]:
-    with torch.device("meta"):
+    with on_meta():
         return list(spec.build().named_parameters())
 
 

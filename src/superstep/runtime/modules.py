@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 import superstep.runtime.documents
 import superstep.runtime.parallel.ring  # noqa: F401
 from superstep.model.decoder import Head
+from superstep.model.meta import on_meta
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
@@ -50,7 +51,7 @@ def build_module(  # noqa: PLR0913
 
     What its layers add to gradient buffers goes through ``sums``.
     """
-    with torch.device("meta"):
+    with on_meta():
         module = spec.build()
     for local in spec.params:
         path, _, leaf = local.rpartition(".")

@@ -32,9 +32,10 @@ from superstep.errors import Fault
 IGNORED = (signal.SIGTERM, signal.SIGHUP)
 """What the seed does not heed, as a whole job may be sent it. Ctrl-C it ignores by itself."""
 
-IMPORTED = ("torch", "torch.distributed")
-"""What the seed imports, beside what the first worker's module does."""
-
+IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+"""What the seed imports, beside what the first worker's module does. Of the last torch makes use as soon as a tensor
+without memory is filled, or a gradient is asked for: a second of imports, in which each rank would stand.
+"""
 
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 """Bytes of the temporary folder's name, below which the seed's socket lies: Linux takes 107 for all of it."""
@@ -46,7 +47,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     Raises:
         Fault: the seed has died over them.
     """
-    if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+    if not _has_seed():
         return multiprocessing.get_context("spawn")
     context = planted([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
     first = context.Process(target=_nothing)
@@ -56,6 +57,16 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
         raise Fault("the process that ranks are forked from has died.", rank=0) from error
     first.join()
     return context
+
+
+def begin(module: str) -> None:
+    """Begin the seed of ranks whose worker is in ``module``; it imports beside its launcher, and is not waited for."""
+    if _has_seed():
+        planted((*IMPORTED, module))
+
+
+def _has_seed() -> bool:
+    return sys.platform == "linux" and len(os.fsencode(tempfile.gettempdir())) <= LONGEST
 
 
 def planted(imported: Sequence[str]) -> ForkServerContext:

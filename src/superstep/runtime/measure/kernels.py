@@ -7,6 +7,7 @@ twice as fast. Memory that the system has to find first is measured by itself.
 
 from __future__ import annotations
 
+import math
 import mmap
 import statistics
 import time
@@ -26,6 +27,9 @@ from superstep.runtime.device import Device
 
 KEPT_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """What lies side by side: half of it inputs, half of it outputs. A GPU's one cache holds 50 to 126 MB (H100, B200)."""
+
+MOST = 64
+"""Tensors that take turns."""
 
 SIZES = {"cpu": tuple(2**n for n in (12, 15, 18, 20, 22, 24)), "cuda": tuple(2**n for n in (12, 16, 20, 24, 26, 28))}
 """Bytes of the passes that are measured; between them lie those of a step. A GPU is done with 16 MiB in the time of two
@@ -97,9 +101,10 @@ def measure_operations(
                 continue
         products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
     kernels |= dict.fromkeys(("read", "write", "update"))
-    copies = [
-        _copy(kernel, size, gauge) for kernel in kernels if kernel in _PASSES for size in SIZES[gauge.device.kind]
-    ]
+    sizes = SIZES[gauge.device.kind]
+    # One memory for all: where each had its own, finding its pages took longer than measuring.
+    memory = _filled((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
+    copies = [_copy(kernel, size, gauge, memory) for kernel in kernels if kernel in _PASSES for size in sizes]
     if gauge.device.kind == "cpu":
         copies.append(_new_memory(gauge))
     return tuple(products.values()), tuple(copies)
@@ -150,11 +155,12 @@ def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
     )
 
 
-def _copy(kernel: str, size: int, gauge: Gauge) -> CopyRate:
+def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
     parts, work = _PASSES[kernel]
     columns = min(COLUMNS, size // (4 * parts))
     shape = (max(1, size // (4 * parts * columns)), columns)
-    inputs, outs = _inputs(shape, "fp32", gauge), _inputs(shape, "fp32", gauge)
+    count = max(1, min(MOST, memory.shape[1] // math.prod(shape)))
+    inputs, outs = (cycle(half[: count * math.prod(shape)].view(count, *shape).unbind()) for half in memory)
     other = next(inputs)
     taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
     return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
@@ -217,5 +223,5 @@ def _filled(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
 def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tensor]:
     """Tensors of one shape, in turn."""
     first = _filled(shape, dtype, gauge)
-    count = max(1, min(64, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))
+    count = max(1, min(MOST, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))
     return cycle([first, *(first.clone() for _ in range(count - 1))])

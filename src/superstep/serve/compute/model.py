@@ -12,6 +12,7 @@ from superstep.model.axes import units
 from superstep.model.decoder import Head
 from superstep.model.exchange import Exchange, Local, Now
 from superstep.model.hf import StoredTensor, Weights, check_weights
+from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import PARAMETER
@@ -95,7 +96,7 @@ def build(run: Resolved, rank: int, tp: Group | None, device: Device) -> Served:
 def _unit(
     spec: UnitSpec, shared: Mapping[str, nn.Parameter], run: Resolved, tp: Group | None, *, is_first: bool
 ) -> nn.Module:
-    with torch.device("meta"):
+    with on_meta():
         module = spec.build()
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")

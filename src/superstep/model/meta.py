@@ -1,0 +1,30 @@
+"""Modules without values: what is built here has shapes on the meta device, and nothing is drawn for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+DRAWN = (nn.init.normal_, nn.init.xavier_normal_, nn.init.kaiming_normal_, Tensor.normal_)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules within the block on the meta device."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out what torch knows on the meta device by its compiler alone: a millisecond for each tensor, and a second
+    for the first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        return (args[0] if args else kwargs["tensor"]) if func in DRAWN else func(*args, **kwargs)
