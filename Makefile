@@ -27,6 +27,8 @@ $(STAMP): pyproject.toml
 train: setup
 	$(BIN)/superstep train --state.existing resume $(ARGS)
 
+# Modules are compiled once, and not by each of the many processes that tests start.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests
 

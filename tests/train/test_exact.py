@@ -272,7 +272,7 @@ def _of_scales(rank, run, scales):
 
 def test_a_sum_that_would_wrap_around_stops_every_rank_of_every_layout(pool):
     """A power of two changes no bit but the size, until a sum leaves its range: then all stop, at the same scale."""
-    scales = [2.0**power for power in range(0, 28, 4)]
+    scales = [2.0**power for power in (0, 6, 9, 24)]
     layouts = [{"dp": 2, "zero": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
     runs = [resolve(config("fp32 tied", layers=2, **plan)) for plan in ({"dp": 1}, *layouts)]
     (alone,) = pool.run(1, _steps_at, runs[:1], scales, timeout_s=200)[0]

@@ -26,15 +26,14 @@ class Verb:
         module: its ``main`` takes the arguments and gives the exit status.
         extra: of the package, which brings what it needs beside the rest; none where nothing does.
         help: in this module ``read`` takes arguments that ask for help; none where ``main`` does, at no cost.
-        begin: in this module ``begin`` takes the arguments before ``main`` does, and begins what takes long; none where
-            nothing does.
+        launches: whether it may launch ranks, as ``cli.begin`` finds out.
     """
 
     what: str
     module: str
     help: str | None = None
     extra: str = ""
-    begin: str | None = None
+    launches: bool = False
 
 
 VERBS = {
@@ -42,7 +41,7 @@ VERBS = {
         "train a model; with no argument, a demo on the source text of Python's library",
         "superstep.cli.train.verb",
         "superstep.cli.arguments.train",
-        begin="superstep.cli.train.begin",
+        launches=True,
     ),
     "plan": Verb(
         "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.verb"
@@ -68,6 +67,7 @@ VERBS = {
         "superstep.cli.serve",
         "superstep.cli.arguments.serve",
         extra="serve",
+        launches=True,
     ),
     "chat": Verb(
         "talk in the terminal to a model that is loaded here, or to a server",
@@ -117,8 +117,8 @@ def _run(argv: Sequence[str]) -> int:
     verb, rest = VERBS[argv[0]], argv[1:]
     if verb.help is not None and asks_for_help(rest):
         importlib.import_module(verb.help).read(rest)
-    if verb.begin is not None:
-        importlib.import_module(verb.begin).begin(rest)
+    if verb.launches:
+        importlib.import_module("superstep.cli.begin").begin(argv[0], rest)
     status: int = _imported(argv[0], verb).main(rest)
     return status
 
