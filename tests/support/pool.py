@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from superstep.runtime.seed import heed_all, planted
+from superstep.runtime.seed import LAST, heed_all, planted
 
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
@@ -38,6 +38,7 @@ IMPORTED = [
     "superstep.train.proof.case",
     "superstep.train.proof.exact",
     "superstep.train.loop",
+    LAST,
 ]
 """What a process imports once, of which each rank is then a fork: none waits for torch, and they share its memory."""
 

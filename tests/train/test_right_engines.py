@@ -35,12 +35,16 @@ def _prove(rank, world, cases):
     return [prove_case(World(rank, world, Device("cpu")), case) for case in cases]
 
 
-def test_right_engines_are_proven(pool, tmp_path):
+EACH = tuple((name, compute) for name in SIZES for compute in ("fp32", "bf16"))
+HALF = tuple((name, ("fp32", "bf16")[number % 2]) for number, name in enumerate(SIZES))
+
+
+@pytest.mark.parametrize("each", [HALF, pytest.param(EACH, marks=pytest.mark.slow)], ids=len)
+def test_right_engines_are_proven(pool, tmp_path, each):
     torch.set_num_threads(1)
     corpus = write_corpus(tmp_path / "corpus", vocab=64)
-    each = [(name, compute) for name in SIZES for compute in ("fp32", "bf16")]
     cases = [
-        Cases(tmp_path / f"{number}", corpus, steps=2).case(_run(*one), reruns=number % 7 == 0)
+        Cases(tmp_path / f"{number}", corpus, steps=2).case(_run(*one), reruns=number % 4 == 0)
         for number, one in enumerate(each)
     ]
     verdicts = pool.run(2, _prove, cases, timeout_s=300)[0]

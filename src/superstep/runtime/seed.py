@@ -37,6 +37,9 @@ IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
 without memory is filled, or a gradient is asked for: a second of imports, in which each rank would stand.
 """
 
+LAST = "superstep.runtime.frozen"
+"""What it imports after all else."""
+
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 """Bytes of the temporary folder's name, below which the seed's socket lies: Linux takes 107 for all of it."""
 
@@ -49,7 +52,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     """
     if not _has_seed():
         return multiprocessing.get_context("spawn")
-    context = planted([name for name in (*IMPORTED, worker.__module__) if name != "__main__"])
+    context = planted([name for name in (*IMPORTED, worker.__module__, LAST) if name != "__main__"])
     first = context.Process(target=_nothing)
     try:
         first.start()
@@ -62,7 +65,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
 def begin(module: str) -> None:
     """Begin the seed of ranks whose worker is in ``module``; it imports beside its launcher, and is not waited for."""
     if _has_seed():
-        planted((*IMPORTED, module))
+        planted((*IMPORTED, module, LAST))
 
 
 def _has_seed() -> bool:
