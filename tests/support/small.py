@@ -39,6 +39,11 @@ def layers_for(plan):
     return max(2, plan.get("pp", 1) * plan.get("chunks", 1), sum(plan.get("stages", ())) - 2)
 
 
+def microbatch_for(plan):
+    """Sequences of a microbatch, of eight: a rank has two to add up, and a long pipeline one for each of its ranks."""
+    return 2 if plan.get("dp", 1) > 1 or plan.get("pp", 1) > 2 else 4
+
+
 def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS, masked=False):
     """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets. Masked,
     each row has documents of its own, from one to one for every other token, and no target at their ends.

@@ -164,10 +164,10 @@ def bits(pool, tmp_path_factory):
 
     def folder(layout):
         kind = {name: layout[name] for name in ("experts", "compute") if name in layout}
-        kind["layers"] = small.layers_for(layout)
+        kind |= {"layers": small.layers_for(layout), "microbatch": small.microbatch_for(layout)}
         if str(kind) not in folders:
             folders[str(kind)] = str(tmp_path_factory.mktemp("bits"))
-            pool.run(1, _write, resolve(config(exact=True, microbatch=2, **kind)), folders[str(kind)], timeout_s=100)
+            pool.run(1, _write, resolve(config(exact=True, **kind)), folders[str(kind)], timeout_s=100)
         return folders[str(kind)]
 
     return folder
@@ -175,7 +175,10 @@ def bits(pool, tmp_path_factory):
 
 @pytest.mark.parametrize("world", EXACT)
 def test_in_exact_mode_layouts_give_the_same_bits(pool, bits, world):
-    cases = [(resolve(config(exact=True, **{"microbatch": 2} | layout)), bits(layout)) for layout in EXACT[world]]
+    cases = [
+        (resolve(config(exact=True, **{"microbatch": small.microbatch_for(layout)} | layout)), bits(layout))
+        for layout in EXACT[world]
+    ]
     verdicts = pool.run(world, _bits, cases, timeout_s=300)[0]
     for layout, verdict in zip(EXACT[world], verdicts, strict=True):
         told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]

@@ -38,7 +38,7 @@ def config(kind, *, layers=4, **plan):
         compute=compute,
         tied=model != "untied",
         packed=False,
-        **{"microbatch": 2, "sequences": 8, **plan},
+        **{"microbatch": small.microbatch_for(plan), "sequences": 8, **plan},
     )
     if model not in ("tied", "untied"):
         found = replace(
@@ -52,6 +52,10 @@ def config(kind, *, layers=4, **plan):
         data=replace(found.data, sequence_tokens=TOKENS),
         numerics=replace(found.numerics, exact=True, exact_chunks=8),
     )
+
+
+def _alone(kind, layers, microbatch):
+    return config(kind, layers=layers, microbatch=microbatch)
 
 
 def _batches():
@@ -75,14 +79,14 @@ def _prove(rank, world, cases, root):
 
 @pytest.fixture(scope="module")
 def reference(pool, tmp_path_factory):
-    """The folder of one rank's bits, made once for each kind and number of layers."""
+    """The folder of one rank's bits, made once for each kind, number of layers, and microbatch."""
     folders = {}
 
-    def folder(kind, layers):
-        if (kind, layers) not in folders:
-            folders[kind, layers] = str(tmp_path_factory.mktemp("bits"))
-            pool.run(1, _write, resolve(config(kind, layers=layers)), folders[kind, layers])
-        return folders[kind, layers]
+    def folder(*model):
+        if model not in folders:
+            folders[model] = str(tmp_path_factory.mktemp("bits"))
+            pool.run(1, _write, resolve(_alone(*model)), folders[model])
+        return folders[model]
 
     return folder
 
@@ -122,10 +126,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_give_the_same_bits(pool, reference, tmp_path, world):
-    models = [(kind, small.layers_for(plan)) for kind, plan in LAYOUTS[world]]
+    models = [(kind, small.layers_for(plan), small.microbatch_for(plan)) for kind, plan in LAYOUTS[world]]
     cases = [
-        (resolve(config(kind, layers=layers, **plan)), reference(kind, layers))
-        for (kind, layers), (_, plan) in zip(models, LAYOUTS[world], strict=True)
+        (resolve(config(model[0], layers=model[1], **plan)), reference(*model))
+        for model, (_, plan) in zip(models, LAYOUTS[world], strict=True)
     ]
     verdicts = pool.run(world, _prove, cases, str(tmp_path), timeout_s=400)[0]
     for (kind, plan), verdict in zip(LAYOUTS[world], verdicts, strict=True):
@@ -133,12 +137,11 @@ def test_layouts_give_the_same_bits(pool, reference, tmp_path, world):
         assert verdict.is_proven, (kind, plan, told)
         assert verdict.compared > 3 * 2 * 18_000
     # A run that many ranks began goes on on one.
-    for kind, layers in dict.fromkeys(models):
-        last = max(number for number, model in enumerate(models) if model == (kind, layers))
-        take, leave = str(tmp_path / f"{world}-{last}"), str(tmp_path / f"{kind} {layers}")
-        run = resolve(config(kind, layers=layers))
-        verdict = pool.run(1, _go_on, run, reference(kind, layers), take, leave)[0]
-        assert verdict.is_proven, kind
+    for model in dict.fromkeys(models):
+        last = max(number for number, one in enumerate(models) if one == model)
+        take, leave = str(tmp_path / f"{world}-{last}"), str(tmp_path / " ".join(map(str, model)))
+        verdict = pool.run(1, _go_on, resolve(_alone(*model)), reference(*model), take, leave)[0]
+        assert verdict.is_proven, model
 
 
 def _go_on(rank, world, run, folder, take, leave):
@@ -220,7 +223,8 @@ def _prove_with(rank, world, name, run, folder):
 def test_a_fault_in_the_last_bits_is_caught_and_named(pool, reference, name):
     _, kind, plan, what = FAULTS[name]
     run = resolve(config(kind, layers=2, **plan))
-    verdict = pool.run(run.plan.mesh.world, _prove_with, name, run, reference(kind, 2), timeout_s=100)[0]
+    folder = reference(kind, 2, small.microbatch_for(plan))
+    verdict = pool.run(run.plan.mesh.world, _prove_with, name, run, folder, timeout_s=100)[0]
     assert verdict.first is not None
     assert verdict.first.kind in what.split(), verdict.first.describe()
     assert verdict.first.name or verdict.first.kind in ("loss", "norm")
@@ -272,7 +276,7 @@ def test_a_sum_that_would_wrap_around_stops_every_rank_of_every_layout(pool):
     """A power of two changes no bit but the size, until a sum leaves its range: then all stop, at the same scale."""
     scales = [2.0**power for power in (0, 6, 9, 24)]
     layouts = [{"dp": 2, "zero": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
-    runs = [resolve(config("fp32 tied", layers=2, **plan)) for plan in ({"dp": 1}, *layouts)]
+    runs = [resolve(config("fp32 tied", layers=2, microbatch=2, **plan)) for plan in ({"dp": 1}, *layouts)]
     (alone,) = pool.run(1, _steps_at, runs[:1], scales, timeout_s=200)[0]
     ranks = pool.run(2, _steps_at, runs[1:], scales, timeout_s=200)
     assert ranks[0] == ranks[1], "one rank went on where another stopped"

@@ -33,7 +33,7 @@ TOKENS = 32
 
 
 def config(*, tied=True, exact=False, compute="fp32", **plan):
-    found = small.config(layers=2, tied=tied, packed=False, compute=compute, **{"microbatch": 2, **plan})
+    found = small.config(layers=2, tied=tied, packed=False, compute=compute, **{"microbatch": 4, **plan})
     return replace(
         found,
         model=replace(found.model, vocab=VOCAB),
