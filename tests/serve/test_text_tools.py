@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from legal import allowed, draw
@@ -107,6 +107,8 @@ def test_cuts_change_nothing(form, text, cuts):
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 @settings(deadline=None, max_examples=400)
 @given(text=answers)
+@example(text='[TOOL_CALLS][TOOL_CALLS][{"name": "now"}]')
+@example(text='<tool_call>{"name": "now"}<tool_call>{"name": "now"}')
 def test_calls_are_those_that_a_search_of_the_whole_finds(form, text):
     kept, calls = parse(form, [text])
     expected = whole(form, text)

@@ -83,6 +83,8 @@ class CallParser:
         self._state: Literal["text", "body", "close"] = "text"
         self._held: list[str] = []
         """What may be part of a call: white space, an opener that began, a call that goes on."""
+        self._opened = 0
+        """Where in it the opener is."""
         self._begun = 0
         """Characters of the opener, or of the closer, that were seen."""
         self._scan = JsonScan()
@@ -131,6 +133,7 @@ class CallParser:
                 return
             self._release()
         if char == self._opener[0]:
+            self._opened = len(self._held)
             self._held.append(char)
             self._begun = 1
         elif self._form == "llama" and char == "{" and self._is_line_start:
@@ -154,7 +157,7 @@ class CallParser:
             self._has_key = True
             seen = seen if BEGIN.match("".join(self._body) + char) else "broken"
         if seen == "broken" or len(self._body) == MOST_CALL:
-            self._release()
+            self._give_up()
             self._see(char)
             return
         self._held.append(char)
@@ -162,10 +165,21 @@ class CallParser:
         if seen == "end":
             self._end_body()
 
+    def _give_up(self) -> None:
+        """What was held is no call; one may begin within it, as after an opener that another one follows.
+
+        Not so in Llama's form, where calls that hold each other would be read again and again.
+        """
+        again = [] if self._form == "llama" else self._held[self._opened + 1 :]
+        del self._held[len(self._held) - len(again) :]
+        self._release()
+        for char in again:
+            self._see(char)
+
     def _end_body(self) -> None:
         self._calls = read_calls("".join(self._body), self._form, self._names)
         if not self._calls:
-            self._release()
+            self._give_up()
         elif self._form == "hermes":
             self._state, self._begun = "close", 0
         else:
@@ -180,7 +194,7 @@ class CallParser:
         elif not self._begun and char in SPACE:
             self._held.append(char)
         else:
-            self._release()
+            self._give_up()
             self._see(char)
 
     def _enter(self) -> None:
