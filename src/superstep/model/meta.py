@@ -27,4 +27,6 @@ class _Undrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        return (args[0] if args else kwargs["tensor"]) if func in DRAWN else func(*args, **kwargs)
+        if func in DRAWN and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        return func(*args, **kwargs)

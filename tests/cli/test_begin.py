@@ -1,0 +1,45 @@
+"""What is begun before a verb imports torch."""
+
+import pytest
+
+from superstep.cli.begin import begin
+from superstep.errors import ConfigError
+from superstep.runtime import seed
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """The modules whose ranks something was begun for."""
+    found = []
+    monkeypatch.setattr(seed, "begin", found.append)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verb", "argv", "wanted"),
+    [
+        ("train", ["--plan.dp", "2"], ["superstep.cli.train.verb"]),
+        ("train", ["--plan.dp", "None", "--plan.tp", "2"], ["superstep.cli.train.verb"]),
+        ("train", ["--plan.dp", "1"], []),
+        ("train", ["--plan.dp", "None"], []),
+        ("serve", ["."], ["superstep.serve.rank"]),
+        ("serve", ["nowhere"], []),
+    ],
+)
+def test_it_is_begun_where_ranks_will_be(begun, verb, argv, wanted):
+    begin(verb, argv)
+    assert begun == wanted
+
+
+def test_torchrun_has_begun_its_ranks(begun, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    begin("train", ["--plan.dp", "2"])
+    assert begun == []
+
+
+def test_what_is_wrong_begins_nothing(begun):
+    with pytest.raises(ConfigError, match="dq"):
+        begin("train", ["--plan.dq", "2"])
+    assert begun == []
