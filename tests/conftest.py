@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from pool import Pool
@@ -16,6 +17,10 @@ from pool import Pool
 # Read where torch is imported, here and in what a test starts: as many workers run as there are cores, and threads that
 # wait for each other's turn on one spin. Tests of threads ask for theirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# However slow an example is: a busy machine is no fault of the program.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
