@@ -198,7 +198,7 @@ def timeline_of(plan, **seconds):
     return simulate(program, PerUnit(units=(unit,) * len(program.units), step_s=0.5, reduce_partial_s=0.25))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(plans())
 def test_a_trace_without_waits_in_it_is_read_back_as_it_was(tmp_path_factory, plan):
     timeline = timeline_of(plan, recompute_s=1.0, fetch_s=0.5, reduce_s=0.25, transfer_s=0.125, tie_s=0.5)
@@ -207,7 +207,7 @@ def test_a_trace_without_waits_in_it_is_read_back_as_it_was(tmp_path_factory, pl
     assert load_trace(path, timeline.program).timeline == timeline
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(plans(dp=1))
 def test_waits_that_a_rank_records_as_compute_are_found(tmp_path_factory, plan):
     """A rank comes to its next instruction when the last is done, and notes that as the start."""

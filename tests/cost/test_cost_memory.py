@@ -95,7 +95,7 @@ def buffers(run, at, unit):
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(runs(), st.data())
 def test_buffers_are_predicted_to_the_byte(run, data):
     program = compile_step(run.plan)
@@ -108,7 +108,7 @@ def test_buffers_are_predicted_to_the_byte(run, data):
     assert sum(b.transient for b in made) == 0
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(runs())
 def test_what_a_step_fetches_and_gathers_is_predicted_to_the_byte(run):
     at = Coordinate(pp=0, dp=0, cp=0, tp=0)

@@ -102,7 +102,7 @@ def test_stages_by_cost_have_a_smaller_bubble_where_the_head_is_large():
     assert predict(by_cost, LAPTOP).step_s < predict(even, LAPTOP).step_s
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(runs())
 def test_a_backward_is_its_two_halves_and_the_weights_half_has_no_products_of_attention(run):
     program = compile_step(run.plan)
@@ -119,7 +119,7 @@ def test_a_backward_is_its_two_halves_and_the_weights_half_has_no_products_of_at
     assert weight_s < work[1].forward_flops / ONLY_PRODUCTS.gemm_flops_per_s
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(runs())
 def test_no_plan_beats_the_rate_of_the_machine(run):
     prediction = predict(run, LAPTOP)
@@ -130,7 +130,7 @@ def test_no_plan_beats_the_rate_of_the_machine(run):
     assert len(prediction.memory) == run.plan.mesh.pp
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(runs(), st.sampled_from([f.name for f in fields(Machine)]))
 def test_a_better_machine_is_no_slower_anywhere(run, field):
     better = replace(LAPTOP, **{field: getattr(LAPTOP, field) * (0.5 if field == "link_latency_s" else 2)})

@@ -53,7 +53,7 @@ def parts(text, sizes):
     yield Part(text[start:], is_last=True)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(texts, st.lists(st.integers(1, 9)), st.integers(2, 6), st.integers(0, 9))
 def test_passages_are_the_text_however_it_comes(text, sizes, chars, slack):
     cut = list(passages(parts(text, sizes), chars, slack))
@@ -64,7 +64,7 @@ def test_passages_are_the_text_however_it_comes(text, sizes, chars, slack):
     assert cut == list(passages(parts(text, []), chars, slack))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(texts, st.integers(2, 6), st.integers(3, 30))
 def test_passages_have_the_tokens_of_the_whole(text, chars, slack):
     cut = [part.text for part in passages(parts(text, []), chars, slack)]

@@ -20,7 +20,7 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 # A shared machine may stall for longer than hypothesis allows an example.
-check = settings(deadline=None, max_examples=50)
+check = settings(max_examples=50)
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=20).filter(lambda found: sum(found) > 8 and max(found) > 1)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
@@ -22,7 +22,6 @@ TRAINED = train_tokenizer(TEXT, 290)
 texts = st.text(alphabet=st.one_of(st.sampled_from("ab'.1 \n\r\t\x85\u3000é🙂<|"), st.characters(codec="utf-8")))
 
 
-@settings(deadline=None)
 @given(texts)
 def test_decoding_gives_the_text_back(text):
     assert TRAINED.decode(TRAINED.encode(text)) == text
@@ -32,7 +31,6 @@ def test_a_batch_has_the_ids_of_each_text():
     assert TRAINED.encode_batch([TEXT[0], "", "a"]) == [TRAINED.encode(TEXT[0]), [], TRAINED.encode("a")]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab", min_size=1), max_size=60), st.integers(1, 40))
 def test_a_sample_is_spread_evenly_and_keeps_to_its_size(documents, chars):
     kept = spread_sample(documents, chars)

@@ -28,7 +28,7 @@ def _numbers(count, seed=0, spread=12):
     return torch.randn(count, generator=random) * torch.exp2(torch.randint(-spread, 2, (count,), generator=random))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.integers(2, 40))
 def test_a_sum_on_the_grid_has_no_order_and_no_cut(seed, parts):
     values = _numbers(1000, seed)
@@ -72,7 +72,7 @@ def test_a_large_addend_goes_block_by_block_to_the_same_sum():
     assert torch.equal(into, PARAMETER.put_(values.clone()) + 1)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 100), st.integers(1, 700))
 def test_squares_sum_to_the_same_bits_in_any_cut(seed, cut):
     values = _numbers(1000, seed) * 1e-3
@@ -108,7 +108,7 @@ def test_a_sum_of_many_that_would_wrap_around_is_noted():
         assert float(grid.take(into)) == pytest.approx(value * times) or f"has a term of {value:.3g}" in found.found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 3000), st.sampled_from([1.0, 100.0, 1500.0, 4000.0, 8191.0]), st.integers(1, 100))
 def test_a_norm_that_would_wrap_around_is_refused_in_every_cut(count, value, cut):
     values = torch.full((count,), value)

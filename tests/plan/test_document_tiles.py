@@ -33,7 +33,7 @@ def scores(cp, bounds):
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(packed())
 def test_every_pair_of_a_document_is_computed_once_and_no_other(drawn):
     cp, bounds = drawn
@@ -42,7 +42,6 @@ def test_every_pair_of_a_document_is_computed_once_and_no_other(drawn):
     assert scores(cp, bounds) == wanted
 
 
-@settings(deadline=None)
 @given(packed())
 def test_another_ranks_keys_meet_one_rectangle_at_most(drawn):
     cp, bounds = drawn

@@ -40,7 +40,7 @@ def test_padding_is_none_or_as_little_as_whole_lanes_need(vocab, parts):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(vocab=st.integers(2, 600), tp=st.sampled_from([1, 2, 4, 8]))
 def test_every_token_lies_on_one_rank_and_no_buffer_is_longer_than_another(exact, tied, vocab, tp):
     run = run_of(vocab, tp, tied=tied, exact=exact)
@@ -62,7 +62,7 @@ def test_every_token_lies_on_one_rank_and_no_buffer_is_longer_than_another(exact
     assert (dict(plan.padding).get("vocab", vocab) == vocab) == (vocab % (8 if exact else tp) == 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(vocab=st.integers(2, 60_000), tp=st.sampled_from([1, 2, 4, 8]))
 def test_prices_in_closed_form_have_the_same_rows(vocab, tp):
     run = run_of(vocab, tp)

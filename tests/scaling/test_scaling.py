@@ -40,7 +40,6 @@ laws = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(law=laws, log_flops=st.floats(17, 26))
 def test_the_closed_form_is_the_numeric_minimum(law, log_flops):
     flops = 10**log_flops
@@ -171,7 +170,7 @@ def test_points_of_a_curve_before_its_end_count_when_asked_for():
     assert everything.a == pytest.approx(CHINCHILLA.a, rel=0.01)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(law=laws, log_device_s=st.floats(3, 9))
 def test_a_constant_throughput_gives_the_closed_form(law, log_device_s):
     best = best_for(law, 10**log_device_s, lambda params: 4e14)
@@ -227,7 +226,7 @@ def test_what_lies_far_beyond_the_runs():
     assert set(beyond(runs, 20 * largest, 1e14)) == {"parameters", "tokens", "FLOPs"}
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     points=st.lists(
         st.tuples(st.sampled_from((1e5, 1e7, 1.01e7, 1e12)), st.floats(1, 1e18), st.floats(1e-3, 1e3)),

@@ -99,7 +99,7 @@ def test_a_page_cannot_be_taken_from_its_user_nor_released_twice():
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whoever_asks_for_what_the_counts_hold(data):
     """A model of the pages in a few lines: who holds which text, and what was ever written where."""
     pages = Pages(data.draw(st.integers(1, 8)), SIZE)

@@ -86,7 +86,7 @@ def asked(count, dice, longest=30):
 
 
 @given(st.integers(0, 10_000), st.integers(12, 40), st.integers(1, 20), st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_request_is_answered_whole(seed, pages, tokens, requests):
     """Whatever the memory and the budget: nobody is lost, nobody waits for ever, and the pages come back."""
     server = Server(pages, Budget(tokens=tokens, requests=requests))
@@ -142,7 +142,7 @@ def test_drafts_are_computed_beside_the_known_token():
 
 
 @given(st.integers(0, 10_000), st.integers(12, 40), st.integers(1, 20), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_guesses_take_what_nobody_else_has_a_use_for(seed, pages, tokens, requests):
     """A step with guesses is the step without, but that some chunks are longer; and nobody loses pages for them."""
     dice = Random(seed)

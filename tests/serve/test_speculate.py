@@ -122,7 +122,7 @@ def same(found, plain):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_answers_do_not_depend_on_guesses(seed):
     dice = Random(seed)
     prompts = [[dice.randrange(dice.choice([3, V])) for _ in range(dice.randint(1, 20))] for _ in range(6)]
@@ -144,7 +144,7 @@ def test_answers_do_not_depend_on_guesses(seed):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_small_model_that_is_the_large_one_is_always_right(seed):
     """Whatever is drawn how, found in the cache, taken back and cut: it has every key that the large one has."""
     dice = Random(seed)
@@ -242,7 +242,7 @@ def searched(tokens, most):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_text_is_looked_up_where_its_end_stood_before(tokens, most):
     lookup = Lookup()
     for size in range(1, len(tokens) + 1):

@@ -24,7 +24,7 @@ def ids(tokenizer, *, slack=3):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=drawn)
 def test_joined_pieces_are_the_whole_text(family, data):
     tokenizer = FAMILIES[family]()
@@ -35,7 +35,7 @@ def test_joined_pieces_are_the_whole_text(family, data):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=drawn)
 def test_special_tokens_can_be_left_out(family, data):
     tokenizer = FAMILIES[family]()
@@ -46,7 +46,7 @@ def test_special_tokens_can_be_left_out(family, data):
 
 
 @pytest.mark.parametrize("family", [name for name in STREAMING if name not in ("undecoded", "stripping")])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(text=st.text(alphabet=st.sampled_from("the ab日本🙂é{}"), max_size=30))
 @example(text="日本🙂")
 def test_good_text_never_shows_a_broken_character(family, text):
@@ -97,7 +97,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"word_piece"}))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=drawn)
 def test_a_text_amid_others_is_what_it_adds_to_them(family, data):
     tokenizer = FAMILIES[family]()

@@ -31,7 +31,7 @@ def cut(text, cuts):
     return [text[a:b] for a, b in pairwise(places)]
 
 
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(letters, stop_texts, st.lists(st.integers(0, 24)), st.booleans())
 def test_any_cut_finds_what_a_search_of_the_whole_finds(text, stops, cuts, include_stop):
     finder = StopFinder(stops, include_stop=include_stop)
@@ -45,7 +45,7 @@ def test_any_cut_finds_what_a_search_of_the_whole_finds(text, stops, cuts, inclu
     assert (given_out, stop) == search(text, stops, include_stop=include_stop)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(letters, stop_texts)
 def test_what_may_become_a_stop_text_is_held_and_nothing_else(text, stops):
     finder = StopFinder(stops)
@@ -77,7 +77,7 @@ def test_stop_texts_that_cannot_be_looked_for_are_refused():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_reader_gives_out_the_text_up_to_the_first_stop(family, data):
     tokenizer = FAMILIES[family]()

@@ -97,7 +97,7 @@ def call_at(form, text, place, *, is_line_start, after):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(text=answers, cuts=st.lists(st.integers(0, 300)))
 def test_cuts_change_nothing(form, text, cuts):
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
@@ -105,7 +105,7 @@ def test_cuts_change_nothing(form, text, cuts):
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(text=answers)
 @example(text='[TOOL_CALLS][TOOL_CALLS][{"name": "now"}]')
 @example(text='<tool_call>{"name": "now"}<tool_call>{"name": "now"}')
@@ -117,7 +117,7 @@ def test_calls_are_those_that_a_search_of_the_whole_finds(form, text):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=answers)
 def test_no_text_is_lost(form, text):
     kept, calls = parse(form, [text])

@@ -131,7 +131,7 @@ PIECES = len(saved.pieces(saved.zeros, shapes=SHAPES, cuts=2, runs=3))
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_page_is_torn_however_ranks_lie_on_hosts(tmp_path_factory, data):
     hosts = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=4))
     owner_of = data.draw(st.lists(st.integers(0, len(hosts) - 1), min_size=PIECES, max_size=PIECES))
@@ -158,7 +158,7 @@ def test_a_page_cache_has_one_name(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_shared_byte_has_one_owner_among_those_who_have_it(data):
     ranks = data.draw(st.integers(1, 5))
     low = st.integers(0, 40 * shares.GRANULE)

@@ -17,7 +17,7 @@ DEGREES = {"dp": [1, 1, 2, 3, 4], "cp": [1, 1, 2], "tp": [1, 2]}
 
 def examples(count: int) -> settings:
     """That many examples, however slow: a busy machine is no fault of the program."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 def plan_of(

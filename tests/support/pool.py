@@ -27,19 +27,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from superstep.runtime.seed import LAST, heed_all, planted
+from superstep.runtime.seed import heed_all, planted
 
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
 
-IMPORTED = [
-    "pytest",
-    "torch._dynamo",
-    "superstep.train.proof.case",
-    "superstep.train.proof.exact",
-    "superstep.train.loop",
-    LAST,
-]
+IMPORTED = ["pytest", "superstep.train.proof.case", "superstep.train.proof.exact", "superstep.train.loop"]
 """What a process imports once, of which each rank is then a fork: none waits for torch, and they share its memory."""
 
 START_S = 120.0

@@ -52,7 +52,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     """
     if not _has_seed():
         return multiprocessing.get_context("spawn")
-    context = planted([name for name in (*IMPORTED, worker.__module__, LAST) if name != "__main__"])
+    context = planted([worker.__module__])
     first = context.Process(target=_nothing)
     try:
         first.start()
@@ -65,20 +65,20 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
 def begin(module: str) -> None:
     """Begin the seed of ranks whose worker is in ``module``; it imports beside its launcher, and is not waited for."""
     if _has_seed():
-        planted((*IMPORTED, module, LAST))
+        planted([module])
 
 
 def _has_seed() -> bool:
     return sys.platform == "linux" and len(os.fsencode(tempfile.gettempdir())) <= LONGEST
 
 
-def planted(imported: Sequence[str]) -> ForkServerContext:
-    """What starts forks of this process's seed, which is begun with these imports where there is none yet.
+def planted(modules: Sequence[str]) -> ForkServerContext:
+    """What starts forks of this process's seed. Where there is none yet it is begun, and imports these as well.
 
     A fork that is to heed what the seed does not must ``heed_all``.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imported))
+    context.set_forkserver_preload([name for name in (*IMPORTED, *modules, LAST) if name != "__main__"])
     resource_tracker.ensure_running()  # its start would unmask SIGTERM
     with stderr_away(), _masked(IGNORED):
         ensure_running()

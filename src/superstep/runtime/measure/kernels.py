@@ -159,8 +159,9 @@ def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
     parts, work = _PASSES[kernel]
     columns = min(COLUMNS, size // (4 * parts))
     shape = (max(1, size // (4 * parts * columns)), columns)
-    count = max(1, min(MOST, memory.shape[1] // math.prod(shape)))
-    inputs, outs = (cycle(half[: count * math.prod(shape)].view(count, *shape).unbind()) for half in memory)
+    numel = math.prod(shape)
+    count = max(1, min(MOST, memory.shape[1] // numel))
+    inputs, outs = (cycle(half[: count * numel].view(count, *shape).unbind()) for half in memory)
     other = next(inputs)
     taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
     return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
