@@ -77,7 +77,7 @@ def test_a_pipe_gets_one_line_for_each_report_of_the_routers():
 
 def test_a_log_says_the_convention_and_the_prediction_once():
     shown = logged([RUN, Resumed(step=3, path="c"), *steps(4, 60), RunFinished(step=60, elapsed_s=30.0, tokens_seen=9)])
-    assert shown[0] == "runs/demo: demo, dp 2, 7M parameters, 2 ranks, 60 steps"
+    assert shown[0] == "runs/demo: demo, dp 2, 7M parameters, 2 ranks over shared memory, 60 steps"
     assert shown[1] == "predicted: 500 ms a step, 3 GiB of tensors on the fullest rank"
     assert [text for text in shown if "causal" in text] == [f"MFU: {CONVENTION}"]
     assert shown[3] == "resumed after step 3 from c"

@@ -39,15 +39,16 @@ class Counted:
     def __init__(self, mesh):
         self.bytes = Counter()
         self.axes = {}
-        named = [(mesh.cp, "cp"), (mesh.tp, "tp"), (mesh.ep, "ep"), (mesh.sequence, "sequence"), (mesh.pp, "pp")]
+        named = [(mesh.cp, "cp"), (mesh.tp, "tp"), (mesh.ep, "ep"), (mesh.sequence, "sequence"), (mesh.world, None)]
+        named += [(group, "pp") for group in mesh.channels.values()]
         named += [(group, "tie") for group in mesh.ties.values()]
         for sharers in mesh.sharers.values():
             named += [(sharers.fetch, "shards"), (sharers.reduce, "shards"), (sharers.replicas, "replicas")]
         self.axes = {group.group_name: axis for group, axis in named if group is not None}
 
     def of(self, tensor, group):
-        if group is not None:  # else the sum of norms over all ranks
-            self.bytes[self.axes[group.group_name]] += tensor.numel() * tensor.element_size()
+        if axis := self.axes[group.group_name]:  # else the sum of norms over all ranks
+            self.bytes[axis] += tensor.numel() * tensor.element_size()
 
     def patch(self, monkeypatch):
         """Count where tensors are handed over; groups are the second argument or named."""
@@ -64,8 +65,8 @@ class Counted:
 
         counting(dist, "all_reduce")
         counting(dist, "all_to_all_single", tensor=1)
+        counting(collectives, "_scatter_single", tensor=1)
         counting(executor, "all_gather", group=1)
-        counting(executor, "reduce_scatter", group=1)
         counting(executor, "send", group=1)
         counting(ring_attention._Hop, "start", group=1)
         stack = collectives.stack_ranks

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
+from superstep.runtime.native import Built
 from superstep.serve.compute.compiled import Compiled, can_compile
 from superstep.serve.compute.fast import make_fast
-from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, Built, build
+from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.linears import Linears
 from superstep.serve.compute.packed import packed
 from superstep.serve.compute.panels import Panels, in_panels
@@ -226,14 +227,14 @@ def test_a_compiler_that_fails_is_no_fault_of_the_server(built, tmp_path, monkey
 
 
 def test_what_was_compiled_is_not_compiled_again(built, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.kernels.build.COMPILERS", ())
+    monkeypatch.setattr("superstep.runtime.native.COMPILERS", ())
     assert build(compiled).library is not None
     monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
     assert build(compiled).why.startswith("compiling decoder.cpp failed: there is no compiler")
 
 
 def test_a_processor_without_the_instructions_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.kernels.build._features", lambda: "flags : fpu avx512f")
+    monkeypatch.setattr("superstep.serve.compute.kernels.build.processor_features", lambda: "flags : fpu avx512f")
     assert build(tmp_path).why == "this processor has no avx512bw"
 
 

@@ -18,7 +18,9 @@ STEP = StepDone(
     elapsed_s=0.5,
     tokens_seen=4096,
 )
-STARTED = RunStarted(run="runs/demo", plan="demo, dp 2", parameters=7_000_000, world=2, steps=6)
+STARTED = RunStarted(
+    run="runs/demo", plan="demo, dp 2", parameters=7_000_000, world=2, transport="shared memory", steps=6
+)
 
 ROUTERS = RouterSeen(
     step=2,

@@ -29,6 +29,8 @@ class RunStarted:
     parameters: int
     world: int
     """Ranks in all."""
+    transport: str
+    """How they reach each other; empty where there is one."""
     steps: int
     """Steps of the whole run."""
     unigram_entropy: float | None = None

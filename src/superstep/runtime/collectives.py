@@ -1,8 +1,8 @@
 """Collectives on flat buffers, started now and waited for later.
 
-On NCCL these are the library's own. Gloo's reduce-scatter is an all-reduce with copies around it, and its gather
-copies too, so on a CPU both are exchanged directly: every rank sends each other rank its part, and sums what
-arrives in rank order, which also makes the sum the same on every run.
+On NCCL and over shared memory these are the library's own. Gloo's reduce-scatter is an all-reduce with copies around
+it, and its gather copies too, so over Gloo both are exchanged directly: every rank sends each other rank its part, and
+sums what arrives in rank order, which also makes the sum the same on every run.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def sum_over_all(values: Tensor) -> Tensor:
-    """The sum of a small tensor over every launched rank."""
-    if dist.is_initialized() and dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
-        dist.all_reduce(values)
+def sum_over(values: Tensor, group: Group | None) -> Tensor:
+    """The sum of a tensor over the group's ranks, in place; without a group, what is there."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
     return values
 
 

@@ -21,7 +21,7 @@ from superstep.program.instructions import Step
 from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.buffers import Bytes, UnitBuffers
-from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.collectives import sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor, Microbatch
 from superstep.runtime.flat_parameters import Slot, lay_out
@@ -110,6 +110,7 @@ class Engine:
                 weight_decay=config.train.weight_decay,
                 clip_norm=config.train.clip_norm,
             ),
+            mesh.world,
             is_exact=plan.grain is not None,
         )
         self._exchange = build_exchange(run, mesh)
@@ -209,7 +210,7 @@ class Engine:
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
         loss = self._counted_loss()
         both = torch.stack((loss.double(), torch.tensor(float(valid * is_counted), device=loss.device).double()))
-        total = sum_over_all(both).tolist()
+        total = sum_over(both, self.mesh.world).tolist()
         return total[0], int(total[1])
 
     def token_losses(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The Mesh: this rank's place, and a process group for each axis and lane.
 
-NCCL runs the operations of one group in the order of issue on a stream of the group's own, so a group *is* a lane:
-what must overlap has groups of its own. Transfers between pipeline ranks have one group for each channel (from, to,
-wire) on NCCL; on Gloo one group serves them all, because its messages carry tags.
+NCCL and shared memory run the operations of one group in the order of issue, so a group *is* a lane: what must overlap
+has groups of its own. Transfers between pipeline ranks have one group for each channel (from, to, wire) there; on Gloo
+one group serves them all, because its messages carry tags.
 
 Every rank makes and connects the groups in one order, so that each wait at a first use is for ranks that are on their
 way to it:
@@ -23,7 +23,7 @@ from superstep.plan.resolve import Plan
 from superstep.program.issue import Channel
 from superstep.program.rendezvous import routes
 from superstep.runtime.device import Device
-from superstep.runtime.transport import Transport, transport_of
+from superstep.runtime.transport import Transport, reach
 
 Group = dist.ProcessGroup
 
@@ -59,13 +59,14 @@ class Mesh:
         at: this rank's place.
         device: where this rank computes.
         transport: how it reaches the others.
+        world: the group of all ranks; None where there is one.
         sharers: for each family of parameters, who holds the same.
         cp: the cp ranks' group; None where cp = 1.
         tp: the tp ranks' group; None where tp = 1.
         ep: the group of ranks that hold all experts together; None where ep = 1.
         sequence: the cp and tp ranks that hold parts of the same sequences; None without experts, or where alone.
         pp: the pp ranks' group; None where pp = 1, and where channels have groups of their own.
-        channels: with NCCL's calls: the group of each channel this rank takes part in.
+        channels: but with Gloo's calls: the group of each channel this rank takes part in.
         ties: for each set of pipeline ranks that share parameters, the group of those at this dp and tp place.
     """
 
@@ -74,6 +75,7 @@ class Mesh:
     at: Coordinate
     device: Device
     transport: Transport
+    world: Group | None
     sharers: dict[Family, Sharers]
     cp: Group | None
     tp: Group | None
@@ -91,6 +93,7 @@ class Mesh:
         """Give the groups back."""
         shared = [g for s in self.sharers.values() for g in (s.fetch, s.reduce, s.replicas)]
         groups = [
+            self.world if self.transport.shared is not None else None,
             *shared,
             self.cp,
             self.tp,
@@ -118,8 +121,8 @@ def build_mesh(
         transport: how it reaches the others; None takes the device's.
     """
     shape, at, has_experts = plan.mesh, plan.mesh.at(rank), "experts" in plan.families
-    groups = _Groups(shape, rank, device, timeout, transport or transport_of(device))
-    groups.connect_world()
+    groups = _Groups(shape, rank, device, timeout, transport or reach(rank, shape.world, device))
+    world = groups.world()
 
     def sharers(family: Family) -> Sharers:
         shards, place = shape.shards(family), shape.sharer(family, at)
@@ -141,6 +144,7 @@ def build_mesh(
         at=at,
         device=device,
         transport=groups.transport,
+        world=world,
         sharers=shared,
         cp=groups.mine(shape.groups("cp")),
         tp=groups.mine(shape.groups("tp")),
@@ -162,10 +166,14 @@ class _Groups:
     timeout: timedelta
     transport: Transport
 
-    def connect_world(self) -> None:
-        """That of all ranks, which is there already."""
-        if dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
-            self.transport.connect(dist.group.WORLD, self.device)
+    def world(self) -> Group | None:
+        """That of all ranks. A library's is there already."""
+        if self.transport.shared is not None:
+            return self.mine([range(self.shape.world)])
+        if dist.group.WORLD is None or dist.group.WORLD.size() == 1:
+            return None
+        self.transport.connect(dist.group.WORLD, self.device)
+        return dist.group.WORLD
 
     def mine(self, members: Iterable[Sequence[int]]) -> Group | None:
         """One group out of each list, none of which shares a rank with another; the one that has this rank."""

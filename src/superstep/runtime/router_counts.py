@@ -13,7 +13,7 @@ import torch
 
 from superstep.model.exchange import Told
 from superstep.plan.model.shape import MoeShape
-from superstep.runtime.collectives import sum_over_all
+from superstep.runtime.collectives import sum_over
 from superstep.runtime.mesh import Mesh
 
 
@@ -47,6 +47,7 @@ class RouterCounts:
     """
 
     def __init__(self, moe: MoeShape, layers: int, batch_sequences: int, mesh: Mesh) -> None:
+        self._world = mesh.world
         self._experts = moe.experts
         self._batch_sequences = batch_sequences
         # The ranks that share a sequence all told of the whole of it; one of them counts.
@@ -64,7 +65,7 @@ class RouterCounts:
 
     def take(self) -> Routed:
         """The counts of all ranks since this was last asked. Every rank calls this together."""
-        sums, steps = sum_over_all(self._sums.clone()), self._steps
+        sums, steps = sum_over(self._sums.clone(), self._world), self._steps
         self._sums.zero_()
         self._steps = 0
         chosen, dropped, losses = sums.split([self._experts, self._experts, 2], dim=1)

@@ -1,18 +1,21 @@
-"""The seam between Gloo and NCCL: which library has the groups, and whose calls are made on them.
+"""The seam between Gloo, NCCL and shared memory: which of them has the groups, and whose calls are made on them.
 
                               Gloo's calls                       NCCL's calls
     sums, gathers of buffers  messages of our own                the library's own
     pipeline transfers        one group, told apart by tags      a group for each channel, in order of issue
     first use of a group      connected when it is made          keeps its host until every member has come to it
 
-The last line is why every group is used once as soon as it is made: in one order on all ranks, so that none waits for
-one that waits for it. Later, in a step, first uses would cross (``program.rendezvous``).
+The last line is why NCCL's groups are used once as soon as they are made: in one order on all ranks, so that none waits
+for one that waits for it. Later, in a step, first uses would cross (``program.rendezvous``).
+
+Processes on CPUs of one host share memory (``runtime.shared``), which has NCCL's calls and connects nothing. Groups
+over several hosts are Gloo's then, with its calls, but for the channels: each is a group of its own all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -20,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from superstep.runtime.device import Device
+from superstep.runtime.shared.group import Shared
+from superstep.runtime.shared.region import shared_region
 
 Library = Literal["gloo", "nccl"]
 
@@ -31,26 +36,40 @@ class Transport:
     Attributes:
         backend: the library that the groups belong to.
         calls: whose calls are made on them. Gloo knows NCCL's too, and so runs what a GPU would run.
+        shared: what groups within a host are made of, instead; None where they are the library's.
+        why: why there is none, where there could be; empty otherwise.
     """
 
     backend: Library
     calls: Library
+    shared: Shared | None = None
+    why: str = ""
+
+    def describe(self) -> str:
+        """Its name, for people."""
+        names = {"gloo": "Gloo", "nccl": "NCCL"}
+        if self.shared is None:
+            return names[self.backend] + (f" ({self.why})" if self.why else "")
+        has_one_host = len(set(self.shared.region.hosts)) == 1
+        return "shared memory" if has_one_host else f"shared memory and {names[self.backend]}"
 
     @property
     def has_channels(self) -> bool:
         """Whether each channel has a group of its own."""
-        return self.calls == "nccl"
+        return self.calls == "nccl" or self.shared is not None
 
     def group(self, ranks: Sequence[int], *, device: Device, timeout: timedelta) -> dist.ProcessGroup | None:
         """Make a group, which every launched rank must do; None where this rank is no member.
 
         NCCL's has its communicator when this returns, for which members wait for each other.
         """
+        is_shared = self.shared is not None and self.shared.region.is_shared_by(ranks)
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
-            backend=self.backend,
-            group_desc=self.calls,
+            backend="shared" if is_shared else self.backend,
+            pg_options=self.shared if is_shared else None,
+            group_desc="nccl" if is_shared else self.calls,
             device_id=device.torch if self.backend == "nccl" else None,
         )
         return group if isinstance(group, dist.ProcessGroup) else None
@@ -62,6 +81,8 @@ class Transport:
 
     def connect_channel(self, group: dist.ProcessGroup, device: Device, *, source: int) -> None:
         """Send something small over a channel, from its rank ``source``; both ends do so together."""
+        if self.shared is not None:
+            return
         tiny, peer = torch.zeros(1, device=device.torch), 1 - group.rank()
         if dist.get_global_rank(group, group.rank()) == source:
             dist.send(tiny, group=group, group_dst=peer)
@@ -73,9 +94,22 @@ GLOO = Transport(backend="gloo", calls="gloo")
 NCCL = Transport(backend="nccl", calls="nccl")
 
 
-def transport_of(device: Device) -> Transport:
-    """The transport between devices of this kind."""
-    return GLOO if device.backend == "gloo" else NCCL
+def reach(rank: int, world: int, device: Device) -> Transport:
+    """The transport between devices of this kind. Every launched rank calls this together.
+
+    Args:
+        rank: this rank's number.
+        world: how many there are.
+        device: where this one computes.
+    """
+    if device.backend != "gloo":
+        return NCCL
+    if world == 1:
+        return GLOO
+    region, built = shared_region(rank)
+    if region is None:
+        return replace(GLOO, why=built.why or "a rank cannot share memory")
+    return replace(GLOO, shared=Shared(region, built))
 
 
 def has_gloos_calls(group: dist.ProcessGroup) -> bool:

@@ -129,6 +129,16 @@ class Session:
         self._memory_bytes = 0
         self._record: Recorder = HostRecorder()
 
+    @property
+    def transport(self) -> str:
+        """How the ranks reach each other; empty where there is one."""
+        return self._mesh.transport.describe() if self._mesh.shape.world > 1 else ""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the ranks compute on CPUs."""
+        return self._device.kind == "cpu"
+
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))

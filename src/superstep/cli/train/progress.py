@@ -307,7 +307,7 @@ def _routers(seen: RouterSeen) -> list[str]:
 
 
 def _description(run: RunStarted) -> str:
-    ranks = "1 rank" if run.world == 1 else f"{run.world} ranks"
+    ranks = "1 rank" if run.world == 1 else f"{run.world} ranks over {run.transport}"
     return f"{run.plan}, {count_text(run.parameters)} parameters, {ranks}"
 
 

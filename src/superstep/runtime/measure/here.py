@@ -79,7 +79,7 @@ def _needed(run: Resolved) -> tuple[Collective, ...]:
     used: dict[Collective, bool] = {
         "all-reduce": mesh.tp > 1 or mesh.data > 1 or run.outline.is_tied,
         "all-gather": mesh.tp > 1 or mesh.data > 1,
-        "reduce-scatter": mesh.data > 1,
+        "reduce-scatter": mesh.data > 1 or mesh.tp > 1,
         "all-to-all": mesh.ep > 1 or mesh.cp > 1,
         "send": mesh.pp > 1 or mesh.cp > 1,
     }

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from superstep.hardware.cluster import Collective, CollectiveRate
 from superstep.runtime.collectives import reduce_scatter, stack_ranks
-from superstep.runtime.launch import World, gather
+from superstep.runtime.launch import TIMEOUT, World, gather
 from superstep.runtime.measure.kernels import Gauge
 from superstep.runtime.mesh import Group
+from superstep.runtime.transport import reach
 
 SIZES = {"cpu": (2**12, 2**16, 2**19, 2**21), "cuda": (2**12, 2**18, 2**22, 2**26)}
 """Bytes of the whole tensor on one rank. NVLink is all latency still at 2 MiB."""
@@ -41,11 +42,14 @@ def measure_collectives(
         names: which collectives.
     """
     found = []
+    transport = reach(world.rank, world.size, world.device)
     for degree in sorted({d for d in degrees if d > 1 and world.size % d == 0}):
-        group, groups = dist.new_subgroups(degree)
+        firsts = range(0, world.size, degree)
+        groups = [transport.group(range(f, f + degree), device=world.device, timeout=TIMEOUT) for f in firsts]
+        group = groups[world.rank // degree]
+        assert group is not None
         found += [_rate(name, group, gauge) for name in names]
-        for each in groups:
-            dist.destroy_process_group(each) if each is group else None
+        dist.destroy_process_group(group)
     return tuple(found)
 
 

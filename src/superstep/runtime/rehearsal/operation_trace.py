@@ -57,7 +57,7 @@ _COLLECTIVES: Mapping[str, Collective] = {
     "allreduce_": "all-reduce",
     "allreduce": "all-reduce",
     "_allgather_base_": "all-gather",
-    "_reduce_scatter_base_": "all-reduce",  # by which Gloo does it
+    "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
     "send": "send",
 }

@@ -73,6 +73,7 @@ def _alone(run: Resolved) -> Iterator[Mesh]:
             at=FIRST,
             device=Device("cpu"),
             transport=GLOO,
+            world=None,
             sharers={f: _sharers(shape.shards(f)) for f in (FAMILIES if has_experts else FAMILIES[:1])},
             cp=group(shape.cp),
             tp=group(shape.tp),

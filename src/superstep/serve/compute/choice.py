@@ -8,13 +8,14 @@ from pathlib import Path
 from superstep.errors import ConfigError
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
+from superstep.runtime.native import Built
 from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
 from superstep.serve.compute.compiled import Compiled, can_compile
 from superstep.serve.compute.exactly import compiled_exactly
 from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.forward import Forward
-from superstep.serve.compute.kernels.build import Built, build
+from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.ranks import Compute

@@ -1,0 +1,223 @@
+"""A process group of ranks that share a host: what ``torch.distributed`` asks of one, done in a lane.
+
+It has NCCL's calls: operations go in the order in which they are issued, and a transfer's group is its channel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.runtime.native import Built
+from superstep.runtime.shared.lane import Kind, Lane, LaneError, Rule, Started, Where
+from superstep.runtime.shared.region import Region
+
+SPIN_S = 20e-6
+"""How long a rank that has a core of its own looks before it sleeps: to be woken takes about as long."""
+
+_RULES: dict[Any, Rule] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a rank needs to make groups, and has once.
+
+    Attributes:
+        region: the memory of its host.
+        built: the compiled half.
+    """
+
+    region: Region
+    built: Built
+
+
+class SharedWork(dist.Work):
+    """An operation under way, as ``torch.distributed`` has it."""
+
+    def __init__(self, started: Started, then: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self._started = started
+        self._then = then
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._started.is_done()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return once it is done.
+
+        Raises:
+            DistBackendError: it will never be, and why.
+        """
+        try:
+            self._started.wait()
+        except LaneError as error:
+            raise dist.DistBackendError(f"shared memory: {error}.") from None
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return True
+
+
+class SharedGroup(dist.ProcessGroup):
+    """Ranks of one host."""
+
+    def __init__(self, lane: Lane, region: Region, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._lane = lane
+        # Without its file a lane could not see who lives, nor be seen to live.
+        self._region = region
+        self._size = size
+        self._name = self._desc = ""
+
+    # torch keeps these two in the backends of a group, of which this has none.
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """By which it is found."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it was made for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """By which ``torch.distributed`` calls it."""
+        return "shared"
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
+        """Sum, or the largest or smallest, in place."""
+        (tensor,) = tensors
+        rule = _rule(opts)
+        whole = _whole(tensor)
+        started = self._start(Kind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
+        return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
+        """Every rank's tensor, one after the other."""
+        _require_equal(output.numel(), given.numel() * self._size, "elements of all ranks together")
+        return SharedWork(self._start(Kind.ALL_GATHER, _whole(given), _own(output), given.numel(), opts))
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
+        """This rank's part of a sum."""
+        _require_equal(given.numel(), output.numel() * self._size, "elements of all ranks together")
+        return SharedWork(
+            self._start(Kind.REDUCE_SCATTER, _whole(given), _own(output), output.numel(), opts, rule=_rule(opts))
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        given: Tensor,
+        coming: Sequence[int],
+        going: Sequence[int],
+        opts: Any = None,  # noqa: ANN401
+    ) -> SharedWork:
+        """Rows for each rank, and from each; without counts, equal parts."""
+        ways = [
+            [rows * (x[0].numel() if len(x) else 0) * x.element_size() for rows in counts or self._equal(x)]
+            for x, counts in ((given, going), (output, coming))
+        ]
+        started = self._start(Kind.ALL_TO_ALL, _whole(given), _own(output), 0, opts, going=ways[0], coming=ways[1])
+        return SharedWork(started)
+
+    def _equal(self, x: Tensor) -> list[int]:
+        _require_equal(len(x) % self._size, 0, "rows more than equal parts have")
+        return [len(x) // self._size] * self._size
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
+        """One rank's tensor, everywhere."""
+        (tensor,) = tensors
+        own = _own(tensor)
+        return SharedWork(self._start(Kind.BROADCAST, own, own, own.numel(), opts, peer=opts.rootRank))
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
+        """A tensor to one rank."""
+        (tensor,) = tensors
+        whole = _whole(tensor)
+        return SharedWork(self._start(Kind.SEND, whole, whole, whole.numel(), None, peer=peer))
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
+        """A tensor from one rank."""
+        own = _own(tensors[0])
+        return SharedWork(self._start(Kind.RECEIVE, own, own, own.numel(), None, peer=peer))
+
+    def barrier(self, opts: Any = None) -> SharedWork:  # noqa: ANN401
+        """Done once every rank has come to it."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        return SharedWork(self._start(Kind.ALL_REDUCE, token, token, 1, None))
+
+    def shutdown(self) -> None:
+        """Leave the group; who waits for this rank learns it."""
+        self._lane.close()
+
+    abort = shutdown
+
+    # torch before 2.13 has other names.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def _start(self, kind: Kind, given: Tensor, out: Tensor, count: int, opts: Any, **more: Any) -> Started:  # noqa: ANN401
+        return self._lane.start(kind, given, out, count, is_waited=opts is not None and not opts.asyncOp, **more)
+
+
+def make(opts: Any, shared: Shared) -> SharedGroup:  # noqa: ANN401
+    """A group, as ``torch.distributed.new_group`` has it made: by its members, each with the group's number."""
+    region, native = shared.region, shared.built.library
+    assert native is not None
+    where = Where(
+        file=region.file,
+        offset=region.part(int(opts.group_id)),
+        me=opts.group_rank,
+        locks=opts.global_ranks_in_group,
+    )
+    has_core = region.neighbours <= len(os.sched_getaffinity(0))
+    lane = Lane(native, where, patience_s=opts.timeout.total_seconds(), spin_s=SPIN_S if has_core else 0.0)
+    return SharedGroup(lane, region, opts.group_rank, opts.group_size)
+
+
+def _rule(opts: Any) -> Rule:  # noqa: ANN401
+    """How numbers become one."""
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+    if asked not in _RULES:
+        raise NotImplementedError(f"{asked} over shared memory; what it has: {', '.join(_RULES.values())}.")
+    return _RULES[asked]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor in one piece."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor that is written, which a copy would not do."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} is to be filled; it must lie in one piece.")
+    return tensor
+
+
+def _require_equal(found: int, wanted: int, what: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{found} {what}; there must be {wanted}.")
+
+
+dist.Backend.register_backend("shared", make, extended_api=True, devices=["cpu"])

@@ -1,0 +1,137 @@
+"""The memory that ranks of one host share: a file without a name, of which each group has a part.
+
+    the first rank of a host     makes the file, and tells the others where it is open
+    each of them                 opens it there, and keeps one byte of it locked for as long as it lives
+
+The file is in no folder: nothing is left of it once the last process that has it open has ended, however it ended. The
+system gives a lock back with its process, which is how others see that this has gone. Pages come when they are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.runtime.launch import gather
+from superstep.runtime.native import Built
+from superstep.runtime.shared.lane import is_compiled, library
+from superstep.state.shares import running_system
+
+PART = 2**36
+"""Bytes from one group's part to the next, none of which is there before it is used."""
+
+PARTS = 2**24
+KEY_BYTES = 16
+KEY_AT = 2**20
+"""What the file is known by lies behind the locks, one byte for each rank, and before the first part."""
+
+
+class Region:
+    """This host's file, open for as long as this object is.
+
+    Attributes:
+        file: its descriptor. Another one of the same file would take the locks along when it is closed.
+        hosts: for each launched rank, a number for its host.
+        rank: this one.
+    """
+
+    def __init__(self, file: int, hosts: Sequence[int], rank: int) -> None:
+        self.file = file
+        self.hosts = tuple(hosts)
+        self.rank = rank
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+    @property
+    def neighbours(self) -> int:
+        """How many ranks this host has."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    def is_shared_by(self, ranks: Sequence[int]) -> bool:
+        """Whether all of them are on one host."""
+        return len({self.hosts[rank] for rank in ranks}) == 1
+
+    def part(self, number: int) -> int:
+        """Where the part of a group begins, by its number: the same on all ranks."""
+        if not 0 <= number < PARTS - 1:
+            raise OverflowError(f"group {number} of a run: a host's file has room for {PARTS - 1}")
+        return (number + 1) * PART
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A file that a rank has open, and could share.
+
+    Attributes:
+        host: whose memory it is.
+        process: the number of the process that has it open.
+        file: under which number.
+        key: what stands in it.
+        is_ready: whether what reads it is compiled there.
+    """
+
+    host: str
+    process: int
+    file: int
+    key: bytes
+    is_ready: bool
+
+
+def shared_region(rank: int) -> tuple[Region | None, Built]:
+    """The file of this rank's host, None where a rank cannot have its own; and what came of building what reads it.
+    Every launched rank calls this together.
+    """
+    offer = _offer()
+    offers = gather(offer)
+    names = [each.host if each is not None else "" for each in offers]
+    first = offers[names.index(offer.host)] if offer is not None else None
+    if not all(each is not None and each.is_ready for each in offers):
+        # One rank of a host compiles, and the others wait for it.
+        if first is not None and first == offer:
+            library()
+        gather(None)
+    built = library()
+    region = None
+    if offer is not None and first is not None and built.library is not None:
+        with contextlib.suppress(OSError):
+            file = offer.file if first == offer else _opened(first)
+            region = Region(file, [names.index(name) for name in names], rank)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    has_all = all(gather(region is not None))
+    # Only now: until then another rank may be about to open it.
+    if offer is not None and (region is None or region.file != offer.file):
+        os.close(offer.file)
+    return region if has_all else None, built
+
+
+def _offer() -> _Offer | None:
+    """A new file; None where the system has none without a name."""
+    try:
+        # Ranks that reach each other over a network only, as in containers, are hosts of their own.
+        host = f"{running_system()} {os.stat('/proc/self/ns/net').st_ino}"
+        file = os.memfd_create("superstep")
+    except (AttributeError, OSError):
+        return None
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        os.ftruncate(file, PART * PARTS)
+        os.pwrite(file, key, KEY_AT)
+    except OSError:  # a limit on the size of files, say
+        os.close(file)
+        return None
+    return _Offer(host, os.getpid(), file, key, is_compiled())
+
+
+def _opened(offer: _Offer) -> int:
+    """The file that another process has open."""
+    file = os.open(Path(f"/proc/{offer.process}/fd/{offer.file}"), os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(file, KEY_BYTES, KEY_AT) != offer.key:  # a process of another container has that number
+        os.close(file)
+        raise FileNotFoundError
+    return file
