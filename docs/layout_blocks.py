@@ -125,8 +125,25 @@ def _peers() -> str:
     return table(("beside", "speed, ratio", "processor time, ratio", "memory, MiB a rank"), rows)
 
 
+def _collectives() -> str:
+    found = json.loads((RESULTS / "collectives.json").read_text(encoding="utf-8"))["measured"]
+    rows = []
+    for row in found[0]["rows"]:
+        cells = (
+            next(r for r in each["rows"] if r["collective"] == row["collective"] and r["bytes"] == row["bytes"])
+            for each in found
+        )
+        rows.append((row["collective"], f"{row['bytes']:,} B", *(_beside_gloo(cell) for cell in cells)))
+    return table(("collective", "of", *(f"{each['world']} ranks" for each in found)), rows)
+
+
+def _beside_gloo(row: dict) -> str:
+    return f"{row['shared_s'] * 1e6:,.0f} µs, {row['ratio']:.1f}x"
+
+
 LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
     "peers": _peers,
+    "collectives": _collectives,
     "replicas": _replicas,
     "zig-zag": _zig_zag,
     "long context": _long_context,

@@ -60,7 +60,7 @@ def in_order(parts):
 def _every_collective(rank, world):
     group = group_of(rank, world)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
-        for count in SIZES:
+        for count in SIZES if dtype in (torch.float32, torch.bfloat16) else SIZES[:4]:
             each = [drawn(r, world * count, dtype, seed=1) for r in range(world)]
             own, mine = each[rank], slice(rank * count, (rank + 1) * count)
             summed = own.clone()
@@ -186,7 +186,7 @@ def test_many_groups_that_cross_do_not_disturb_each_other(pool):
 
 
 def _without_the_last(rank, world, how):
-    group = group_of(rank, world, seconds=1.5 if how == "stops" else 30.0)
+    group = group_of(rank, world, seconds=0.5 if how == "stops" else 30.0)
     tensor = torch.ones(200_000)
     dist.all_reduce(tensor, group=group)
     if rank < world - 1:
@@ -205,7 +205,7 @@ def _without_the_last(rank, world, how):
     ("how", "said"),
     [
         ("is killed", "the process of rank 2 of the group has ended"),
-        ("stops", "rank 2 of the group has not come to it within 1.5 s"),
+        ("stops", "rank 2 of the group has not come to it within 0.5 s"),
         ("fails", "rank 2 of the group has left"),
         ("is elsewhere", "of the group is at another operation, or has another size for it"),
     ],

@@ -1,21 +1,14 @@
 """The ranks that a process has launched, among the processes below it."""
 
+import contextlib
+
 import psutil
-
-SEED = "multiprocessing.forkserver"
-
-
-def _is_of_seed(process):
-    return SEED in " ".join(process.cmdline())
 
 
 def ranks_below(process):
-    """In the order of their start: forks of the seed that do as it says, and are not the seed."""
+    """In the order of their start: the forks of its seed, who alone of its children has some."""
     found = []
-    for one in process.children(recursive=True):
-        try:
-            if _is_of_seed(one) and _is_of_seed(one.parent()):
-                found.append(one)
-        except (psutil.NoSuchProcess, AttributeError):  # it, or its parent, has ended
-            continue
+    for child in process.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            found += child.children()
     return sorted(found, key=lambda one: (one.create_time(), one.pid))

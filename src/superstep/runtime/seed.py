@@ -1,11 +1,12 @@
 """The seed: a process that has imported torch and does nothing else, of which every rank is a fork.
 
-    launcher ──spawns──► seed ──forks──► rank 0, rank 1, ...
+    launcher ──forks, or spawns──► seed ──forks──► rank 0, rank 1, ...
 
 Torch is so imported once for all ranks, of this launch and of those that follow, and they share its memory. Forks of a
-process that has computed, or has touched a GPU, would not be sound; the seed has done neither. Where forks are not
-sound at all (macOS), and where the name of the temporary folder leaves no room for that of a socket, each rank is
-spawned by itself and imports torch for itself.
+process that has computed, or has touched a GPU, would not be sound; the seed has done neither. A command that knows
+early that it will launch ranks has done neither either: it imports torch for itself and the seed, which is then a fork
+of it (``begin``). Where forks are not sound at all (macOS), and where the name of the temporary folder leaves no room
+for that of a socket, each rank is spawned by itself and imports torch for itself.
 
 The seed may be older than a launch: what a rank has of its launcher, its environment say, is handed to it. It ends with
 its launcher.
@@ -14,11 +15,13 @@ its launcher.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction, resource_tracker, util
@@ -63,8 +66,17 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
 
 
 def begin(module: str) -> None:
-    """Begin the seed of ranks whose worker is in ``module``; it imports beside its launcher, and is not waited for."""
-    if _has_seed():
+    """Begin the seed of ranks whose worker is in ``module``: as a fork of this process, where that has not imported
+    torch yet and so has not computed. Both have it then, and one has imported it.
+    """
+    if not _has_seed():
+        return
+    if "torch" in sys.modules or threading.active_count() > 1:
+        planted([module])
+        return
+    for name in (*IMPORTED, module, LAST):
+        importlib.import_module(name)
+    with _forking():
         planted([module])
 
 
@@ -83,6 +95,41 @@ def planted(modules: Sequence[str]) -> ForkServerContext:
     with stderr_away(), _masked(IGNORED):
         ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Within the block what ``multiprocessing`` spawns, to run a line of Python, is a fork that runs it."""
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(executable: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+    """The number of a fork that runs the last of the ``arguments`` as Python would, with no files but these."""
+    # What waits in a buffer here would be written again by every fork of the fork.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        for number in (signal.SIGINT, *IGNORED):
+            signal.signal(number, signal.SIG_DFL)
+        low = 3  # the standard streams stay
+        for file in (*sorted(files), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(low, file)
+            low = file + 1
+        exec(arguments[-1], {})
+        status = 0
+    except SystemExit:
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def heed_all() -> None:

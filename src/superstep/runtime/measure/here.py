@@ -21,11 +21,11 @@ from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import COLLECTIVES, measure_collectives
 
-LINK = {"cpu": (1.2e9, 70e-6), "cuda": (4.5e11, 20e-6)}
+LINK = {"cpu": (4.4e9, 60e-6), "cuda": (4.5e11, 20e-6)}
 """Bytes/s and seconds of latency between two ranks where none were measured.
 
-cpu: Gloo over loopback, two processes on two shared cores of a Xeon (torch 2.13): 1 MiB exchanged both ways took
-0.7 to 1.1 ms, 1 KiB 60 to 70 µs. cuda: one direction of NVLink 4 as its data sheet has it, not measured.
+cpu: shared memory, two processes on two cores of an AMD EPYC (Zen 5): 16 MiB exchanged both ways took 3.9 ms, 4 bytes
+56 µs (``bench/results/collectives.json``). cuda: one direction of NVLink 4 as its data sheet has it, not measured.
 """
 
 

@@ -1,0 +1,82 @@
+"""The seed as a fork of a command that has imported torch, and of one that has computed already."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+HEAD = """
+import json, os, signal, sys
+from pathlib import Path
+
+import psutil
+
+from superstep.runtime import seed
+
+
+def what_is_here(world):
+    import torch.distributed as dist
+    files = {number: os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number > "2"
+             and os.path.exists(f"/proc/self/fd/{number}")}
+    print(f"rank {world.rank}")
+    return {
+        "seed": psutil.Process().ppid(),
+        "files": [name for name in files.values() if name.endswith("held")],
+        "signals": [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)],
+        "masked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "stdin": os.readlink("/proc/self/fd/0"),
+        "sum": float(dist.group.WORLD.size()),
+    }
+"""
+
+BODY = """
+if __name__ == "__main__":
+    held = open(sys.argv[1] + "/held", "w")
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    print("said once")  # into a buffer, for there is no terminal
+    seed.begin("json")
+    before = set(sys.modules)
+    from superstep.runtime.launch import launch_on
+    found = launch_on("cpu", 2, what_is_here)
+    found["is_fork"] = psutil.Process(found["seed"]).cmdline() == psutil.Process().cmdline()
+    found["torch_again"] = "torch" not in before
+    Path(sys.argv[1], "found").write_text(json.dumps(found))
+"""
+
+
+def ran(folder, body):
+    script = folder / "script.py"
+    script.write_text(HEAD + textwrap.dedent(body))
+    theirs = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=theirs, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found").read_text()), done
+
+
+def test_a_command_that_has_not_computed_imports_torch_for_all(short_folder):
+    found, done = ran(short_folder, BODY)
+    assert found["is_fork"]
+    assert not found["torch_again"]
+    # Nothing of the command's is a rank's: no file, no handler of a signal, no word that waited in a buffer.
+    assert found["files"] == []
+    assert found["signals"] == [True, True]
+    assert found["masked"] == []
+    assert found["stdin"] == "/dev/null"
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0", "rank 1", "said once"]
+    assert found["sum"] == 2
+
+
+@pytest.mark.parametrize(
+    "before", ["import torch", "import threading; threading.Thread(target=input, daemon=True).start()"]
+)
+def test_one_that_may_have_computed_is_not_forked(short_folder, before):
+    body = BODY.replace('seed.begin("json")', f'{before}; seed.begin("json")')
+    found, done = ran(short_folder, body)
+    assert not found["is_fork"]
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0", "rank 1", "said once"]
