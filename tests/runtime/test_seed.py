@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from multiprocessing import util
 
 import pytest
+import torch  # noqa: F401 - as this process has
+
+from superstep.runtime import seed
 
 pytestmark = pytest.mark.multiproc
 
@@ -72,11 +77,27 @@ def test_a_command_that_has_not_computed_imports_torch_for_all(short_folder):
     assert found["sum"] == 2
 
 
-@pytest.mark.parametrize(
-    "before", ["import torch", "import threading; threading.Thread(target=input, daemon=True).start()"]
-)
-def test_one_that_may_have_computed_is_not_forked(short_folder, before):
-    body = BODY.replace('seed.begin("json")', f'{before}; seed.begin("json")')
-    found, done = ran(short_folder, body)
-    assert not found["is_fork"]
-    assert sorted(done.stdout.split("\n")) == ["", "rank 0", "rank 1", "said once"]
+@pytest.fixture
+def begun(monkeypatch):
+    """Whether each seed that is begun would be a fork."""
+    found = []
+    monkeypatch.setattr(seed, "planted", lambda modules: found.append(util.spawnv_passfds is seed._fork))
+    monkeypatch.setattr(seed, "_has_seed", lambda: True)
+    return found
+
+
+def test_one_that_may_have_computed_is_not_forked(begun, monkeypatch):
+    assert "torch" in sys.modules
+    seed.begin("json")
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(seed, "IMPORTED", ())
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    beside.start()
+    seed.begin("json")
+    over.set()
+    beside.join()
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # a worker of this suite has threads of its own
+    seed.begin("json")
+    assert begun == [False, False, True]
+    assert util.spawnv_passfds is not seed._fork
