@@ -14,7 +14,7 @@ from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.linears import Linears
 from superstep.serve.compute.packed import packed
-from superstep.serve.compute.panels import Panels, in_panels
+from superstep.serve.compute.panels import LARGE, Panels, in_large_pages, in_panels
 from superstep.serve.compute.quantize import format_named, tokens_to_8_bits
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
@@ -224,6 +224,19 @@ def test_a_compiler_that_fails_is_no_fault_of_the_server(built, tmp_path, monkey
     assert "error" in failed.why
     assert "\n" not in failed.why
     assert list((tmp_path / "built").iterdir()) == []
+
+
+def test_a_large_weight_lies_in_large_pages():
+    x = torch.randn(3, 700, 1024).transpose(0, 1)
+    laid = in_large_pages(x)
+    assert torch.equal(laid, x)
+    assert laid.is_contiguous()
+    assert laid.data_ptr() % LARGE == 0
+    with open("/proc/self/smaps", encoding="utf-8") as maps:
+        mapped = maps.read().split(f"{laid.data_ptr():x}-")[1].split("VmFlags:")[1].split("\n")[0]
+    assert " hg" in mapped, "the system was not asked for them"
+    small = torch.randn(8, 8).t()
+    assert torch.equal(in_large_pages(small), small)
 
 
 def test_what_was_compiled_is_not_compiled_again(built, compiled, monkeypatch):

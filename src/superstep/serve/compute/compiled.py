@@ -89,6 +89,7 @@ class Compiled:
         self._linears = linears
         self._store = store
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._cosine = self._sine = torch.empty(0, shape.head_dim, dtype=torch.bfloat16)
         self._products: Sequence[Product | None] = ()
         library.superstep_scratch.restype = ctypes.c_int64
 
@@ -119,8 +120,7 @@ class Compiled:
         if self._products != self._linears.products:  # laid out since the last call
             self._find()
         h_TD = self._modules[0](torch.tensor(rows.tokens)).contiguous()
-        place_T = torch.tensor(positions(rows.parts))
-        cosine, sine = (x.contiguous() for x in self._rope.tables(place_T, torch.bfloat16))
+        cosine, sine = self._turns(positions(rows.parts))
         placed = Placed(rows.parts, self._store.page_tokens, self._shape.window)
         wanted = torch.tensor(rows.wanted, dtype=torch.int64)
         logits_RV = torch.empty(len(rows.wanted), self._model.head.outputs, dtype=torch.float32)
@@ -144,6 +144,15 @@ class Compiled:
         )
         logits_RV[:, self._shape.vocab :] = float("-inf")
         return logits_RV
+
+    def _turns(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of some places: [T, H]. Their table grows with the longest text."""
+        longest = max(places) + 1
+        if longest > len(self._cosine):
+            all_places = torch.arange(1 << (longest - 1).bit_length())
+            self._cosine, self._sine = (x.squeeze(-2) for x in self._rope.tables(all_places, torch.bfloat16))
+        place_T = torch.tensor(places)
+        return self._cosine[place_T], self._sine[place_T]
 
     def _room(self, rows: int) -> Tensor:
         size = self._library.superstep_scratch(byref(self._model), ctypes.c_int64(rows))

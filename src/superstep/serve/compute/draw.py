@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,8 +88,8 @@ def draw(logits_V: Tensor, totals: tuple[float, float], sampling: Sampling, seen
 
 def logprob(logits_V: Tensor, totals: tuple[float, float], token: int) -> float:
     """A token's log-probability, rounded as the trainer's loss is."""
-    largest, log_total = (torch.tensor(x, dtype=torch.float32) for x in totals)
-    return -float(log_total + largest - logits_V[token].cpu())
+    largest, log_total = map(np.float32, totals)
+    return -float(log_total + largest - np.float32(logits_V[token].item()))
 
 
 def likeliest(logits_V: Tensor, totals: tuple[float, float], count: int) -> tuple[tuple[int, float], ...]:
