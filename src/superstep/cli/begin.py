@@ -1,4 +1,4 @@
-"""Before a verb imports torch: the process that its ranks are forked from begins to do so beside it."""
+"""Before a verb imports torch: it does so for the process, too, that its ranks are forked from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Sequence
 
-from superstep.cli.arguments import serve, train
+from superstep.cli.arguments import prove, serve, train
+from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
 
@@ -18,8 +19,16 @@ def begin(verb: str, argv: Sequence[str]) -> None:
         ConfigError: a file cannot be used, or a flag is wrong.
     """
     if verb == "train" and "RANK" not in os.environ:
-        plan = train.read(argv).config.plan
-        if math.prod(getattr(plan, axis) or 1 for axis in AXES) > 1:
+        if _ranks(train.read(argv).config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
+    elif verb == "prove":
+        options, _ = prove.read(argv)
+        if (options.world or _ranks(options.plan)) > 1:
+            seed.begin("superstep.cli.prove.verb")
     elif verb == "serve" and serve.read(argv)[0].exists():
         seed.begin("superstep.serve.rank")
+
+
+def _ranks(plan: PlanConfig) -> int:
+    """How many a plan says that there are; what it leaves open is not counted."""
+    return math.prod(getattr(plan, axis) or 1 for axis in AXES)

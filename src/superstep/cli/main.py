@@ -51,6 +51,7 @@ VERBS = {
         "compare a layout with a one-process reference, tensor by tensor",
         "superstep.cli.prove.verb",
         "superstep.cli.arguments.prove",
+        launches=True,
     ),
     "view": Verb(
         "show a step as a timeline, from a run.toml or as a run recorded it",
