@@ -343,6 +343,15 @@ def _refused(offer):
 
 def test_if_one_rank_cannot_share_none_does(pool):
     assert pool.run(3, _one_cannot) == [(False, "Gloo (a rank cannot share memory)")] * 3
+    assert pool.run(3, _one_has_none) == [(False, "Gloo (a rank's system has no files without a name)")] * 3
+
+
+def _one_has_none(rank, world):
+    return _reached(rank, world, {"shared.region._offer": _nothing} if rank == 2 else {})
+
+
+def _nothing():
+    return None
 
 
 def _compiled_once(rank, world, folder):

@@ -106,7 +106,7 @@ def reach(rank: int, world: int, device: Device) -> Transport:
         return NCCL
     if world == 1:
         return GLOO
-    region, built = shared_region(rank)
+    region, built = shared_region(rank, world)
     if region is None:
         return replace(GLOO, why=built.why or "a rank cannot share memory")
     return replace(GLOO, shared=Shared(region, built))

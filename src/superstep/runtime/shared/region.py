@@ -83,29 +83,32 @@ class _Offer:
     is_ready: bool
 
 
-def shared_region(rank: int) -> tuple[Region | None, Built]:
+def shared_region(rank: int, world: int) -> tuple[Region | None, Built]:
     """The file of this rank's host, None where a rank cannot have its own; and what came of building what reads it.
     Every launched rank calls this together.
     """
     offer = _offer()
-    offers = gather(offer)
-    names = [each.host if each is not None else "" for each in offers]
-    first = offers[names.index(offer.host)] if offer is not None else None
-    if not all(each is not None and each.is_ready for each in offers):
+    offers = [each for each in gather(offer) if each is not None]
+    if offer is None or len(offers) < world:
+        if offer is not None:
+            os.close(offer.file)
+        return None, Built(None, "a rank's system has no files without a name")
+    names = [each.host for each in offers]
+    first = offers[names.index(offer.host)]
+    if not all(each.is_ready for each in offers):
         # One rank of a host compiles, and the others wait for it.
-        if first is not None and first == offer:
+        if first == offer:
             library()
         gather(None)
-    built = library()
-    region = None
-    if offer is not None and first is not None and built.library is not None:
+    built, region = library(), None
+    if built.library is not None:
         with contextlib.suppress(OSError):
             file = offer.file if first == offer else _opened(first)
-            region = Region(file, [names.index(name) for name in names], rank)
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            region = Region(file, [names.index(name) for name in names], rank)
     has_all = all(gather(region is not None))
     # Only now: until then another rank may be about to open it.
-    if offer is not None and (region is None or region.file != offer.file):
+    if region is None or region.file != offer.file:
         os.close(offer.file)
     return region if has_all else None, built
 
