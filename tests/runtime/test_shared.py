@@ -6,6 +6,9 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -218,6 +221,118 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for(pool, how, said):
     assert time.monotonic() - start < 20
 
 
+def _is_told_beside_a_slower(rank, world):
+    """Rank 0 misses ranks 1 and 2, of which the first is only late; a signal disturbs every sleep of it."""
+    group = group_of(rank, world)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
+        start = time.monotonic()
+        try:
+            with pytest.raises(dist.DistBackendError, match="the process of rank 2 of the group has ended"):
+                dist.all_reduce(torch.ones(3), group=group)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        raise ValueError(f"after {time.monotonic() - start:.0f} s")
+    if rank == 1:
+        time.sleep(2.5)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_rank_is_seen_behind_a_slower_one(pool):
+    with pytest.raises(RankError, match=r"ValueError: after [01] s"):
+        pool.run(3, _is_told_beside_a_slower, timeout_s=40)
+
+
+def _closed_beside(rank, world):
+    """A thread waits for what does not come while the group is closed."""
+    group = group_of(rank, world)
+    told = []
+    if rank == 0:
+
+        def wait():
+            with pytest.raises(dist.DistBackendError, match="the group was closed here"):
+                dist.all_reduce(torch.ones(300_000), group=group)
+            told.append("closed")
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.3)
+        group.shutdown()
+        waiting.join(10)
+    gather("here")
+    return told
+
+
+def test_a_group_is_closed_beside_a_thread_that_waits(pool):
+    assert pool.run(2, _closed_beside, timeout_s=30) == [["closed"], []]
+
+
+def _forked(rank, world):
+    """A fork of a rank is none: it ends, and the group goes on."""
+    group = group_of(rank, world)
+    for work in [dist.all_reduce(torch.ones(100_000), group=group, async_op=True) for _ in range(3)]:
+        work.wait()
+    child = os.fork()
+    if child == 0:
+        dist.destroy_process_group(group)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    time.sleep(0.3 * rank)  # so that the other sleeps over it, and sees who has left
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def test_a_fork_of_a_rank_does_not_leave_for_it(pool):
+    assert pool.run(2, _forked) == [2.0, 2.0]
+
+
+def _looks(rank, world):
+    group = group_of(rank, world)
+    work = dist.all_reduce(total := torch.ones(1), group=group, async_op=True)
+    gather("has begun")
+    deadline = time.monotonic() + 10
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+    return float(total)
+
+
+def test_who_only_looks_sees_the_end(pool):
+    assert pool.run(3, _looks) == [3.0] * 3
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from superstep.runtime.device import Device
+from superstep.runtime.transport import reach
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+group = reach(rank, 2, Device("cpu")).group(range(2), device=Device("cpu"), timeout=timedelta(seconds=30))
+works = [dist.all_reduce(torch.ones(6_000_000), group=group, async_op=True) for _ in range(12)]
+if rank == 1:
+    try:
+        [work.wait() for work in works]
+    except dist.DistBackendError as error:
+        print(error)
+"""
+
+
+def test_a_process_may_end_with_something_under_way(tmp_path):
+    store = tmp_path / "store"
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", LEAVES]
+    both = [
+        subprocess.Popen([*command, str(rank), str(store)], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    said = [one.communicate(timeout=60)[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0]
+    assert said[1] == "shared memory: rank 0 of the group has left.\n"
+
+
 def _waits(rank, world):
     """A rank that leaves what it started: neither it nor the other hangs."""
     group = group_of(rank, world)
@@ -297,6 +412,13 @@ def _cannot(rank, world):
         dist.all_gather_single(torch.ones(3), torch.ones(2), group=group)
     with pytest.raises(ValueError, match="must lie in one piece"):
         dist.broadcast(torch.ones(4, 4).t()[:2], group=group, group_src=0)
+    with pytest.raises(ValueError, match=r"torch.float64 cannot come out as torch.float32: both must be of one type"):
+        dist.all_gather_single(torch.ones(4), torch.ones(2, dtype=torch.float64), group=group)
+    with pytest.raises(ValueError, match="4 rows for all ranks together; there must be 3"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(4), [2, 2], [2, 2], group=group)
+    truth = torch.tensor([True, rank == 0])
+    dist.all_reduce(truth, group=group)
+    assert truth.view(torch.uint8).tolist() == [1, 1]
     turned = torch.arange(6.0).view(2, 3).t()
     dist.all_reduce(turned, group=group)
     dist.barrier(group)
@@ -337,7 +459,7 @@ def _one_cannot(rank, world):
     return _reached(rank, world, {"shared.region._opened": _refused} if rank == 1 else {})
 
 
-def _refused(offer):
+def _refused(offer, rank):
     raise PermissionError
 
 

@@ -7,6 +7,7 @@ compiles leaves nothing that others wait for. It is plain C to whom calls it, an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -46,8 +47,10 @@ def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
     """
     library = path_of(sources, flags, folder)
     try:
-        if not library.is_file():
-            _compile(sources[0], flags, library)
+        if library.is_file():
+            with contextlib.suppress(OSError):  # a disk that was full, or a machine that lost power, left half of it
+                return Built(ctypes.CDLL(str(library)))
+        _compile(sources[0], flags, library)
         return Built(ctypes.CDLL(str(library)))
     except (OSError, subprocess.SubprocessError) as fault:  # everything works without it too
         return Built(None, f"compiling {sources[0].name} failed: {_reason(fault)}")
@@ -65,7 +68,9 @@ def folder_of(source: Path) -> Path:
     """Where Python keeps what it compiles of a source's folder; that of the user where it may not write there."""
     beside = Path(importlib.util.cache_from_source(str(source.with_suffix(".py")))).parent
     place = next(folder for folder in (beside, *beside.parents) if folder.exists())
-    return beside if os.access(place, os.W_OK) else Path.home() / ".cache" / "superstep" / "kernels"
+    with contextlib.suppress(RuntimeError):  # there is no home: it is tried there, and said that it failed
+        return beside if os.access(place, os.W_OK) else Path.home() / ".cache" / "superstep" / "kernels"
+    return beside
 
 
 def processor_features() -> str:
@@ -85,6 +90,8 @@ def _compile(source: Path, flags: Sequence[str], library: Path) -> None:
         out = Path(scratch) / library.name
         command = [compiler, *flags, str(source), "-o", str(out)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+        with out.open("rb") as whole:
+            os.fsync(whole.fileno())
         out.replace(library)
 
 

@@ -28,7 +28,7 @@ from multiprocessing import reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from superstep.errors import Fault
 
@@ -112,19 +112,29 @@ def _fork(executable: str, arguments: Sequence[str], files: Sequence[int]) -> in
     """The number of a fork that runs the last of the ``arguments`` as Python would, with no files but these."""
     # What waits in a buffer here would be written again by every fork of the fork.
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    process = os.fork()
-    if process:
-        return process
+        if stream is not None:
+            stream.flush()
+    # An interruption of the fork would run what the command does at its end a second time.
+    with _masked((signal.SIGINT,)):
+        process = os.fork()
+        if process == 0:
+            _become(arguments[-1], files)
+    return process
+
+
+def _become(line: str, files: Sequence[int]) -> NoReturn:
+    """What a fork does from here on."""
     status = 1
     try:
-        for number in (signal.SIGINT, *IGNORED):
-            signal.signal(number, signal.SIG_DFL)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         low = 3  # the standard streams stay
         for file in (*sorted(files), os.sysconf("SC_OPEN_MAX")):
             os.closerange(low, file)
             low = file + 1
-        exec(arguments[-1], {})
+        exec(line, {})
         status = 0
     except SystemExit:
         status = 0

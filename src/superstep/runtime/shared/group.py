@@ -114,11 +114,13 @@ class SharedGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
         _require_equal(output.numel(), given.numel() * self._size, "elements of all ranks together")
+        _require_one_type(output, given)
         return SharedWork(self._start(Kind.ALL_GATHER, _whole(given), _own(output), given.numel(), opts))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """This rank's part of a sum."""
         _require_equal(given.numel(), output.numel() * self._size, "elements of all ranks together")
+        _require_one_type(output, given)
         return SharedWork(
             self._start(Kind.REDUCE_SCATTER, _whole(given), _own(output), output.numel(), opts, rule=_rule(opts))
         )
@@ -132,10 +134,14 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,  # noqa: ANN401
     ) -> SharedWork:
         """Rows for each rank, and from each; without counts, equal parts."""
-        ways = [
-            [rows * (x[0].numel() if len(x) else 0) * x.element_size() for rows in counts or self._equal(x)]
-            for x, counts in ((given, going), (output, coming))
-        ]
+        _require_one_type(output, given)
+        ways = []
+        for x, counts in ((given, going), (output, coming)):
+            rows = list(counts) or self._equal(x)
+            _require_equal(sum(rows), len(x), "rows for all ranks together")
+            ways.append([each * (x[0].numel() if len(x) else 0) * x.element_size() for each in rows])
+        me = self.rank()
+        _require_equal(ways[0][me], ways[1][me], "bytes that stay here")
         started = self._start(Kind.ALL_TO_ALL, _whole(given), _own(output), 0, opts, going=ways[0], coming=ways[1])
         return SharedWork(started)
 
@@ -213,6 +219,11 @@ def _own(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is to be filled; it must lie in one piece.")
     return tensor
+
+
+def _require_one_type(output: Tensor, given: Tensor) -> None:
+    if output.dtype != given.dtype:
+        raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
 
 
 def _require_equal(found: int, wanted: int, what: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -89,6 +91,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ],
     ),
     "lane_wait": (None, [c_void_p, c_void_p]),
+    "lane_pass": (None, [c_void_p]),
     "lane_look": (c_int, [c_void_p, POINTER(c_int64)]),
     "lane_drop": (None, [c_void_p]),
     "lane_close": (None, [c_void_p]),
@@ -133,8 +136,10 @@ class Lane:
         if not self._lane:
             raise LaneError(f"{native.lane_bytes(size):,} bytes of shared memory cannot be mapped")
         self._under_way: list[Started] = []
-        self._free = weakref.finalize(self, native.lane_free, self._lane)
-        self._free.atexit = False
+        weakref.finalize(self, native.lane_free, self._lane).atexit = False
+        # While modules are taken down, tensors go that a thread may still read.
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def start(  # noqa: PLR0913
         self,
@@ -166,6 +171,8 @@ class Lane:
             raise NotImplementedError(
                 f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}."
             )
+        if given.dtype == torch.bool and rule == "sum":
+            rule = "max"  # true and true are one truth
         kind_of = SUMMED[given.dtype] if kind <= Kind.REDUCE_SCATTER else BYTES
         count = count if kind <= Kind.REDUCE_SCATTER else count * given.element_size()
         sizes = None if going is None else (c_int64 * len(going))(*going)
@@ -189,6 +196,17 @@ class Lane:
         """Leave: the others learn it where they wait for this rank, and what is under way here ends."""
         self._native.lane_close(self._lane)
         self._under_way.clear()
+        atexit.unregister(self._at_exit)
+
+    def pass_on(self) -> None:
+        """Move what can be moved at once."""
+        self._native.lane_pass(self._lane)
+
+
+def _close(found: weakref.ref[Lane]) -> None:
+    lane = found()
+    if lane is not None:
+        lane.close()
 
 
 class Started:
@@ -208,6 +226,8 @@ class Started:
 
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
+        if self._look()[0] == UNDER_WAY:
+            self._lane.pass_on()
         return bool(self._look()[0] != UNDER_WAY)
 
     def wait(self) -> None:

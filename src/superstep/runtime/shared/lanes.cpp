@@ -30,6 +30,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -45,7 +46,7 @@ constexpr int64_t HEAD = 64;
 constexpr int64_t ROOM = SLOT - HEAD;
 constexpr int64_t ONE_STEP = 64 << 10;
 constexpr int64_t PAGE = 4096;
-constexpr long PATIENCE_NS = 100'000'000;
+constexpr std::chrono::milliseconds LOOK_EVERY{100};
 
 enum Status : int { DONE = 0, UNDER_WAY = 1, LATE = -1, DEAD = -2, LEFT = -3, CLOSED = -4, CROSSED = -5 };
 
@@ -106,6 +107,8 @@ struct Lane {
     std::atomic<bool> is_closing = false;
     int failed = DONE;
     int64_t culprit = -1;
+    Clock::time_point next_look;
+    const pid_t owner = getpid();
     std::thread thread;
 
     char* slot(int64_t rank, uint32_t number) const { return boards + (rank * SLOTS + number % SLOTS) * SLOT; }
@@ -380,6 +383,22 @@ bool is_dead(const Lane& lane, int64_t rank) {
     return fcntl(lane.file, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
+// Those without whom an operation cannot go on now. Of others it may have all that they will ever say.
+std::vector<int64_t> missing(const Lane& lane, const Operation& op) {
+    std::vector<int64_t> found;
+    for (int64_t q = 0; q < lane.size && op.has_begun; ++q) {
+        if (q == lane.me) continue;
+        const uint32_t number = lane.step + uint32_t(op.read);
+        const bool is_missing =
+            !is_collective(op)      ? op.sent[q] < op.going[q] || op.got[q] < op.coming[q]
+            : op.read < op.posted   ? is_behind(lane.posted[q].value.load(std::memory_order_acquire), number + 1)
+                                    : is_behind(lane.read[q].value.load(std::memory_order_acquire),
+                                                lane.step + uint32_t(op.posted) + 1 - uint32_t(SLOTS));
+        if (is_missing) found.push_back(q);
+    }
+    return found;
+}
+
 // What may be under way at once: the first in line; and where that is a message, those behind it, to and from others,
 // so that two ranks may send to each other before either receives.
 std::vector<std::shared_ptr<Operation>> movable(const Lane& lane) {
@@ -429,39 +448,53 @@ bool pass(Lane& lane, std::unique_lock<std::mutex>& lock) {
     return has_ended;
 }
 
-// With the mutex held and given away meanwhile: sleeps until another rank has moved, or something is to be said of one.
+// With the mutex held: whether one of some ranks is missing for good, after which nothing in line will be done.
+bool is_cut_off(Lane& lane, const std::vector<char>& is_gone, int status) {
+    for (const auto& op : movable(lane))
+        for (const int64_t rank : missing(lane, *op))
+            if (is_gone[rank]) {
+                fail(lane, status, rank);
+                return true;
+            }
+    return false;
+}
+
+// With the mutex held and given away meanwhile: looks after those that are missing, and at the time.
+void look(Lane& lane, std::unique_lock<std::mutex>& lock) {
+    lane.next_look = Clock::now() + LOOK_EVERY;
+    std::vector<char> is_gone(lane.size), is_asked(lane.size);
+    for (const auto& op : movable(lane))
+        for (const int64_t rank : missing(lane, *op)) is_asked[rank] = true;
+    lock.unlock();
+    for (int64_t rank = 0; rank < lane.size; ++rank) is_gone[rank] = is_asked[rank] && is_dead(lane, rank);
+    lock.lock();
+    // Who has gone did so after its last word: that is looked for once more.
+    if (pass(lane, lock) || is_cut_off(lane, is_gone, DEAD)) return;
+    for (const auto& op : movable(lane)) {
+        const auto ranks = missing(lane, *op);
+        const std::chrono::duration<double> waited = Clock::now() - op->since;
+        if (!ranks.empty() && waited.count() > lane.timeout_s) return fail(lane, LATE, ranks.front());
+    }
+}
+
+// With the mutex held and given away meanwhile: sleeps until another rank has moved, or it is time to look after them.
 void sleep(Lane& lane, std::unique_lock<std::mutex>& lock) {
     Seat& seat = lane.seats[lane.me];
     const uint32_t seen = seat.bell.load();
     seat.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    // Who leaves does so after its last word: that is looked for once more.
     std::vector<char> has_left(lane.size);
     for (int64_t q = 0; q < lane.size; ++q) has_left[q] = lane.seats[q].left.load() != 0;
-    if (!pass(lane, lock) && !lane.line.empty() && !lane.is_closing.load()) {
-        const auto ops = movable(lane);
-        const auto cut_off = std::find_if(ops.begin(), ops.end(), [&](const auto& op) { return has_left[op->blocker]; });
-        if (cut_off != ops.end()) {
-            fail(lane, LEFT, (*cut_off)->blocker);
-        } else {
+    if (!pass(lane, lock) && !lane.is_closing.load() && !is_cut_off(lane, has_left, LEFT)) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(lane.next_look - Clock::now());
+        if (left.count() > 0) {
             lock.unlock();
-            timespec patience{0, PATIENCE_NS};
-            const bool is_long = syscall(SYS_futex, &seat.bell, FUTEX_WAIT, seen, &patience, nullptr, 0) == -1 &&
-                                 errno == ETIMEDOUT;
-            std::vector<char> is_gone(lane.size);
-            for (const auto& op : ops)
-                if (is_long) is_gone[op->blocker] = is_dead(lane, op->blocker);
+            const timespec patience{0, left.count()};
+            syscall(SYS_futex, &seat.bell, FUTEX_WAIT, seen, &patience, nullptr, 0);
             lock.lock();
-            if (is_long && !pass(lane, lock)) {
-                for (const auto& op : movable(lane)) {
-                    const std::chrono::duration<double> waited = Clock::now() - op->since;
-                    const bool is_late = waited.count() > lane.timeout_s;
-                    if (!is_gone[op->blocker] && !is_late) continue;
-                    fail(lane, is_gone[op->blocker] ? DEAD : LATE, op->blocker);
-                    break;
-                }
-            }
         }
+        // Not told by how the sleep ended: signals and bells may end each before its time.
+        if (Clock::now() >= lane.next_look) look(lane, lock);
     }
     seat.asleep.store(0, std::memory_order_relaxed);
 }
@@ -470,6 +503,7 @@ void sleep(Lane& lane, std::unique_lock<std::mutex>& lock) {
 // has. Only one thread of a process is in here for a lane.
 void drive(Lane& lane, std::unique_lock<std::mutex>& lock, const Operation* op) {
     lane.is_driven = true;
+    lane.next_look = Clock::now() + LOOK_EVERY;
     const auto is_over = [&] {
         return lane.line.empty() || lane.is_closing.load() || (op != nullptr && op->status.load() != UNDER_WAY);
     };
@@ -583,7 +617,10 @@ Handle* lane_start(Lane* lane, int64_t kind, int64_t type, int64_t rule, int64_t
         lane->wake_driver();
     }
     if (op->status.load() == UNDER_WAY && !is_waited && !(is_alone && is_heard(*op))) {
-        if (!lane->thread.joinable()) lane->thread = std::thread([lane] { serve(*lane); });
+        try {
+            if (!lane->thread.joinable()) lane->thread = std::thread([lane] { serve(*lane); });
+        } catch (const std::system_error&) {  // there are too many: who waits for it drives it
+        }
         lane->wants_thread = true;
         lane->changed.notify_all();
     }
@@ -596,11 +633,21 @@ void lane_wait(Lane* lane, const Handle* handle) {
     if (op.status.load() != UNDER_WAY) return;
     std::unique_lock lock(lane->mutex);
     while (op.status.load() == UNDER_WAY) {
-        if (lane->is_driven)
+        if (lane->is_driven || lane->is_closing.load())
             lane->changed.wait(lock);
         else
             drive(*lane, lock, &op);
     }
+}
+
+// Moves what can be moved at once, where nobody does.
+void lane_pass(Lane* lane) {
+    std::unique_lock lock(lane->mutex);
+    if (lane->is_driven || lane->is_closing.load() || lane->line.empty()) return;
+    lane->is_driven = true;
+    pass(*lane, lock);
+    lane->is_driven = false;
+    lane->changed.notify_all();
 }
 
 int lane_look(const Handle* handle, int64_t* blocker) {
@@ -612,6 +659,7 @@ void lane_drop(Handle* handle) { delete handle; }
 
 // Says to the others that this rank has left, and ends what is under way.
 void lane_close(Lane* lane) {
+    if (getpid() != lane->owner) return;  // a fork of the rank, that is none
     {
         std::unique_lock lock(lane->mutex);
         if (lane->is_closed) return;
@@ -630,6 +678,7 @@ void lane_close(Lane* lane) {
 }
 
 void lane_free(Lane* lane) {
+    if (getpid() != lane->owner) return;
     lane_close(lane);
     delete lane;
 }

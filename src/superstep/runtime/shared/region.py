@@ -26,6 +26,9 @@ PART = 2**36
 """Bytes from one group's part to the next, none of which is there before it is used."""
 
 PARTS = 2**24
+MOST_RANKS = 200
+"""Of a group: what each pair of them has must lie in the group's part."""
+
 KEY_BYTES = 16
 KEY_AT = 2**20
 """What the file is known by lies behind the locks, one byte for each rank, and before the first part."""
@@ -54,8 +57,8 @@ class Region:
         return self.hosts.count(self.hosts[self.rank])
 
     def is_shared_by(self, ranks: Sequence[int]) -> bool:
-        """Whether all of them are on one host."""
-        return len({self.hosts[rank] for rank in ranks}) == 1
+        """Whether all of them are on one host, and no more than a group can have."""
+        return len(ranks) <= MOST_RANKS and len({self.hosts[rank] for rank in ranks}) == 1
 
     def part(self, number: int) -> int:
         """Where the part of a group begins, by its number: the same on all ranks."""
@@ -103,8 +106,7 @@ def shared_region(rank: int, world: int) -> tuple[Region | None, Built]:
     built, region = library(), None
     if built.library is not None:
         with contextlib.suppress(OSError):
-            file = offer.file if first == offer else _opened(first)
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            file = _locked(offer.file, rank) if first == offer else _opened(first, rank)
             region = Region(file, [names.index(name) for name in names], rank)
     has_all = all(gather(region is not None))
     # Only now: until then another rank may be about to open it.
@@ -131,10 +133,19 @@ def _offer() -> _Offer | None:
     return _Offer(host, os.getpid(), file, key, is_compiled())
 
 
-def _opened(offer: _Offer) -> int:
+def _opened(offer: _Offer, rank: int) -> int:
     """The file that another process has open."""
     file = os.open(Path(f"/proc/{offer.process}/fd/{offer.file}"), os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(file, KEY_BYTES, KEY_AT) != offer.key:  # a process of another container has that number
+    try:
+        if os.pread(file, KEY_BYTES, KEY_AT) != offer.key:  # a process of another container has that number
+            raise FileNotFoundError
+        return _locked(file, rank)
+    except OSError:
         os.close(file)
-        raise FileNotFoundError
+        raise
+
+
+def _locked(file: int, rank: int) -> int:
+    """The same file, of which this process keeps a byte for as long as it lives."""
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     return file
