@@ -18,7 +18,9 @@ from torch import Tensor
 
 from superstep.runtime.native import Built, build, folder_of, path_of
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("lanes.cpp", "sums.h"))
+SOURCES = tuple(
+    Path(__file__).parent / name for name in ("lanes.cpp", "lane.h", "line.h", "messages.h", "steps.h", "sums.h")
+)
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread")
 
 UNDER_WAY = 1

@@ -1,0 +1,135 @@
+"""How ranks reach each other: what is found, what is said of it, and whole steps over each way."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import small
+from shared_groups import CPU
+from superstep.plan.resolve import resolve
+from superstep.runtime import native, transport
+from superstep.runtime.launch import World
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.shared import lane, region
+from superstep.runtime.transport import GLOO, reach
+from superstep.train.proof import close
+from superstep.train.proof.close import prove, write_reference
+
+pytestmark = pytest.mark.multiproc
+
+
+def _reached(rank, world, patches):
+    with contextlib.ExitStack() as stack:
+        for target, value in patches.items():
+            stack.enter_context(mock.patch(f"superstep.runtime.{target}", value))
+        there = reach(rank, world, CPU)
+        return there.shared is not None, there.describe()
+
+
+def test_without_a_compiler_ranks_talk_over_gloo_and_say_why(pool, tmp_path):
+    patches = {"native.COMPILERS": ("no-such-compiler",), "shared.lane.folder_of": _Elsewhere(tmp_path)}
+    for is_shared, said in pool.run(2, _reached, patches):
+        assert not is_shared
+        assert said.startswith("Gloo (compiling lanes.cpp failed: there is no compiler: none of no-such-compiler")
+
+
+class _Elsewhere:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, source):
+        return self.folder
+
+
+def _one_cannot(rank, world):
+    return _reached(rank, world, {"shared.region._opened": _refused} if rank == 1 else {})
+
+
+def _refused(offer, rank):
+    raise PermissionError
+
+
+def test_if_one_rank_cannot_share_none_does(pool):
+    assert pool.run(3, _one_cannot) == [(False, "Gloo (a rank cannot share memory)")] * 3
+    assert pool.run(3, _one_has_none) == [(False, "Gloo (a rank's system has no files without a name)")] * 3
+
+
+def _one_has_none(rank, world):
+    return _reached(rank, world, {"shared.region._offer": _nothing} if rank == 2 else {})
+
+
+def _nothing():
+    return None
+
+
+def _compiled_once(rank, world, folder):
+    compiled = []
+    inner = native._compile
+    with (
+        mock.patch.object(lane, "folder_of", return_value=Path(folder)),
+        mock.patch.object(native, "_compile", lambda *args: compiled.append(rank) or inner(*args)),
+    ):
+        assert reach(rank, world, CPU).shared is not None
+    return compiled
+
+
+def test_one_rank_of_a_host_compiles(pool, tmp_path):
+    assert pool.run(3, _compiled_once, str(tmp_path)) == [[0], [], []]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert pool.run(3, _compiled_once, str(tmp_path)) == [[], [], []]
+
+
+# Whole steps: over shared memory within two hosts and Gloo between them, and over Gloo alone.
+
+LAYOUTS = [
+    {"dp": 4, "zero": 2},
+    {"dp": 2, "tp": 2, "zero": 3},
+    {"dp": 2, "pp": 2, "zero": 1, "microbatch": 1},
+    {"pp": 4, "microbatch": 1},
+    {"cp": 2, "tp": 2},
+    {"cp": 4, "context": "ulysses"},
+]
+
+
+def _hosts(rank):
+    inner = region._offer
+
+    def offer():
+        found = inner()
+        return replace(found, host=f"host {rank // 2}")
+
+    return mock.patch.object(region, "_offer", offer)
+
+
+def _proven(rank, world, runs, folder, way):
+    verdicts = []
+    for run in runs:
+        with contextlib.ExitStack() as stack:
+            if way == "two hosts":
+                stack.enter_context(_hosts(rank))
+                assert transport.reach(rank, world, CPU).describe() == "shared memory and Gloo"
+            else:
+                stack.enter_context(mock.patch.object(close, "build_mesh", partial(build_mesh, transport=GLOO)))
+            batches = small.batches(packed=False, tokens=32)
+            verdicts.append(prove(World(rank, world, CPU), run, batches, Path(folder), reruns=False))
+    return verdicts
+
+
+@pytest.mark.parametrize("way", ["two hosts", "Gloo alone"])
+def test_layouts_compute_the_same_over_other_ways(pool, tmp_path, way):
+    runs = []
+    for layout in LAYOUTS:
+        config = small.config(layers=4, packed=False, **{"microbatch": 2} | layout)
+        runs.append(resolve(replace(config, data=replace(config.data, sequence_tokens=32))))
+    torch.set_num_threads(1)
+    write_reference(runs[0].shape, runs[0].config.train, small.batches(packed=False, tokens=32), tmp_path)
+    for run, verdict in zip(runs, pool.run(4, _proven, runs, str(tmp_path), way, timeout_s=200)[0], strict=True):
+        assert verdict.compared > 0
+        assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
