@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from multiprocessing import util
 
 import pytest
@@ -101,3 +102,21 @@ def test_one_that_may_have_computed_is_not_forked(begun, monkeypatch):
     seed.begin("json")
     assert begun == [False, False, True]
     assert util.spawnv_passfds is not seed._fork
+
+
+def test_threads_that_start_processes_at_once_leave_stderr_where_it_is():
+    before = os.fstat(2).st_ino
+    together = threading.Barrier(4)
+
+    def start():
+        for _ in range(50):
+            together.wait()
+            with seed.stderr_away():
+                time.sleep(0)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert os.fstat(2).st_ino == before

@@ -43,6 +43,9 @@ without memory is filled, or a gradient is asked for: a second of imports, in wh
 LAST = "superstep.runtime.frozen"
 """What it imports after all else."""
 
+_ONE_STDERR = threading.Lock()
+"""Of two threads that put it away at once, one would put back what the other had put in its place: nothing."""
+
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 """Bytes of the temporary folder's name, below which the seed's socket lies: Linux takes 107 for all of it."""
 
@@ -206,14 +209,15 @@ def place_at(stderr: Path) -> Place:
 @contextlib.contextmanager
 def stderr_away() -> Iterator[None]:
     """What a process that starts within the block writes to stderr, before it has one of its own, goes nowhere."""
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    with _ONE_STDERR:
+        kept = os.dup(2)
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 @contextlib.contextmanager
