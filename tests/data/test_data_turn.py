@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,11 +81,9 @@ def test_one_at_a_time_however_many_come(tmp_path):
                 inside.pop()
                 done.append(1)
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(take) for _ in range(4)]:
+            each.result()
     assert len(done) == 80
     assert max(most) == 1
     assert not (tmp_path / "new" / LOCK).exists()

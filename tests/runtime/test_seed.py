@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import util
 
 import pytest
@@ -114,9 +115,7 @@ def test_threads_that_start_processes_at_once_leave_stderr_where_it_is():
             with seed.stderr_away():
                 time.sleep(0)
 
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(start) for _ in range(4)]:
+            each.result()
     assert os.fstat(2).st_ino == before

@@ -77,7 +77,7 @@ def begin(module: str) -> None:
     if "torch" in sys.modules or threading.active_count() > 1:
         planted([module])
         return
-    for name in (*IMPORTED, module, LAST):
+    for name in _imports([module]):
         importlib.import_module(name)
     with _forking():
         planted([module])
@@ -93,11 +93,16 @@ def planted(modules: Sequence[str]) -> ForkServerContext:
     A fork that is to heed what the seed does not must ``heed_all``.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in (*IMPORTED, *modules, LAST) if name != "__main__"])
+    context.set_forkserver_preload(_imports(modules))
     resource_tracker.ensure_running()  # its start would unmask SIGTERM
     with stderr_away(), _masked(IGNORED):
         ensure_running()
     return context
+
+
+def _imports(modules: Sequence[str]) -> list[str]:
+    """What a seed imports, in order."""
+    return [name for name in (*IMPORTED, *modules, LAST) if name != "__main__"]
 
 
 @contextlib.contextmanager

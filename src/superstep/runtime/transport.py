@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from superstep.runtime.device import Device
-from superstep.runtime.shared.group import Shared
-from superstep.runtime.shared.region import shared_region
+from superstep.runtime.shared.group import BACKEND
+from superstep.runtime.shared.region import Region, shared_region
 
 Library = Literal["gloo", "nccl"]
 
@@ -36,13 +36,13 @@ class Transport:
     Attributes:
         backend: the library that the groups belong to.
         calls: whose calls are made on them. Gloo knows NCCL's too, and so runs what a GPU would run.
-        shared: what groups within a host are made of, instead; None where they are the library's.
+        shared: memory that groups within a host are made of, instead; None where they are the library's.
         why: why there is none, where there could be; empty otherwise.
     """
 
     backend: Library
     calls: Library
-    shared: Shared | None = None
+    shared: Region | None = None
     why: str = ""
 
     def describe(self) -> str:
@@ -50,7 +50,7 @@ class Transport:
         names = {"gloo": "Gloo", "nccl": "NCCL"}
         if self.shared is None:
             return names[self.backend] + (f" ({self.why})" if self.why else "")
-        has_one_host = len(set(self.shared.region.hosts)) == 1
+        has_one_host = len(set(self.shared.hosts)) == 1
         return "shared memory" if has_one_host else f"shared memory and {names[self.backend]}"
 
     @property
@@ -63,11 +63,11 @@ class Transport:
 
         NCCL's has its communicator when this returns, for which members wait for each other.
         """
-        is_shared = self.shared is not None and self.shared.region.is_shared_by(ranks)
+        is_shared = self.shared is not None and self.shared.is_shared_by(ranks)
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
-            backend="shared" if is_shared else self.backend,
+            backend=BACKEND if is_shared else self.backend,
             pg_options=self.shared if is_shared else None,
             group_desc="nccl" if is_shared else self.calls,
             device_id=device.torch if self.backend == "nccl" else None,
@@ -81,7 +81,7 @@ class Transport:
 
     def connect_channel(self, group: dist.ProcessGroup, device: Device, *, source: int) -> None:
         """Send something small over a channel, from its rank ``source``; both ends do so together."""
-        if self.shared is not None:
+        if self.calls != "nccl":
             return
         tiny, peer = torch.zeros(1, device=device.torch), 1 - group.rank()
         if dist.get_global_rank(group, group.rank()) == source:
@@ -106,10 +106,8 @@ def reach(rank: int, world: int, device: Device) -> Transport:
         return NCCL
     if world == 1:
         return GLOO
-    region, built = shared_region(rank, world)
-    if region is None:
-        return replace(GLOO, why=built.why or "a rank cannot share memory")
-    return replace(GLOO, shared=Shared(region, built))
+    region, why = shared_region(rank, world)
+    return replace(GLOO, shared=region, why=why)
 
 
 def has_gloos_calls(group: dist.ProcessGroup) -> bool:

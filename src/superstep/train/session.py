@@ -134,11 +134,6 @@ class Session:
         """How the ranks reach each other; empty where there is one."""
         return self._mesh.transport.describe() if self._mesh.shape.world > 1 else ""
 
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the ranks compute on CPUs."""
-        return self._device.kind == "cpu"
-
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))

@@ -210,7 +210,7 @@ def _train(world: World, job: Job) -> bool:
             rundir.write(job.run, job.folder)
             session.describe()
             sink = _sinks(job, stack, peak)
-            sink.write(_started(job, session, open_corpus(job.corpus).manifest, machine))
+            sink.write(_started(job, world, session.transport, open_corpus(job.corpus).manifest, machine))
             if is_resumed:
                 sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
         position = train(session, position, sink)
@@ -241,19 +241,19 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     return fanout
 
 
-def _started(job: Job, session: Session, manifest: Manifest, machine: Measured | None) -> RunStarted:
+def _started(job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None) -> RunStarted:
     prediction = None if machine is None else predict(job.run, machine, job.operations)
     return RunStarted(
         run=str(job.folder.root),
         plan=plan_text(job.run),
         parameters=job.run.outline.numel,
-        world=job.run.plan.mesh.world,
-        transport=session.transport,
+        world=world.size,
+        transport=transport,
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
-        memory="resident" if session.is_on_cpu else "allocated",
+        memory="resident" if world.device.kind == "cpu" else "allocated",
     )
 
 

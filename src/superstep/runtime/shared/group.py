@@ -5,9 +5,7 @@ It has NCCL's calls: operations go in the order in which they are issued, and a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.runtime.native import Built
+from superstep.runtime.device import cores
 from superstep.runtime.shared.lane import Kind, Lane, LaneError, Rule, Started, Where
 from superstep.runtime.shared.region import Region
+
+BACKEND = "shared"
+"""By which ``torch.distributed`` knows such groups."""
 
 SPIN_S = 20e-6
 """How long a rank that has a core of its own looks before it sleeps: to be woken takes about as long."""
@@ -27,19 +28,6 @@ _RULES: dict[Any, Rule] = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What a rank needs to make groups, and has once.
-
-    Attributes:
-        region: the memory of its host.
-        built: the compiled half.
-    """
-
-    region: Region
-    built: Built
 
 
 class SharedWork(dist.Work):
@@ -78,7 +66,6 @@ class SharedGroup(dist.ProcessGroup):
         self._lane = lane
         # Without its file a lane could not see who lives, nor be seen to live.
         self._region = region
-        self._size = size
         self._name = self._desc = ""
 
     # torch keeps these two in the backends of a group, of which this has none.
@@ -101,7 +88,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         """By which ``torch.distributed`` calls it."""
-        return "shared"
+        return BACKEND
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
@@ -113,13 +100,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
-        _require_equal(output.numel(), given.numel() * self._size, "elements of all ranks together")
+        _require_equal(output.numel(), given.numel() * self.size(), "elements of all ranks together")
         _require_one_type(output, given)
         return SharedWork(self._start(Kind.ALL_GATHER, _whole(given), _own(output), given.numel(), opts))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """This rank's part of a sum."""
-        _require_equal(given.numel(), output.numel() * self._size, "elements of all ranks together")
+        _require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
         _require_one_type(output, given)
         return SharedWork(
             self._start(Kind.REDUCE_SCATTER, _whole(given), _own(output), output.numel(), opts, rule=_rule(opts))
@@ -146,8 +133,8 @@ class SharedGroup(dist.ProcessGroup):
         return SharedWork(started)
 
     def _equal(self, x: Tensor) -> list[int]:
-        _require_equal(len(x) % self._size, 0, "rows more than equal parts have")
-        return [len(x) // self._size] * self._size
+        _require_equal(len(x) % self.size(), 0, "rows more than equal parts have")
+        return [len(x) // self.size()] * self.size()
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """One rank's tensor, everywhere."""
@@ -186,18 +173,16 @@ class SharedGroup(dist.ProcessGroup):
         return self._lane.start(kind, given, out, count, is_waited=opts is not None and not opts.asyncOp, **more)
 
 
-def make(opts: Any, shared: Shared) -> SharedGroup:  # noqa: ANN401
+def make(opts: Any, region: Region) -> SharedGroup:  # noqa: ANN401
     """A group, as ``torch.distributed.new_group`` has it made: by its members, each with the group's number."""
-    region, native = shared.region, shared.built.library
-    assert native is not None
     where = Where(
         file=region.file,
         offset=region.part(int(opts.group_id)),
         me=opts.group_rank,
         locks=opts.global_ranks_in_group,
     )
-    has_core = region.neighbours <= len(os.sched_getaffinity(0))
-    lane = Lane(native, where, patience_s=opts.timeout.total_seconds(), spin_s=SPIN_S if has_core else 0.0)
+    spin_s = SPIN_S if region.neighbours <= cores() else 0.0
+    lane = Lane(region.native, where, patience_s=opts.timeout.total_seconds(), spin_s=spin_s)
     return SharedGroup(lane, region, opts.group_rank, opts.group_size)
 
 
@@ -231,4 +216,4 @@ def _require_equal(found: int, wanted: int, what: str) -> None:
         raise ValueError(f"{found} {what}; there must be {wanted}.")
 
 
-dist.Backend.register_backend("shared", make, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])

@@ -48,7 +48,11 @@ struct Label {
     int64_t kind, detail, bytes;
 };
 
-int64_t whole_pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+// Of the seats and counts of so many ranks.
+inline int64_t head_bytes(int64_t size) {
+    const int64_t bytes = size * sizeof(Seat) + (2 * size + 2 * size * size) * sizeof(Count);
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
 
 inline bool is_behind(uint32_t count, uint32_t wanted) { return int32_t(count - wanted) < 0; }
 
@@ -66,7 +70,7 @@ struct Operation {
     bool has_begun = false;
     Clock::time_point since;
     std::atomic<int> status = UNDER_WAY;
-    int64_t blocker = -1;
+    int64_t culprit = -1;
 };
 
 struct Lane {
@@ -86,7 +90,7 @@ struct Lane {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::shared_ptr<Operation>> line;
-    bool is_driven = false, wants_thread = false, is_closed = false;
+    bool is_driven = false, wants_thread = false;
     std::atomic<bool> is_closing = false;
     int failed = DONE;
     int64_t culprit = -1;
@@ -108,6 +112,16 @@ struct Lane {
             seat.bell.fetch_add(1);
             syscall(SYS_futex, &seat.bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
         }
+    }
+
+    // Step number ``number`` of another rank is there to be read.
+    bool has_posted(int64_t rank, uint32_t number) const {
+        return !is_behind(posted[rank].value.load(std::memory_order_acquire), number + 1);
+    }
+
+    // It has read what stands where step ``number`` of this rank is to be posted.
+    bool has_room(int64_t rank, uint32_t number) const {
+        return !is_behind(read[rank].value.load(std::memory_order_acquire), number + 1 - uint32_t(SLOTS));
     }
 
     // The driver sleeps by the same bell.

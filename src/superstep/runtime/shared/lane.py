@@ -169,24 +169,25 @@ class Lane:
             coming: and from each.
             is_waited: the caller waits for it next, and needs no thread beside it.
         """
-        if kind <= Kind.REDUCE_SCATTER and given.dtype not in SUMMED:
+        is_summed = kind <= Kind.REDUCE_SCATTER
+        if is_summed and given.dtype not in SUMMED:
             raise NotImplementedError(
                 f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}."
             )
         if given.dtype == torch.bool and rule == "sum":
             rule = "max"  # true and true are one truth
-        kind_of = SUMMED[given.dtype] if kind <= Kind.REDUCE_SCATTER else BYTES
-        count = count if kind <= Kind.REDUCE_SCATTER else count * given.element_size()
+        number = SUMMED[given.dtype] if is_summed else BYTES
+        count = count if is_summed else count * given.element_size()
         sizes = None if going is None else (c_int64 * len(going))(*going)
         others = None if coming is None else (c_int64 * len(coming))(*coming)
         handle = self._native.lane_start(
             self._lane,
-            *(kind, kind_of, RULES[rule], peer, given.data_ptr(), out.data_ptr(), count, sizes, others, is_waited),
+            *(kind, number, RULES[rule], peer, given.data_ptr(), out.data_ptr(), count, sizes, others, is_waited),
         )
         started = Started(self, self._native, handle, (given, out), self._patience_s)
         if not is_waited:
             # Memory that is read or written by a thread stays, whoever forgets what he started.
-            self._under_way = [each for each in self._under_way if not each.is_done()]
+            self._under_way = [each for each in self._under_way if each.is_under_way()]
             self._under_way.append(started)
         return started
 
@@ -227,10 +228,14 @@ class Started:
         self._native.lane_drop(self._handle)
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        if self._look()[0] == UNDER_WAY:
+        """Whether ``wait`` would return at once; what can be moved is moved first."""
+        if self.is_under_way():
             self._lane.pass_on()
-        return bool(self._look()[0] != UNDER_WAY)
+        return not self.is_under_way()
+
+    def is_under_way(self) -> bool:
+        """Whether it has not come to its end so far."""
+        return self._look()[0] == UNDER_WAY
 
     def wait(self) -> None:
         """Return once it is done.

@@ -28,8 +28,7 @@ struct Handle {
 extern "C" {
 
 int64_t lane_bytes(int64_t size) {
-    const int64_t head = whole_pages((size * 3 + size * size * 2) * 128);
-    return head + (size + size * size) * SLOTS * SLOT;
+    return head_bytes(size) + (size + size * size) * SLOTS * SLOT;
 }
 
 // Opens a group's part of the file, which begins at ``offset`` and is all zeros at first. ``locks`` says for each rank
@@ -53,7 +52,7 @@ Lane* lane_open(int file, int64_t offset, int64_t me, int64_t size, const int64_
     lane->read = lane->posted + size;
     lane->box_posted = lane->read + size;
     lane->box_taken = lane->box_posted + size * size;
-    lane->boards = lane->base + whole_pages((size * 3 + size * size * 2) * 128);
+    lane->boards = lane->base + head_bytes(size);
     lane->boxes = lane->boards + size * SLOTS * SLOT;
     return lane;
 }
@@ -85,8 +84,8 @@ Handle* lane_start(Lane* lane, int64_t kind, int64_t type, int64_t rule, int64_t
         }
     }
     std::unique_lock lock(lane->mutex);
-    if (lane->failed != DONE || lane->is_closed) {
-        op->blocker = lane->culprit;
+    if (lane->failed != DONE || lane->is_closing.load()) {
+        op->culprit = lane->culprit;
         op->status.store(lane->failed != DONE ? lane->failed : CLOSED);
         return new Handle{op};
     }
@@ -134,8 +133,8 @@ void lane_pass(Lane* lane) {
     lane->changed.notify_all();
 }
 
-int lane_look(const Handle* handle, int64_t* blocker) {
-    *blocker = handle->op->blocker;
+int lane_look(const Handle* handle, int64_t* culprit) {
+    *culprit = handle->op->culprit;
     return handle->op->status.load();
 }
 
@@ -146,9 +145,7 @@ void lane_close(Lane* lane) {
     if (getpid() != lane->owner) return;  // a fork of the rank, that is none
     {
         std::unique_lock lock(lane->mutex);
-        if (lane->is_closed) return;
-        lane->is_closed = true;
-        lane->is_closing.store(true);
+        if (lane->is_closing.exchange(true)) return;
         lane->wake_driver();
         lane->changed.notify_all();
         lane->changed.wait(lock, [&] { return !lane->is_driven; });

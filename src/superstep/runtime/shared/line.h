@@ -38,12 +38,9 @@ inline std::vector<int64_t> missing(const Lane& lane, const Operation& op) {
     std::vector<int64_t> found;
     for (int64_t q = 0; q < lane.size && op.has_begun; ++q) {
         if (q == lane.me) continue;
-        const uint32_t number = lane.step + uint32_t(op.read);
-        const bool is_missing =
-            !is_collective(op)      ? op.sent[q] < op.going[q] || op.got[q] < op.coming[q]
-            : op.read < op.posted   ? is_behind(lane.posted[q].value.load(std::memory_order_acquire), number + 1)
-                                    : is_behind(lane.read[q].value.load(std::memory_order_acquire),
-                                                lane.step + uint32_t(op.posted) + 1 - uint32_t(SLOTS));
+        const bool is_missing = !is_collective(op)    ? op.sent[q] < op.going[q] || op.got[q] < op.coming[q]
+                                : op.read < op.posted ? !lane.has_posted(q, lane.step + uint32_t(op.read))
+                                                      : !lane.has_room(q, lane.step + uint32_t(op.posted));
         if (is_missing) found.push_back(q);
     }
     return found;
@@ -69,7 +66,7 @@ inline void fail(Lane& lane, int status, int64_t culprit) {
     lane.failed = status;
     lane.culprit = culprit;
     for (auto& op : lane.line) {
-        op->blocker = culprit;
+        op->culprit = culprit;
         op->status.store(status);
     }
     lane.line.clear();
@@ -87,7 +84,7 @@ inline bool pass(Lane& lane, std::unique_lock<std::mutex>& lock) {
         if (found[i] == UNDER_WAY) continue;
         has_ended = true;
         if (found[i] != DONE) {
-            fail(lane, found[i], ops[i]->blocker);
+            fail(lane, found[i], ops[i]->culprit);
             break;
         }
         ops[i]->status.store(DONE);

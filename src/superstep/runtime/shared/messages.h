@@ -20,10 +20,7 @@ inline int advance_messages(Lane& lane, Operation& op) {
             Count &posted = lane.box_posted[lane.pair(lane.me, q)], &taken = lane.box_taken[lane.pair(lane.me, q)];
             while (op.sent[q] < op.going[q]) {
                 const uint32_t number = posted.value.load(std::memory_order_relaxed);
-                if (number - taken.value.load(std::memory_order_acquire) >= SLOTS) {
-                    op.blocker = q;
-                    break;
-                }
+                if (number - taken.value.load(std::memory_order_acquire) >= SLOTS) break;
                 char* slot = lane.box(lane.me, q, number);
                 const int64_t bytes = std::min(ROOM, op.going[q] - op.sent[q]);
                 new (slot) Label{op.kind == ALL_TO_ALL ? ALL_TO_ALL : SEND, op.going[q], op.sent[q]};
@@ -41,14 +38,11 @@ inline int advance_messages(Lane& lane, Operation& op) {
             Count &posted = lane.box_posted[lane.pair(q, lane.me)], &taken = lane.box_taken[lane.pair(q, lane.me)];
             while (op.got[q] < op.coming[q]) {
                 const uint32_t number = taken.value.load(std::memory_order_relaxed);
-                if (number == posted.value.load(std::memory_order_acquire)) {
-                    op.blocker = q;
-                    break;
-                }
+                if (number == posted.value.load(std::memory_order_acquire)) break;
                 const char* slot = lane.box(q, lane.me, number);
                 const Label wanted{op.kind == ALL_TO_ALL ? ALL_TO_ALL : SEND, op.coming[q], op.got[q]};
                 if (std::memcmp(slot, &wanted, sizeof wanted) != 0) {
-                    op.blocker = q;
+                    op.culprit = q;
                     return CROSSED;
                 }
                 const int64_t bytes = std::min(ROOM, op.coming[q] - op.got[q]);

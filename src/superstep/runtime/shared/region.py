@@ -10,6 +10,7 @@ system gives a lock back with its process, which is how others see that this has
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import secrets
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.runtime.launch import gather
-from superstep.runtime.native import Built
 from superstep.runtime.shared.lane import is_compiled, library
 from superstep.state.shares import running_system
 
@@ -41,10 +41,12 @@ class Region:
         file: its descriptor. Another one of the same file would take the locks along when it is closed.
         hosts: for each launched rank, a number for its host.
         rank: this one.
+        native: the compiled half, which reads it.
     """
 
-    def __init__(self, file: int, hosts: Sequence[int], rank: int) -> None:
+    def __init__(self, file: int, hosts: Sequence[int], rank: int, native: ctypes.CDLL) -> None:
         self.file = file
+        self.native = native
         self.hosts = tuple(hosts)
         self.rank = rank
 
@@ -86,16 +88,16 @@ class _Offer:
     is_ready: bool
 
 
-def shared_region(rank: int, world: int) -> tuple[Region | None, Built]:
-    """The file of this rank's host, None where a rank cannot have its own; and what came of building what reads it.
-    Every launched rank calls this together.
+def shared_region(rank: int, world: int) -> tuple[Region | None, str]:
+    """The file of this rank's host; or None, and why, where a rank cannot have its own. Every launched rank calls this
+    together.
     """
     offer = _offer()
     offers = [each for each in gather(offer) if each is not None]
     if offer is None or len(offers) < world:
         if offer is not None:
             os.close(offer.file)
-        return None, Built(None, "a rank's system has no files without a name")
+        return None, "a rank's system has no files without a name"
     names = [each.host for each in offers]
     first = offers[names.index(offer.host)]
     if not all(each.is_ready for each in offers):
@@ -107,12 +109,12 @@ def shared_region(rank: int, world: int) -> tuple[Region | None, Built]:
     if built.library is not None:
         with contextlib.suppress(OSError):
             file = _locked(offer.file, rank) if first == offer else _opened(first, rank)
-            region = Region(file, [names.index(name) for name in names], rank)
+            region = Region(file, [names.index(name) for name in names], rank, built.library)
     has_all = all(gather(region is not None))
     # Only now: until then another rank may be about to open it.
     if region is None or region.file != offer.file:
         os.close(offer.file)
-    return region if has_all else None, built
+    return (region, "") if has_all else (None, built.why or "a rank cannot share memory")
 
 
 def _offer() -> _Offer | None:

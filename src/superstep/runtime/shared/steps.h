@@ -16,12 +16,14 @@ struct Block {
     int64_t first, count, part;
 };
 
-int64_t block_elements(const Operation& op) { return ROOM / width(op.type) / 16 * 16; }
+inline bool is_in_blocks(const Operation& op) { return op.kind == ALL_REDUCE && op.count * width(op.type) > ONE_STEP; }
 
-inline bool is_one_step(const Operation& op) { return op.count * width(op.type) <= ONE_STEP; }
+inline int64_t block_elements(const Operation& op) { return ROOM / width(op.type) / 16 * 16; }
+
+inline int64_t blocks_of(const Operation& op) { return (op.count + block_elements(op) - 1) / block_elements(op); }
 
 inline Block block_of(const Lane& lane, const Operation& op, int64_t t) {
-    const int64_t all = block_elements(op), blocks = (op.count + all - 1) / all;
+    const int64_t all = block_elements(op), blocks = blocks_of(op);
     const bool is_sum = t == 2 * blocks - 1 || (t > 0 && t % 2 == 0);
     const int64_t number = t == 0 ? 0 : is_sum ? (t == 2 * blocks - 1 ? blocks - 1 : t / 2 - 1) : (t + 1) / 2;
     const int64_t count = std::min(all, op.count - number * all);
@@ -39,8 +41,7 @@ inline int64_t chunk_elements(const Lane& lane, const Operation& op) {
 }
 
 inline int64_t steps_of(const Lane& lane, const Operation& op) {
-    if (op.kind == ALL_REDUCE && is_one_step(op)) return 1;
-    if (op.kind == ALL_REDUCE) return 2 * ((op.count + block_elements(op) - 1) / block_elements(op));
+    if (is_in_blocks(op)) return 2 * blocks_of(op);
     const int64_t chunk = chunk_elements(lane, op);
     return std::max<int64_t>(1, (op.count + chunk - 1) / chunk);
 }
@@ -54,9 +55,7 @@ inline void write(const Lane& lane, const Operation& op, int64_t t, char* slot) 
     const int64_t w = width(op.type);
     new (slot) Label(label_of(op));
     char* room = slot + HEAD;
-    if (op.kind == ALL_REDUCE && is_one_step(op)) {
-        std::memcpy(room, op.in, op.count * w);
-    } else if (op.kind == ALL_REDUCE) {
+    if (is_in_blocks(op)) {
         const Block b = block_of(lane, op, t);
         if (b.is_sum) {
             std::memcpy(room, op.out + (b.first + lane.me * b.part) * w, held(b, lane.me) * w);
@@ -70,14 +69,15 @@ inline void write(const Lane& lane, const Operation& op, int64_t t, char* slot) 
         if (op.kind == REDUCE_SCATTER) {
             for (int64_t q = 0; q < lane.size; ++q)
                 if (q != lane.me) std::memcpy(room + q * chunk * w, op.in + (q * op.count + first) * w, here * w);
-        } else if (op.kind == ALL_GATHER || op.peer == lane.me) {
+        } else if (op.kind != BROADCAST || op.peer == lane.me) {
             std::memcpy(room, op.in + first * w, here * w);
         }
     }
 }
 
 // out = the sum over ranks of what stands in their slots; what is this rank's own never left it.
-inline void sum(const Lane& lane, const Operation& op, uint32_t number, int64_t at, const char* own, char* out, int64_t count) {
+inline void sum(const Lane& lane, const Operation& op, uint32_t number, int64_t at, const char* own, char* out,
+                int64_t count) {
     std::vector<const char*> from(lane.size);
     for (int64_t q = 0; q < lane.size; ++q) from[q] = q == lane.me ? own : lane.slot(q, number) + HEAD + at;
     combine(op.type, op.rule, from.data(), lane.size, out, count);
@@ -85,9 +85,7 @@ inline void sum(const Lane& lane, const Operation& op, uint32_t number, int64_t 
 
 inline void take(const Lane& lane, const Operation& op, int64_t t, uint32_t number) {
     const int64_t w = width(op.type);
-    if (op.kind == ALL_REDUCE && is_one_step(op)) {
-        sum(lane, op, number, 0, op.in, op.out, op.count);
-    } else if (op.kind == ALL_REDUCE) {
+    if (is_in_blocks(op)) {
         const Block b = block_of(lane, op, t);
         if (!b.is_sum) {
             const int64_t at = (b.first + lane.me * b.part) * w;
@@ -100,8 +98,11 @@ inline void take(const Lane& lane, const Operation& op, int64_t t, uint32_t numb
     } else {
         const int64_t chunk = chunk_elements(lane, op), first = t * chunk;
         const int64_t here = std::min(chunk, op.count - first);
-        if (op.kind == REDUCE_SCATTER) {
-            sum(lane, op, number, lane.me * chunk * w, op.in + (lane.me * op.count + first) * w, op.out + first * w, here);
+        if (op.kind == ALL_REDUCE) {
+            sum(lane, op, number, 0, op.in, op.out, here);
+        } else if (op.kind == REDUCE_SCATTER) {
+            const char* own = op.in + (lane.me * op.count + first) * w;
+            sum(lane, op, number, lane.me * chunk * w, own, op.out + first * w, here);
         } else if (op.kind == ALL_GATHER) {
             for (int64_t q = 0; q < lane.size; ++q) {
                 char* to = op.out + (q * op.count + first) * w;
@@ -125,19 +126,15 @@ inline int advance_steps(Lane& lane, Operation& op) {
         has_moved = false;
         while (op.posted < op.steps) {
             const int64_t t = op.posted;
-            if (op.kind == ALL_REDUCE && !is_one_step(op)) {
+            if (is_in_blocks(op)) {
                 // A sum is handed on once it is made: two steps after its block was posted, but for the ends.
                 const Block b = block_of(lane, op, t);
                 const int64_t made = b.first == 0 ? 0 : 2 * (b.first / block_elements(op)) - 1;
                 if (b.is_sum && op.read <= made) break;
             }
-            const uint32_t number = lane.step + uint32_t(t), free = number + 1 - uint32_t(SLOTS);
+            const uint32_t number = lane.step + uint32_t(t);
             bool is_free = true;
-            for (int64_t q = 0; q < lane.size && is_free; ++q)
-                if (q != lane.me && is_behind(lane.read[q].value.load(std::memory_order_acquire), free)) {
-                    is_free = false;
-                    op.blocker = q;
-                }
+            for (int64_t q = 0; q < lane.size && is_free; ++q) is_free = q == lane.me || lane.has_room(q, number);
             if (!is_free) break;
             write(lane, op, t, lane.slot(lane.me, number));
             lane.posted[lane.me].value.store(number + 1, std::memory_order_release);
@@ -150,11 +147,9 @@ inline int advance_steps(Lane& lane, Operation& op) {
             bool is_there = true;
             for (int64_t q = 0; q < lane.size && is_there; ++q) {
                 if (q == lane.me) continue;
-                if (is_behind(lane.posted[q].value.load(std::memory_order_acquire), number + 1)) {
-                    is_there = false;
-                    op.blocker = q;
-                } else if (!has_label(op, lane.slot(q, number))) {
-                    op.blocker = q;
+                is_there = lane.has_posted(q, number);
+                if (is_there && !has_label(op, lane.slot(q, number))) {
+                    op.culprit = q;
                     return CROSSED;
                 }
             }
