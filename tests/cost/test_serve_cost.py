@@ -107,6 +107,18 @@ def test_a_step_reads_all_weights_once_and_what_it_sees_of_keys():
     assert sum(counts(made, replace(one, rows=12))[TERMS.index("rows_1") :]) == pytest.approx(made.linears)
 
 
+def test_rows_that_nobody_asks_for_end_where_the_last_layers_keys_are_there():
+    made, shape = model(), shape_of(ModelConfig(name="demo"))
+    group = (Group(texts=1, rows=512, keys=512),)
+    prompt = Work(rows=512, requests=1, wanted=0, drawn=0, chance=0, paged_keys=0, groups=group)
+    many, few = (dict(zip(TERMS, counts(made, prompt, leaves_rows=leaves), strict=True)) for leaves in (False, True))
+    behind = shape.width * shape.head_dim * shape.heads + 3 * shape.width * shape.ffn
+    assert few["rows_512"] == many["rows_512"] - behind
+    assert few["pairs"] == pytest.approx(many["pairs"] * (shape.layers - 1) / shape.layers)
+    everything = replace(prompt, wanted=512)
+    assert (counts(made, everything, leaves_rows=True) == counts(made, everything)).all()
+
+
 def test_experts_are_read_as_far_as_rows_meet_them():
     made = model(experts=8, experts_per_token=2)
     few, many = (counts(made, Work(rows=n, requests=n, wanted=0, drawn=0, chance=0, paged_keys=0)) for n in (1, 400))

@@ -180,6 +180,23 @@ def test_a_model_in_one_call(built, changes, quantize):
     assert torch.equal(torch.cat(pieces), out)
 
 
+@pytest.mark.parametrize("quantize", [None, "w8a8"])
+@pytest.mark.parametrize("changes", SIZES.values(), ids=SIZES)
+def test_rows_that_nobody_asks_for_are_left_in_the_last_layer(built, changes, quantize):
+    model, shape = decoder(**changes), replace(SHAPES["tiny"], vocab=130, **changes)
+    compute = compile_(built, model, shape, quantize)
+    alone = compute(rows_of(TOKENS, 0, 90)), compute(rows_of(TOKENS[::-1], 0, 90))
+    one, other = rows_of(TOKENS, 0, 50), rows_of(TOKENS[::-1], 0, 50, page=10)
+    both = Rows(tokens=one.tokens + other.tokens, parts=one.parts + other.parts, wanted=())
+    for wanted in ((), (99,), (49, 50), (0, 3, 4, 5, 48, 49, 50, 51, 70, 99), tuple(range(100))):
+        out = compute(replace(both, wanted=wanted))
+        assert torch.equal(out, torch.cat((alone[0][:50], alone[1][:50]))[list(wanted)])
+    compute(replace(both, wanted=()))
+    # Their keys are there nevertheless.
+    assert torch.equal(compute(rows_of(TOKENS, 50, 40)), alone[0][50:])
+    assert torch.equal(compute(rows_of(TOKENS[::-1], 50, 40, page=10)), alone[1][50:])
+
+
 def test_a_model_of_no_numbers_gives_none(built):
     model, shape = decoder(), replace(SHAPES["tiny"], vocab=130)
     model.block[1].mlp.up_proj.weight[3, 5] = torch.nan

@@ -52,6 +52,7 @@ class ServedModel:
         layers: blocks.
         width: of the residual stream.
         dense: weights of a layer's linears that every row meets.
+        behind_keys: of these, the ones behind a layer's keys.
         expert: weights of one expert; 0 where there are none.
         experts: of a layer.
         experts_per_token: that a row meets.
@@ -67,6 +68,7 @@ class ServedModel:
     layers: int
     width: int
     dense: int
+    behind_keys: int
     expert: int
     experts: int
     experts_per_token: int
@@ -98,12 +100,14 @@ class Way:
         tp: ranks that share the model.
         block_keys: texts are read together whose keys are as many blocks of so many.
         is_paged: whether a row that is alone in its text is read in its pages.
+        leaves_rows: whether in the last layer, once its keys are there, only rows go on whose logits are wanted.
     """
 
     name: str
     tp: int
     block_keys: int
     is_paged: bool
+    leaves_rows: bool = False
 
 
 def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedModel:
@@ -112,11 +116,13 @@ def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedMode
     feed_forward = 3 * D * shape.ffn // tp
     moe = shape.moe
     shared = 0 if moe is None else moe.shared_experts * feed_forward + moe.logits * D
+    beside_attention = feed_forward if moe is None else shared
     vocab = -(-shape.vocab // tp)
     return ServedModel(
         layers=shape.layers,
         width=D,
-        dense=2 * D * H * (N + K) + (feed_forward if moe is None else shared),
+        dense=2 * D * H * (N + K) + beside_attention,
+        behind_keys=D * H * N + beside_attention,
         expert=0 if moe is None else feed_forward,
         experts=0 if moe is None else moe.experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
@@ -162,9 +168,11 @@ class Work:
     groups: tuple[Group, ...] = ()
 
 
-def counts(model: ServedModel, work: Work) -> Array:
+def counts(model: ServedModel, work: Work, *, leaves_rows: bool = False) -> Array:
     """How often a step has each kind of work, in the order of ``TERMS``."""
     kv_bytes = 2 * model.key_numbers * model.bytes * model.layers
+    gone_on = min(1.0, work.wanted / work.rows) if leaves_rows and work.rows else 1.0
+    layers = model.layers - 1 + gone_on
     gathered = sum(group.texts * group.keys for group in work.groups)
     pairs = sum(group.texts * group.rows * group.keys for group in work.groups)
     found = {
@@ -180,17 +188,25 @@ def counts(model: ServedModel, work: Work) -> Array:
         "group": model.layers * len(work.groups),
         "gather": gathered * kv_bytes,
         "places": gathered,
-        "pairs": 4.0 * pairs * model.query_numbers * model.layers,
+        "pairs": 4.0 * pairs * model.query_numbers * layers,
     }
-    for rows, weights in _products(model, work):
+    for rows, weights in _products(model, work, gone_on * work.rows):
         for knot, share in _knots(rows):
             found[f"rows_{knot}"] = found.get(f"rows_{knot}", 0.0) + share * weights
     return np.array([found.get(term, 0.0) for term in TERMS])
 
 
-def _products(model: ServedModel, work: Work) -> list[tuple[float, float]]:
-    """Numbers of rows, and the weights that so many are multiplied with."""
-    found: list[tuple[float, float]] = [(work.rows, model.layers * model.dense), (work.wanted, model.head)]
+def _products(model: ServedModel, work: Work, last_rows: float) -> list[tuple[float, float]]:
+    """Numbers of rows, and the weights that so many are multiplied with.
+
+    Args:
+        last_rows: those that go on behind the last layer's keys.
+    """
+    found: list[tuple[float, float]] = [
+        (work.rows, model.layers * model.dense - model.behind_keys),
+        (last_rows, model.behind_keys),
+        (work.wanted, model.head),
+    ]
     if model.experts and work.rows:
         chosen = work.rows * model.experts_per_token
         # Routers spread tokens: of E experts so many are met by k choices at random.
@@ -212,18 +228,20 @@ def _knots(rows: float) -> list[tuple[int, float]]:
 
 def way_of(rate: ServingRate) -> Way:
     """How the steps were computed that a rate was measured on."""
-    return Way(name=rate.way, tp=rate.tp, block_keys=rate.block_keys, is_paged=rate.is_paged)
+    return Way(
+        name=rate.way, tp=rate.tp, block_keys=rate.block_keys, is_paged=rate.is_paged, leaves_rows=rate.leaves_rows
+    )
 
 
 def seconds(rate: ServingRate, model: ServedModel, work: Work) -> float:
     """What a step takes."""
-    return float(counts(model, work) @ _term_s(rate))
+    return float(counts(model, work, leaves_rows=rate.leaves_rows) @ _term_s(rate))
 
 
 def bounds(rate: ServingRate, model: ServedModel, works: Sequence[Work]) -> dict[str, float]:
     """The shares of some steps' seconds, by what holds them back, the largest first."""
     term_s = _term_s(rate)
-    total = sum((counts(model, work) for work in works), np.zeros(len(TERMS)))
+    total = sum((counts(model, work, leaves_rows=rate.leaves_rows) for work in works), np.zeros(len(TERMS)))
     spent = dict.fromkeys(("memory traffic", "compute", "draws", "host"), 0.0)
     for term, count, each_s in zip(TERMS, total, term_s, strict=True):
         if term.startswith("rows_"):
@@ -259,7 +277,8 @@ def fit(samples: Sequence[Sample], way: Way, *, held_bytes: float = 1.0, beside_
     them negative.
     """
     wanted = np.array([sample.seconds for sample in samples])
-    many = np.stack([counts(sample.model, sample.work) for sample in samples]) / wanted[:, None]
+    found = [counts(sample.model, sample.work, leaves_rows=way.leaves_rows) for sample in samples]
+    many = np.stack(found) / wanted[:, None]
     used = np.abs(many).max(axis=0) > 0
     solved, kept = _solved(many), np.ones(len(samples), dtype=bool)
     for _ in range(TRIMS):  # a step beside which something else ran is no sample
@@ -274,6 +293,7 @@ def fit(samples: Sequence[Sample], way: Way, *, held_bytes: float = 1.0, beside_
         tp=way.tp,
         block_keys=way.block_keys,
         is_paged=way.is_paged,
+        leaves_rows=way.leaves_rows,
         term_s=term_s,
         held_bytes=held_bytes,
         beside_bytes=beside_bytes,
@@ -372,6 +392,7 @@ def published(cluster: Cluster, way: Way, *, number_bytes: int, weight_bytes: fl
         tp=tp,
         block_keys=way.block_keys,
         is_paged=way.is_paged,
+        leaves_rows=way.leaves_rows,
         term_s=tuple(sorted(term_s.items())),
         held_bytes=weight_bytes,
         beside_bytes=0.0,

@@ -54,6 +54,7 @@ LIMITS: dict[str, Limit] = {
     "tp": Limit(1, 1e5, "ranks"),
     "block_keys": Limit(1, 1e6, ""),
     "is_paged": Limit(0, 1, ""),
+    "leaves_rows": Limit(0, 1, ""),
     "term_s": Limit(0, 10, _SECONDS),
     "held_bytes": Limit(0.1, 100, "for a weight"),
     "beside_bytes": Limit(0, 1e11, _BYTES),

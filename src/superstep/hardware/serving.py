@@ -14,6 +14,7 @@ class ServingRate:
         tp: ranks that shared the model.
         block_keys: texts were read together whose keys are as many blocks of so many.
         is_paged: whether a row that is alone in its text was read in its pages.
+        leaves_rows: whether only rows whose logits are wanted went on behind the last layer's keys.
         term_s: seconds of each kind.
         held_bytes: of a rank's memory, for each weight of a linear: more than one copy may be kept.
         beside_bytes: what a rank's process takes beside weights and keys.
@@ -24,6 +25,7 @@ class ServingRate:
     tp: int
     block_keys: int
     is_paged: bool
+    leaves_rows: bool = False
     term_s: tuple[tuple[str, float], ...] = ()
     held_bytes: float
     beside_bytes: float

@@ -269,6 +269,7 @@ def _setting(rank: Rank, serve: ServeConfig) -> Setting:
         tp=serve.tp,
         block_keys=BLOCK if serve.exact else FAST_BLOCK,
         is_paged=rank.is_paged,
+        leaves_rows=rank.forward.leaves_rows,
     )
     return Setting(
         model=setting_model(rank.run, serve),

@@ -68,6 +68,8 @@ class Compiled:
         adapters: that are added to it.
     """
 
+    leaves_rows = True
+
     def __init__(
         self,
         library: ctypes.CDLL,

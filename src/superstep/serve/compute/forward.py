@@ -35,6 +35,8 @@ class Forward:
         device: where it computes.
     """
 
+    leaves_rows = False
+
     def __init__(self, served: Served, attending: Attending, tp: Group | None, device: Device) -> None:
         self.adapters = Adapters(served, tp)
         self._served = served

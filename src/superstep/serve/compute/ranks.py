@@ -49,6 +49,9 @@ NOTHING = Rows(tokens=(), parts=(), wanted=())
 class Compute(Protocol):
     """A rank's part of the model."""
 
+    leaves_rows: bool
+    """Whether only rows whose logits are wanted go on behind the last layer's keys."""
+
     @property
     def adapters(self) -> Adapters:
         """What is added to it."""

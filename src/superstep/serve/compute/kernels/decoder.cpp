@@ -5,6 +5,7 @@
 //   T  rows     D  width     N  query heads     K  key heads     H  width of one head     F  inner width
 
 #include <memory>
+#include <vector>
 
 #include "attention.h"
 #include "low_rank.h"
@@ -47,9 +48,18 @@ void turn(bf16* x, const bf16* cosine, const bf16* sine, int64_t width) {
 }
 
 
-// silu(gate) times up (Shazeer 2020), from a row of both. Each step is rounded, as the model's code does it.
+// silu(gate) times up (Shazeer 2020), given exp(-gate). Each step is rounded, as the model's code does it.
+inline __m512 gated(__m512 gate, __m512 back, __m512 up) {
+  const __m512 open = rounded(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), back)));
+  return _mm512_mul_ps(open, up);
+}
+
+inline __m512 gated(__m512 gate, __m512 up) {
+  return gated(gate, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)), up);
+}
+
+// From a row of both.
 void gate_row(const bf16* both, bf16* out, int64_t width, Function exponentials) {
-  const __m512 one = _mm512_set1_ps(1.0f);
   Floats exact(exponentials ? width : 0);
   if (exponentials) {
     for (int64_t f = 0; f < width; ++f) exact.data()[f] = -to_float(both[f]);
@@ -57,11 +67,8 @@ void gate_row(const bf16* both, bf16* out, int64_t width, Function exponentials)
   }
   for (int64_t f = 0; f < width; f += kLanes) {
     const __mmask16 lanes = lanes_before(width, f);
-    const __m512 gate = load(both + f, lanes);
-    const __m512 back = exponentials ? _mm512_maskz_loadu_ps(lanes, exact.data() + f)
-                                     : exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-    const __m512 open = rounded(_mm512_div_ps(gate, _mm512_add_ps(one, back)));
-    store(out + f, _mm512_mul_ps(open, load(both + width + f, lanes)), lanes);
+    const __m512 gate = load(both + f, lanes), up = load(both + width + f, lanes);
+    store(out + f, exponentials ? gated(gate, _mm512_maskz_loadu_ps(lanes, exact.data() + f), up) : gated(gate, up), lanes);
   }
 }
 
@@ -102,7 +109,7 @@ struct Step {
   const bf16* cosine;  // [T, H]
   const bf16* sine;
   Places places;
-  const int64_t* wanted;
+  const int64_t* wanted;  // rows whose logits are asked for, ascending
   int64_t wants;
   float* logits;  // [wants, V]
   char* scratch;  // as many bytes as superstep_scratch says
@@ -112,6 +119,7 @@ struct Step {
 // What lies between two phases.
 struct Scratch {
   bf16 *x, *qkv, *mixed, *both, *inner;
+  bf16 *wanted_h, *wanted_q;
   uint8_t* codes;
   float* scale;
   int64_t bytes = 0;
@@ -127,6 +135,8 @@ struct Scratch {
     mixed = reinterpret_cast<bf16*>(take(2 * rows * m.mixed()));
     both = reinterpret_cast<bf16*>(take(4 * rows * m.inner));
     inner = reinterpret_cast<bf16*>(take(2 * rows * m.inner));
+    wanted_h = reinterpret_cast<bf16*>(take(2 * rows * m.width));
+    wanted_q = reinterpret_cast<bf16*>(take(2 * rows * m.mixed()));
     codes = reinterpret_cast<uint8_t*>(take(rows * std::max({m.width, m.mixed(), m.inner})));
     scale = reinterpret_cast<float*>(take(4 * rows));
   }
@@ -136,81 +146,120 @@ struct Scratch {
 class Forward {
  public:
   Forward(const Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
-      : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, step.scratch) {}
+      : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, step.scratch),
+        rows_(step.rows), h_(step.h), places_(step.places) {}
 
   void run() {
     for (int64_t layer = 0; layer < model_.layers; ++layer) {
       const Block& block = model_.blocks[layer];
       const Store store{keys_.keys + layer * keys_.layer_size, keys_.values + layer * keys_.layer_size, model_.kv_heads,
                         model_.head_dim};
-      norm(step_.rows, block.norm, block.qkv, [](int64_t t) { return t; });
-      product(block.qkv, at_.x, step_.rows, PutRounded{at_.qkv, block.qkv});
+      norm(block.norm, block.qkv);
+      product(block.qkv, at_.x, PutRounded{at_.qkv, block.qkv});
       const int64_t q = model_.mixed(), kv = model_.kv_heads * model_.head_dim;
       add(layer, at_.x, model_.width, at_.qkv, model_.qkv(), {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}});
       turn_and_write(block, store);
-      attend_in({at_.qkv, model_.qkv(), at_.mixed, model_.heads}, store, next_[layer]);
+      Queries queries{at_.qkv, model_.qkv(), at_.mixed, model_.heads};
+      if (layer == model_.layers - 1 && step_.wants < step_.rows) queries = leave_wanted(queries);
+      attend_in(queries, store, next_[layer]);
       code(block.out, at_.mixed);
-      product(block.out, at_.mixed, step_.rows, PutAdded{step_.h, block.out});
-      add(layer, at_.mixed, model_.mixed(), step_.h, model_.width, {{3, 0, model_.width}});
-      norm(step_.rows, block.norm_after, block.gate_up, [](int64_t t) { return t; });
-      product(block.gate_up, at_.x, step_.rows, PutRounded{at_.both, block.gate_up});
-      const int64_t inner = model_.inner;
-      add(layer, at_.x, model_.width, at_.both, 2 * inner, {{4, 0, inner}, {5, inner, inner}});
-      gate(block.down);
-      product(block.down, at_.inner, step_.rows, PutAdded{step_.h, block.down});
-      add(layer, at_.inner, model_.inner, step_.h, model_.width, {{6, 0, model_.width}});
+      product(block.out, at_.mixed, PutAdded{h_, block.out});
+      add(layer, at_.mixed, model_.mixed(), h_, model_.width, {{3, 0, model_.width}});
+      norm(block.norm_after, block.gate_up);
+      gate_and_up(layer, block);
+      code(block.down, at_.inner);
+      product(block.down, at_.inner, PutAdded{h_, block.down});
+      add(layer, at_.inner, model_.inner, h_, model_.width, {{6, 0, model_.width}});
     }
-    norm(step_.wants, model_.norm, model_.head, [&](int64_t t) { return step_.wanted[t]; });
-    product(model_.head, at_.x, step_.wants, PutWide{step_.logits, model_.head});
+    norm(model_.norm, model_.head);
+    product(model_.head, at_.x, PutWide{step_.logits, model_.head});
   }
 
  private:
+  // Where the last layer's keys are written, nobody asks for the other rows any more: those that are wanted go on alone.
+  Queries leave_wanted(const Queries& all) {
+    const int64_t width = model_.width, mixed = model_.mixed();
+    for (int64_t w = team_.begin(step_.wants); w < team_.end(step_.wants); ++w) {
+      std::memcpy(at_.wanted_h + w * width, h_ + step_.wanted[w] * width, 2 * width);
+      std::memcpy(at_.wanted_q + w * mixed, all.rows + step_.wanted[w] * all.stride, 2 * mixed);
+    }
+    const Part* of = step_.places.parts;
+    for (int64_t w = 0; w < step_.wants; ++w) {
+      const int64_t row = step_.wanted[w];
+      const bool goes_on = w > 0 && row == step_.wanted[w - 1] + 1 && row < of->row + of->count;
+      while (row >= of->row + of->count) ++of;
+      if (goes_on) ++wanted_.back().count;
+      else wanted_.push_back({w, of->first + row - of->row, 1, of->pages});
+    }
+    rows_ = step_.wants;
+    h_ = at_.wanted_h;
+    places_.parts = wanted_.data();
+    places_.count = static_cast<int64_t>(wanted_.size());
+    which_ = step_.wanted;
+    team_.wait();
+    return {at_.wanted_q, mixed, all.out, all.heads};
+  }
+
   void attend_in(const Queries& queries, const Store& store, std::atomic<int64_t>& next) const {
     if (!model_.functions.exponentials) {
-      attend(queries, store, step_.places, next);
+      attend(queries, store, places_, next);
     } else {
       int64_t longest = 1;
-      for (int64_t p = 0; p < step_.places.count; ++p)
-        longest = std::max(longest, step_.places.parts[p].first + step_.places.parts[p].count);
+      for (int64_t p = 0; p < places_.count; ++p)
+        longest = std::max(longest, places_.parts[p].first + places_.parts[p].count);
       const int64_t group = model_.heads / model_.kv_heads, most = std::min(kTileRows, kScores / longest) / group;
-      in_parts(step_.places, model_.kv_heads, std::max<int64_t>(1, most), next,
+      in_parts(places_, model_.kv_heads, std::max<int64_t>(1, most), next,
                [&](const Part& part, int64_t head, int64_t first, int64_t count) {
-                 ExactTile(queries, store, step_.places, part, head, first, count, model_.functions.exponentials).run();
+                 ExactTile(queries, store, places_, part, head, first, count, model_.functions.exponentials).run();
                });
     }
     team_.wait();
   }
 
-  template <class Row>
-  void norm(int64_t rows, const bf16* weight, const Weight& next, Row row) const {
+  void norm(const bf16* weight, const Weight& next) const {
     const int64_t width = model_.width;
-    for (int64_t t = team_.begin(rows); t < team_.end(rows); ++t) {
-      norm_row(step_.h + row(t) * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps),
+    for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t) {
+      norm_row(h_ + t * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps),
                model_.functions.roots);
       if (next.is_int8) at_.scale[t] = to_codes(at_.x + t * width, at_.codes + t * width, width);
     }
     team_.wait();
   }
 
-  void gate(const Weight& next) const {
+  // In one go where nothing comes between, and where numbers need not be as MKL computes a whole row.
+  void gate_and_up(int64_t layer, const Block& block) const {
     const int64_t width = model_.inner;
-    for (int64_t t = team_.begin(step_.rows); t < team_.end(step_.rows); ++t) {
-      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width, model_.functions.exponentials);
-      if (next.is_int8) at_.scale[t] = to_codes(at_.inner + t * width, at_.codes + t * width, width);
+    const Weight& weight = block.gate_up;
+    if (!step_.adapted.count && !model_.functions.exponentials && width % kPanel == 0) {
+      multiply_halves(team_, weight, inputs(weight, at_.x), rows_,
+                      [this, width](int64_t row, int64_t panel, const __m512* gate, const __m512* up) {
+                        bf16* to = at_.inner + row * width + panel * kPanel;
+                        for (int n = 0; n < kRegisters; ++n)
+                          store(to + n * kLanes, gated(rounded(gate[n]), rounded(up[n])));
+                      });
+      team_.wait();
+      return;
     }
+    product(weight, at_.x, PutRounded{at_.both, weight});
+    add(layer, at_.x, model_.width, at_.both, 2 * width, {{4, 0, width}, {5, width, width}});
+    for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t)
+      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width, model_.functions.exponentials);
     team_.wait();
   }
 
   void code(const Weight& next, const bf16* x) const {
     if (!next.is_int8) return;
-    to_codes_of_rows(team_, x, step_.rows, next.inputs, at_.codes, at_.scale);
+    to_codes_of_rows(team_, x, rows_, next.inputs, at_.codes, at_.scale);
     team_.wait();
   }
 
+  Inputs inputs(const Weight& weight, const bf16* x) const {
+    return {weight.is_int8 ? static_cast<const void*>(at_.codes) : x, at_.scale};
+  }
+
   template <class Put>
-  void product(const Weight& weight, const bf16* x, int64_t rows, Put put) const {
-    const void* from = weight.is_int8 ? static_cast<const void*>(at_.codes) : x;
-    multiply(team_, weight, {from, at_.scale}, rows, put);
+  void product(const Weight& weight, const bf16* x, Put put) const {
+    multiply(team_, weight, inputs(weight, x), rows_, put);
     team_.wait();
   }
 
@@ -221,9 +270,9 @@ class Forward {
   void add(int64_t layer, const bf16* x, int64_t width, bf16* out, int64_t stride,
            std::initializer_list<Columns> linears) const {
     if (!step_.adapted.count) return;
-    for (int64_t t = team_.begin(step_.rows); t < team_.end(step_.rows); ++t)
+    for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t)
       for (const Columns& at : linears)
-        if (const LowRank* part = step_.adapted.of(layer, at.linear, t))
+        if (const LowRank* part = step_.adapted.of(layer, at.linear, which_ ? which_[t] : t))
           add_low_rank(*part, x + t * width, width, out + t * stride + at.first, at.count);
     team_.wait();
   }
@@ -251,6 +300,12 @@ class Forward {
   const Step& step_;
   std::atomic<int64_t>* next_;
   const Scratch at_;
+  // The rows that are computed, from somewhere in the last layer on the wanted ones: their numbers, stream and places.
+  int64_t rows_;
+  const int64_t* which_ = nullptr;
+  bf16* h_;
+  Places places_;
+  std::vector<Part> wanted_;
 };
 
 }  // namespace

@@ -86,20 +86,45 @@ inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, 
   }
 }
 
+template <int R, class Put>
+inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, int64_t first, Put& put) {
+  if (weight.is_int8) panel_of_rows<Int8, R>(weight, x, panel, first, put);
+  else if (weight.cells) panel_of_rows<Exact, R>(weight, x, panel, first, put);
+  else panel_of_rows<Bf16, R>(weight, x, panel, first, put);
+}
+
+// This thread's share of a product's panels, each for some rows: do_tile<R>(panel, first row), whose columns of the
+// weight stay in the cache from tile to tile.
+template <class Do>
+inline void in_panels(const Team& team, const Weight& weight, int64_t panels, int64_t rows, Do do_tile) {
+  const int64_t most = std::max<int64_t>(kRows, kInCache / weight.row_bytes());
+  const int64_t chunks = (rows + most - 1) / most, tasks = chunks * panels;
+  for (int64_t task = team.begin(tasks); task < team.end(tasks); ++task) {
+    const int64_t chunk = task / panels, panel = task % panels;
+    in_tiles(rows * chunk / chunks, rows * (chunk + 1) / chunks,
+             [&]<int R>(int64_t first) { do_tile.template operator()<R>(panel, first); });
+  }
+}
+
 // This thread's share of a product: put(row, panel, 4 registers of outputs) for each panel of each row.
 template <class Put>
 inline void multiply(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Put put) {
-  const int64_t most = std::max<int64_t>(kRows, kInCache / weight.row_bytes());
-  const int64_t chunks = (rows + most - 1) / most, panels = (weight.outputs + kPanel - 1) / kPanel;
-  const int64_t tasks = chunks * panels;
-  for (int64_t task = team.begin(tasks); task < team.end(tasks); ++task) {
-    const int64_t chunk = task / panels, panel = task % panels;
-    in_tiles(rows * chunk / chunks, rows * (chunk + 1) / chunks, [&]<int R>(int64_t first) {
-      if (weight.is_int8) panel_of_rows<Int8, R>(weight, x, panel, first, put);
-      else if (weight.cells) panel_of_rows<Exact, R>(weight, x, panel, first, put);
-      else panel_of_rows<Bf16, R>(weight, x, panel, first, put);
-    });
-  }
+  in_panels(team, weight, (weight.outputs + kPanel - 1) / kPanel, rows,
+            [&]<int R>(int64_t panel, int64_t first) { panel_of_rows<R>(weight, x, panel, first, put); });
+}
+
+// The same of a weight whose outputs are two halves of whole panels: join(row, panel, 4 registers of the first half, 4 of
+// the second) for each panel of a half.
+template <class Join>
+inline void multiply_halves(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Join join) {
+  const int64_t panels = weight.outputs / 2 / kPanel;
+  in_panels(team, weight, panels, rows, [&]<int R>(int64_t panel, int64_t begin) {
+    __m512 kept[R][kRegisters];
+    const auto keep = [&](int64_t row, int64_t, const __m512* of) { std::memcpy(kept[row - begin], of, sizeof(kept[0])); };
+    const auto put = [&](int64_t row, int64_t, const __m512* of) { join(row, panel, kept[row - begin], of); };
+    panel_of_rows<R>(weight, x, panel, begin, keep);
+    panel_of_rows<R>(weight, x, panels + panel, begin, put);
+  });
 }
 
 // What becomes of the outputs.
