@@ -142,10 +142,15 @@ class Compiled:
             byref(self._model),
             byref(self._store.all),
             byref(step),
-            ctypes.c_int64(self._threads or torch.get_num_threads()),
+            self._team,
         )
         logits_RV[:, self._shape.vocab :] = float("-inf")
         return logits_RV
+
+    @property
+    def _team(self) -> ctypes.c_int64:
+        """Threads that share a step."""
+        return ctypes.c_int64(self._threads or torch.get_num_threads())
 
     def _turns(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of some places: [T, H]. Their table grows with the longest text."""
@@ -157,7 +162,7 @@ class Compiled:
         return self._cosine[place_T], self._sine[place_T]
 
     def _room(self, rows: int) -> Tensor:
-        size = self._library.superstep_scratch(byref(self._model), ctypes.c_int64(rows))
+        size = self._library.superstep_scratch(byref(self._model), ctypes.c_int64(rows), self._team)
         if len(self._scratch) < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch

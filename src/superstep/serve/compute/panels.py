@@ -1,5 +1,8 @@
 """Weights as the compiled products read them: in panels of 64 outputs, of which 4 bytes of each lie side by side.
 
+Numbers of bf16 take three quarters of their bytes, to the bit (``kernels/short.h``), where their exponents are as near
+to each other as a model's are.
+
 One layout serves any number of rows: for one row the panels are read from the first byte to the last, for many each
 stays in the cache while rows go by. A row's sums are made in the order of its inputs, so that its bits do not depend on
 the rows beside it.
@@ -13,11 +16,12 @@ import contextlib
 import ctypes
 import mmap
 from ctypes import byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from superstep.serve.compute.kernels.calls import Weight, pointer
+from superstep.serve.compute.kernels.calls import Short, Weight, pointer
 from superstep.serve.compute.linears import Pack, Product
 from superstep.serve.compute.quantize import Format
 
@@ -25,8 +29,33 @@ PANEL = 64
 BYTES = 4
 """Of each output, side by side."""
 
+SHORT_WORDS, WORDS = 96, 128
+"""Words of 16 bits that 64 outputs and two inputs take, short and long."""
+
+MOST_WHOLE = 1 / 8
+"""Of the steps of a weight, those that may be kept whole; with more of them it stays as it is."""
+
 LARGE = 2**21
 """Bytes of a large page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """Panels of short weights.
+
+    Attributes:
+        words: [P, I / 2, 96].
+        base: of each panel.
+        whole_begin: [P + 1]: where its whole steps begin.
+        whole_steps: their numbers.
+        whole: them.
+    """
+
+    words: Tensor
+    base: Tensor
+    whole_begin: Tensor
+    whole_steps: Tensor
+    whole: Tensor
 
 
 class Panels:
@@ -54,13 +83,16 @@ class Panels:
         self._outputs = outputs
         self._is_int8 = scale_O is not None
         side_by_side = BYTES // values_OI.element_size()
-        panels = in_large_pages(
-            _filled(values_OI).view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2)
-        )
+        panels = _filled(values_OI).view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2).contiguous()
+        short = None if self._is_int8 else shortened(library, panels)
+        laid = in_large_pages(panels if short is None else short.words)
         scale, bias = (None if x is None else _filled(x.float()) for x in (scale_O, bias_O))
         sums = _filled(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
-        self._held = (panels, scale, sums, bias)  # the memory that ``weight`` points into
-        self.weight = Weight(*map(pointer, self._held), outputs, inputs, self._is_int8, cells)
+        # The memory that ``weight`` points into.
+        self._held = (laid, scale, sums, bias)
+        self._beside = () if short is None else (short.base, short.whole_begin, short.whole_steps, short.whole)
+        shorts = Short(*map(pointer, self._beside))
+        self.weight = Weight(*map(pointer, self._held), shorts, outputs, inputs, self._is_int8, cells)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] bf16 to [..., O] bf16."""
@@ -68,6 +100,8 @@ class Panels:
         out = torch.empty(len(rows), self._outputs, dtype=torch.bfloat16)
         codes = torch.empty(rows.shape, dtype=torch.uint8) if self._is_int8 else None
         scale = torch.empty(len(rows), dtype=torch.float32) if self._is_int8 else None
+        threads = torch.get_num_threads()
+        rooms = torch.empty(threads, PANEL * rows.shape[1], dtype=torch.bfloat16) if self._beside else None
         self._library.superstep_product(
             byref(self.weight),
             ctypes.c_void_p(pointer(rows)),
@@ -75,7 +109,8 @@ class Panels:
             ctypes.c_void_p(pointer(out)),
             ctypes.c_void_p(pointer(codes)),
             ctypes.c_void_p(pointer(scale)),
-            ctypes.c_int64(torch.get_num_threads()),
+            ctypes.c_void_p(pointer(rooms)),
+            ctypes.c_int64(threads),
         )
         return out.view(*x.shape[:-1], -1)
 
@@ -106,6 +141,30 @@ def takes(weight_OI: Tensor) -> bool:
     return is_bf16 and weight_OI.shape[1] % BYTES == 0
 
 
+def shortened(library: ctypes.CDLL, panels: Tensor) -> Shortened | None:
+    """Panels of bf16 numbers [P, I / 2, 64, 2] in fewer bytes; None where their exponents are too far apart."""
+    count, steps = panels.shape[:2]
+    threads = ctypes.c_int64(torch.get_num_threads())
+    sizes = ctypes.c_int64(count), ctypes.c_int64(steps)
+    base, begin = torch.empty(count, dtype=torch.int16), torch.zeros(count + 1, dtype=torch.int64)
+    at = ctypes.c_void_p(pointer(panels))
+    library.superstep_bases(at, *sizes, *(ctypes.c_void_p(pointer(x)) for x in (base, begin[1:])), threads)
+    whole = int(begin.sum())
+    if whole > MOST_WHOLE * count * steps:
+        return None
+    out = Shortened(
+        words=torch.empty(count, steps, SHORT_WORDS, dtype=torch.int16),
+        base=base,
+        whole_begin=begin.cumsum(0),
+        whole_steps=torch.empty(whole, dtype=torch.int32),
+        whole=torch.empty(whole, WORDS, dtype=torch.bfloat16),
+    )
+    shorts = Short(*map(pointer, (out.base, out.whole_begin, None, None)))
+    into = (ctypes.c_void_p(pointer(x)) for x in (out.words, out.whole_steps, out.whole))
+    library.superstep_shorten(at, *sizes, byref(shorts), *into, threads)
+    return out
+
+
 def in_large_pages(x: Tensor) -> Tensor:
     """The same numbers, contiguous, in pages of 2 MiB where the system gives them: a weight is read from end to end at
     every step, which goes a twentieth faster where fewer pages are looked up.
@@ -121,6 +180,6 @@ def in_large_pages(x: Tensor) -> Tensor:
 
 
 def _filled(of_O: Tensor) -> Tensor:
-    """With zeros up to a whole panel."""
+    """With the first of them again, up to a whole panel: nobody reads what comes of it."""
     missing = -len(of_O) % PANEL
-    return torch.cat((of_O, of_O.new_zeros(missing, *of_O.shape[1:]))) if missing else of_O.contiguous()
+    return torch.cat((of_O, of_O[:1].expand(missing, *of_O.shape[1:]))) if missing else of_O.contiguous()

@@ -11,6 +11,17 @@ from torch import Tensor
 Fields = list[tuple[str, type]]
 
 
+class Short(ctypes.Structure):
+    """What panels of short weights have beside them."""
+
+    _fields_: ClassVar[Fields] = [
+        ("base", c_void_p),
+        ("whole_begin", c_void_p),
+        ("whole_steps", c_void_p),
+        ("whole", c_void_p),
+    ]
+
+
 class Weight(ctypes.Structure):
     """A weight in panels."""
 
@@ -19,6 +30,7 @@ class Weight(ctypes.Structure):
         ("scale", c_void_p),
         ("sums", c_void_p),
         ("bias", c_void_p),
+        ("shorts", Short),
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("is_int8", c_int64),

@@ -95,6 +95,7 @@ struct Model {
 
   int64_t mixed() const { return heads * head_dim; }
   int64_t qkv() const { return (heads + 2 * kv_heads) * head_dim; }
+  int64_t room() const { return 2 * 2 * kPanel * std::max({width, mixed(), inner}); }  // of a thread: two panels
 };
 
 struct Keys {
@@ -122,9 +123,10 @@ struct Scratch {
   bf16 *wanted_h, *wanted_q;
   uint8_t* codes;
   float* scale;
+  char* rooms;  // of each thread one
   int64_t bytes = 0;
 
-  Scratch(const Model& m, int64_t rows, char* at) {
+  Scratch(const Model& m, int64_t rows, int64_t threads, char* at) {
     const auto take = [&](int64_t size) {
       char* mine = at + bytes;
       bytes += (size + 63) / 64 * 64;
@@ -139,6 +141,7 @@ struct Scratch {
     wanted_q = reinterpret_cast<bf16*>(take(2 * rows * m.mixed()));
     codes = reinterpret_cast<uint8_t*>(take(rows * std::max({m.width, m.mixed(), m.inner})));
     scale = reinterpret_cast<float*>(take(4 * rows));
+    rooms = take(threads * m.room());
   }
 };
 
@@ -146,7 +149,7 @@ struct Scratch {
 class Forward {
  public:
   Forward(const Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
-      : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, step.scratch),
+      : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, team.size, step.scratch),
         rows_(step.rows), h_(step.h), places_(step.places) {}
 
   void run() {
@@ -254,7 +257,8 @@ class Forward {
   }
 
   Inputs inputs(const Weight& weight, const bf16* x) const {
-    return {weight.is_int8 ? static_cast<const void*>(at_.codes) : x, at_.scale};
+    return {weight.is_int8 ? static_cast<const void*>(at_.codes) : x, at_.scale,
+            at_.rooms + team_.id * model_.room()};
   }
 
   template <class Put>
@@ -312,7 +316,9 @@ class Forward {
 
 extern "C" {
 
-int64_t superstep_scratch(const Model* model, int64_t rows) { return Scratch(*model, rows, nullptr).bytes; }
+int64_t superstep_scratch(const Model* model, int64_t rows, int64_t threads) {
+  return Scratch(*model, rows, threads, nullptr).bytes;
+}
 
 // Rows in, logits of the wanted ones out; their keys and values are in their places then.
 void superstep_forward(const Model* model, const Keys* keys, const Step* step, int64_t threads) {
@@ -320,16 +326,53 @@ void superstep_forward(const Model* model, const Keys* keys, const Step* step, i
   with_team(threads, [&](const Team& team) { Forward(team, *model, *keys, *step, next.get()).run(); });
 }
 
-// x [T, I] bf16 times a weight: [T, O] bf16. Codes [T, I] and scales [T] are scratch of weights of 8 bits.
+// x [T, I] bf16 times a weight: [T, O] bf16. Codes [T, I] and scales [T] are scratch of weights of 8 bits, and a panel for
+// each thread that of short ones.
 void superstep_product(const Weight* weight, const bf16* x, int64_t rows, bf16* out, uint8_t* codes, float* scale,
-                       int64_t threads) {
+                       char* rooms, int64_t threads) {
   with_team(threads, [&](const Team& team) {
     if (weight->is_int8) {
       to_codes_of_rows(team, x, rows, weight->inputs, codes, scale);
       team.wait();
     }
     const void* from = weight->is_int8 ? static_cast<const void*>(codes) : x;
-    multiply(team, *weight, {from, scale}, rows, PutRounded{out, *weight});
+    char* room = rooms + team.id * weight->panel_bytes();
+    multiply(team, *weight, {from, scale, room}, rows, PutRounded{out, *weight});
+  });
+}
+
+// For each panel of [P, steps, 128] the least exponent of its short weights, and how many steps are kept whole.
+void superstep_bases(const bf16* panels, int64_t count, int64_t steps, uint16_t* base, int64_t* whole, int64_t threads) {
+  with_team(threads, [&](const Team& team) {
+    for (int64_t p = team.begin(count); p < team.end(count); ++p) {
+      const bf16* panel = panels + p * steps * kWords;
+      const int least = base_of(panel, steps);
+      base[p] = static_cast<uint16_t>(least << 7);
+      whole[p] = 0;
+      for (int64_t k = 0; k < steps; ++k) whole[p] += is_whole(panel + k * kWords, least);
+    }
+  });
+}
+
+// The same panels, short: words [P, steps, 96], and the steps that are kept whole.
+void superstep_shorten(const bf16* panels, int64_t count, int64_t steps, const Short* shorts, uint16_t* words,
+                       int32_t* whole_steps, bf16* whole, int64_t threads) {
+  with_team(threads, [&](const Team& team) {
+    for (int64_t p = team.begin(count); p < team.end(count); ++p) {
+      int64_t kept = shorts->whole_begin[p];
+      const int base = shorts->base[p] >> 7;
+      for (int64_t k = 0; k < steps; ++k) {
+        const bf16* step = panels + (p * steps + k) * kWords;
+        uint16_t* to = words + (p * steps + k) * kShortWords;
+        if (!is_whole(step, base)) {
+          shorten(step, base, to);
+          continue;
+        }
+        std::memset(to, 0, 2 * kShortWords);
+        std::memcpy(whole + kept * kWords, step, 2 * kWords);
+        whole_steps[kept++] = static_cast<int32_t>(k);
+      }
+    }
   });
 }
 

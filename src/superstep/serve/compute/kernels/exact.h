@@ -9,6 +9,7 @@
 #include <new>
 
 #include "attention.h"
+#include "weight.h"
 
 namespace superstep {
 
@@ -84,18 +85,15 @@ struct Tree {
 
 // A panel of some rows: cells of inputs as a tree, their pieces from left to right, each rounded as torch gives it.
 template <int R>
-inline void sum_of_cells(const char* columns, const char* rows, int64_t steps, int64_t cells,
-                         __m512 (&total)[R][kRegisters]) {
+inline void sum_of_cells(const Columns& columns, const char* rows, __m512 (&total)[R][kRegisters]) {
   Tree<R> tree;
-  const int64_t width = steps / cells;
+  const int64_t cells = columns.weight.cells, width = columns.weight.steps() / cells;
   for (int64_t cell = 0; cell < cells; ++cell) {
     for (int64_t at = 0; at < width; at += kPiece / 2) {
-      const int64_t from = cell * width + at;
       __m512 sums[R][kRegisters];
       for (auto& row : sums)
         for (auto& sum : row) sum = Bf16::zero();
-      add_tile<Bf16, R, kRegisters>(sums, rows + 4 * from, 4 * steps, std::min(kPiece / 2, width - at),
-                                    [=](int64_t k, int n) { return columns + (from + k) * 4 * kPanel + n * 64; });
+      add_columns<Bf16, R>(sums, columns, rows, cell * width + at, std::min(kPiece / 2, width - at));
       for (int r = 0; r < R; ++r)
         for (int n = 0; n < kRegisters; ++n)
           total[r][n] = at ? _mm512_add_ps(total[r][n], rounded(sums[r][n])) : rounded(sums[r][n]);

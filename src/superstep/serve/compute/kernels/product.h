@@ -10,21 +10,6 @@ namespace superstep {
 
 constexpr int64_t kInCache = 384 << 10;  // bytes of rows that stay in the second cache while weights go by
 
-// Outputs in panels of 64: [O / 64, I / 2, 64, 2] bf16, or [O / 64, I / 4, 64, 4] codes of 8 bits. What
-// is told of each output is told of those too with which the last panel is filled up.
-struct Weight {
-  const void* panels;
-  const float* scale;   // of each output, where there are codes
-  const int32_t* sums;  // of an output's codes
-  const float* bias;    // null where there is none
-  int64_t outputs;
-  int64_t inputs;
-  int64_t is_int8;
-  int64_t cells;  // of exact mode's sums, a power of two; 0 in fast mode
-
-  int64_t row_bytes() const { return inputs * (is_int8 ? 1 : 2); }
-};
-
 struct Exact {
   using Sum = __m512;
 };
@@ -33,6 +18,7 @@ struct Exact {
 struct Inputs {
   const void* rows;    // [T, I] bf16, or codes without a sign, of which 128 stands for 0
   const float* scale;  // of each row's codes
+  char* room;          // of this thread, for two panels of short weights
 };
 
 // One row to codes; gives their scale.
@@ -55,19 +41,17 @@ inline float to_codes(const bf16* x, uint8_t* codes, int64_t inputs) {
 }
 
 template <class Kind, int R, class Put>
-inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, int64_t first, Put& put) {
-  constexpr int64_t kBytes = 4 * kPanel;
-  const int64_t steps = weight.row_bytes() / 4;
-  const char* columns = static_cast<const char*>(weight.panels) + panel * steps * kBytes;
+inline void panel_of_rows(const Columns& columns, const Inputs& x, int64_t first, Put& put) {
+  const Weight& weight = columns.weight;
+  const int64_t panel = columns.panel, steps = weight.steps();
   const char* rows = static_cast<const char*>(x.rows) + first * steps * 4;
   typename Kind::Sum sums[R][kRegisters];
   if constexpr (std::is_same_v<Kind, Exact>) {
-    sum_of_cells<R>(columns, rows, steps, weight.cells, sums);
+    sum_of_cells<R>(columns, rows, sums);
   } else {
     for (auto& row : sums)
       for (auto& sum : row) sum = Kind::zero();
-    add_tile<Kind, R, kRegisters>(sums, rows, steps * 4, steps,
-                                  [=](int64_t k, int n) { return columns + k * kBytes + n * 64; });
+    add_columns<Kind, R>(sums, columns, rows, 0, steps);
   }
   for (int r = 0; r < R; ++r) {
     __m512 out[kRegisters];
@@ -87,30 +71,31 @@ inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, 
 }
 
 template <int R, class Put>
-inline void panel_of_rows(const Weight& weight, const Inputs& x, int64_t panel, int64_t first, Put& put) {
-  if (weight.is_int8) panel_of_rows<Int8, R>(weight, x, panel, first, put);
-  else if (weight.cells) panel_of_rows<Exact, R>(weight, x, panel, first, put);
-  else panel_of_rows<Bf16, R>(weight, x, panel, first, put);
+inline void panel_of_rows(const Columns& columns, const Inputs& x, int64_t first, Put& put) {
+  if (columns.weight.is_int8) panel_of_rows<Int8, R>(columns, x, first, put);
+  else if (columns.weight.cells) panel_of_rows<Exact, R>(columns, x, first, put);
+  else panel_of_rows<Bf16, R>(columns, x, first, put);
 }
 
-// This thread's share of a product's panels, each for some rows: do_tile<R>(panel, first row), whose columns of the
-// weight stay in the cache from tile to tile.
+// This thread's share of a product's panels, each for some rows: do_panel(panel, begin, end). The rows stay in the cache
+// while panels go by.
 template <class Do>
-inline void in_panels(const Team& team, const Weight& weight, int64_t panels, int64_t rows, Do do_tile) {
+inline void in_panels(const Team& team, const Weight& weight, int64_t panels, int64_t rows, Do do_panel) {
   const int64_t most = std::max<int64_t>(kRows, kInCache / weight.row_bytes());
   const int64_t chunks = (rows + most - 1) / most, tasks = chunks * panels;
   for (int64_t task = team.begin(tasks); task < team.end(tasks); ++task) {
-    const int64_t chunk = task / panels, panel = task % panels;
-    in_tiles(rows * chunk / chunks, rows * (chunk + 1) / chunks,
-             [&]<int R>(int64_t first) { do_tile.template operator()<R>(panel, first); });
+    const int64_t chunk = task / panels;
+    do_panel(task % panels, rows * chunk / chunks, rows * (chunk + 1) / chunks);
   }
 }
 
 // This thread's share of a product: put(row, panel, 4 registers of outputs) for each panel of each row.
 template <class Put>
 inline void multiply(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Put put) {
-  in_panels(team, weight, (weight.outputs + kPanel - 1) / kPanel, rows,
-            [&]<int R>(int64_t panel, int64_t first) { panel_of_rows<R>(weight, x, panel, first, put); });
+  in_panels(team, weight, weight.all_panels(), rows, [&](int64_t panel, int64_t begin, int64_t end) {
+    const Columns columns(weight, panel, end - begin, x.room);
+    in_tiles(begin, end, [&]<int R>(int64_t first) { panel_of_rows<R>(columns, x, first, put); });
+  });
 }
 
 // The same of a weight whose outputs are two halves of whole panels: join(row, panel, 4 registers of the first half, 4 of
@@ -118,12 +103,18 @@ inline void multiply(const Team& team, const Weight& weight, const Inputs& x, in
 template <class Join>
 inline void multiply_halves(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Join join) {
   const int64_t panels = weight.outputs / 2 / kPanel;
-  in_panels(team, weight, panels, rows, [&]<int R>(int64_t panel, int64_t begin) {
-    __m512 kept[R][kRegisters];
-    const auto keep = [&](int64_t row, int64_t, const __m512* of) { std::memcpy(kept[row - begin], of, sizeof(kept[0])); };
-    const auto put = [&](int64_t row, int64_t, const __m512* of) { join(row, panel, kept[row - begin], of); };
-    panel_of_rows<R>(weight, x, panel, begin, keep);
-    panel_of_rows<R>(weight, x, panels + panel, begin, put);
+  in_panels(team, weight, panels, rows, [&](int64_t panel, int64_t begin, int64_t end) {
+    const Columns left(weight, panel, end - begin, x.room);
+    const Columns right(weight, panels + panel, end - begin, x.room + weight.panel_bytes());
+    in_tiles(begin, end, [&]<int R>(int64_t first) {
+      __m512 kept[R][kRegisters];
+      const auto keep = [&](int64_t row, int64_t, const __m512* of) {
+        std::memcpy(kept[row - first], of, sizeof(kept[0]));
+      };
+      const auto put = [&](int64_t row, int64_t, const __m512* of) { join(row, panel, kept[row - first], of); };
+      panel_of_rows<R>(left, x, first, keep);
+      panel_of_rows<R>(right, x, first, put);
+    });
   });
 }
 
