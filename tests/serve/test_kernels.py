@@ -1,5 +1,6 @@
 """The decoder that is compiled here: fp64's numbers within bf16's rounding, and bits that no neighbour changes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -226,6 +227,26 @@ def test_what_one_call_does_not_compute(built):
     assert not can_compile(
         replace(shape, moe=SHAPES["demo-moe"].moe), modules, make_fast(modules, built, quantize=None)
     )
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 130, 4000])
+def test_what_rows_say_of_their_distribution(built, vocab):
+    compute = compile_(built, decoder(), replace(SHAPES["tiny"], vocab=130))
+    compute._shape = replace(compute._shape, vocab=vocab)
+    logits = numbers(5, vocab + 30) * 9  # of which the last columns are nobody's
+    logits[1, : vocab // 2] = logits[1].max() + 1.0  # the first of equals
+    mine, exact = logits[:, :vocab], logits[:, :vocab].double()
+    found = compute.totals(logits)
+    assert [each.likeliest for each in found] == mine.argmax(-1).tolist()
+    assert [each.largest for each in found] == mine.amax(-1).tolist()
+    log_totals = (exact - exact.amax(-1, keepdim=True)).exp().sum(-1).log()
+    assert torch.allclose(torch.tensor([each.log_total for each in found]).double(), log_totals, atol=2e-6)
+    for row, each in enumerate(found):  # whoever else is asking
+        assert compute.totals(logits[row : row + 1]) == [each]
+    logits[2, vocab - 1] = torch.nan
+    bad = compute.totals(logits)
+    assert not math.isfinite(bad[2].log_total)
+    assert [bad[0], bad[4]] == [found[0], found[4]]
 
 
 # Compiling.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from superstep.serve.compute.draw import Totals
 from superstep.serve.compute.rows import Rows
 
 V = 20
@@ -52,10 +53,10 @@ class PagedToy:
             logits[row] = self.likely[(last * vocab + text[-1]) % len(self.likely)] + self.rest[whole]
         return logits
 
-    def totals(self, logits: torch.Tensor) -> list[tuple[float, float]]:
+    def totals(self, logits: torch.Tensor) -> list[Totals]:
         """Row by row: how a row is rounded must not depend on those beside it."""
-        tops = [(row, float(row.max())) for row in logits]
-        return [(top, float((row - top).double().exp().sum().log())) for row, top in tops]
+        tops = [(row, float(row.max()), int(row.argmax())) for row in logits]
+        return [Totals(top, float((row - top).double().exp().sum().log()), at) for row, top, at in tops]
 
     def wait(self) -> None:
         """Nobody waits."""

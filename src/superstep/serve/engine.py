@@ -20,7 +20,7 @@ from torch import Tensor
 from superstep.errors import ConfigError
 from superstep.serve.adapters import Holder, Shelf
 from superstep.serve.books import book, computed
-from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
+from superstep.serve.compute.draw import Seen, Totals, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.matcher import Matcher, Matchers
@@ -37,8 +37,8 @@ class Model(Holder, Protocol):
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V], or more columns of -inf behind them."""
 
-    def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
-        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest)."""
+    def totals(self, logits_RV: Tensor) -> list[Totals]:
+        """What each row says of its distribution."""
 
     def wait(self) -> None:
         """Say that there is nothing to compute yet."""
@@ -265,7 +265,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: dict[int, tuple[Tensor, tuple[float, float]]],
+        told: dict[int, tuple[Tensor, Totals]],
     ) -> Progress:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt = self._of_prompt(live, chunk, wanted, told)
@@ -283,9 +283,7 @@ class Engine:
             self._leave(live)
         return replace(news, tokens=tuple(drawn), finish=finish)
 
-    def _drawn_of(
-        self, live: LiveRequest, rows: Sequence[tuple[Tensor, tuple[float, float]]]
-    ) -> tuple[list[Told], Finish | None]:
+    def _drawn_of(self, live: LiveRequest, rows: Sequence[tuple[Tensor, Totals]]) -> tuple[list[Told], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
         drawn: list[Told] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
@@ -306,9 +304,9 @@ class Engine:
             finish = "stop" if matcher.is_done else None
         return finish
 
-    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: tuple[float, float]) -> Told | None:
+    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: Totals) -> Told | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
-        if not all(map(math.isfinite, totals)):
+        if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
             return None
         matcher = self._matcher.get(live.id)
         try:
@@ -324,7 +322,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: dict[int, tuple[Tensor, tuple[float, float]]],
+        told: dict[int, tuple[Tensor, Totals]],
     ) -> tuple[Told, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:

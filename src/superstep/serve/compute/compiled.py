@@ -18,25 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.decoder import Block as BlockModule
-from superstep.model.decoder import Head
+from superstep.model.decoder import Embedding, Head
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.plan.model.shape import ModelShape
 from superstep.serve.compute.adapted import AdaptedRows
 from superstep.serve.compute.adapters import Adapters
-from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, pointer
+from superstep.serve.compute.draw import Totals
+from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, address, held, pointer
 from superstep.serve.compute.linears import Product
 from superstep.serve.compute.panels import Panels
-from superstep.serve.compute.rows import Rows, positions
+from superstep.serve.compute.rows import Rows
 from superstep.serve.compute.tiles import Placed, TiledStore
+
+NEVER = -1
 
 
 class Laid(Protocol):
     """The products of a model's linears."""
 
-    @property
-    def products(self) -> Sequence[Product | None]:
-        """All of them, as they were laid out last."""
+    changes: int
+    """How often weights came or went."""
 
     def product(self, layer: nn.Module) -> Product | None:
         """What computes a layer, together with those of the same input."""
@@ -92,17 +94,19 @@ class Compiled:
         self._store = store
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._cosine = self._sine = torch.empty(0, shape.head_dim, dtype=torch.bfloat16)
-        self._products: Sequence[Product | None] = ()
+        self._found = NEVER
         library.superstep_scratch.restype = ctypes.c_int64
 
     def _find(self) -> None:
         """Find the weights where they are now."""
         shape = self._shape
-        self._products = self._linears.products
-        *blocks, head = self._modules[1:]
+        self._found = self._linears.changes
+        embedding, *blocks, head = self._modules
+        assert isinstance(embedding, Embedding)
         assert isinstance(head, Head)
         self._blocks = (Block * len(blocks))(*map(self._block, blocks))
         self._model = Model(
+            pointer(embedding.embed_tokens.weight),
             self._blocks,
             len(blocks),
             shape.width,
@@ -116,50 +120,53 @@ class Compiled:
             self._weight(head.lm_head),
         )
 
-    @torch.inference_mode()
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V]."""
-        if self._products != self._linears.products:  # laid out since the last call
+        if self._found != self._linears.changes:
             self._find()
-        h_TD = self._modules[0](torch.tensor(rows.tokens)).contiguous()
-        cosine, sine = self._turns(positions(rows.parts))
+        count = len(rows.tokens)
+        self._reach(max(part.first + part.count for part in rows.parts))
         placed = Placed(rows.parts, self._store.page_tokens, self._shape.window)
-        wanted = torch.tensor(rows.wanted, dtype=torch.int64)
-        logits_RV = torch.empty(len(rows.wanted), self._model.head.outputs, dtype=torch.float32)
+        tokens, wanted = held(rows.tokens, "q"), held(rows.wanted, "q")
+        logits_RV = torch.empty(len(wanted), self._model.head.outputs, dtype=torch.float32)
         step = Step(
-            len(rows.tokens),
-            pointer(h_TD),
-            pointer(cosine),
-            pointer(sine),
+            count,
+            address(tokens),
+            pointer(self._cosine),
+            pointer(self._sine),
             placed.places,
-            pointer(wanted),
-            len(rows.wanted),
+            address(wanted),
+            len(wanted),
             pointer(logits_RV),
-            pointer(self._room(len(rows.tokens))),
+            pointer(self._room(count)),
             self._adapted.of(rows.parts),
         )
-        self._library.superstep_forward(
-            byref(self._model),
-            byref(self._store.all),
-            byref(step),
-            self._team,
-        )
-        logits_RV[:, self._shape.vocab :] = float("-inf")
+        self._library.superstep_forward(byref(self._model), byref(self._store.all), byref(step), self._team)
+        if self._model.head.outputs > self._shape.vocab:
+            logits_RV[:, self._shape.vocab :] = float("-inf")
         return logits_RV
+
+    def totals(self, logits_RV: Tensor) -> list[Totals]:
+        """What each row says of its distribution, in fast mode."""
+        rows, stride = logits_RV.shape
+        largest, log_total = torch.empty(2, rows, dtype=torch.float32)
+        likeliest = torch.empty(rows, dtype=torch.int64)
+        sizes = (ctypes.c_int64(size) for size in (rows, self._shape.vocab, stride))
+        into = (ctypes.c_void_p(pointer(x)) for x in (largest, log_total, likeliest))
+        self._library.superstep_totals(ctypes.c_void_p(pointer(logits_RV)), *sizes, *into, self._team)
+        return [Totals(*each) for each in zip(largest.tolist(), log_total.tolist(), likeliest.tolist(), strict=True)]
 
     @property
     def _team(self) -> ctypes.c_int64:
         """Threads that share a step."""
         return ctypes.c_int64(self._threads or torch.get_num_threads())
 
-    def _turns(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of some places: [T, H]. Their table grows with the longest text."""
-        longest = max(places) + 1
-        if longest > len(self._cosine):
-            all_places = torch.arange(1 << (longest - 1).bit_length())
-            self._cosine, self._sine = (x.squeeze(-2) for x in self._rope.tables(all_places, torch.bfloat16))
-        place_T = torch.tensor(places)
-        return self._cosine[place_T], self._sine[place_T]
+    def _reach(self, tokens: int) -> None:
+        """Let the tables of turns be as long as a text. They grow with the longest one."""
+        if tokens > len(self._cosine):
+            places = torch.arange(1 << (tokens - 1).bit_length())
+            cosine, sine = (x.squeeze(-2) for x in self._rope.tables(places, torch.bfloat16))
+            self._cosine, self._sine = cosine.contiguous(), sine.contiguous()
 
     def _room(self, rows: int) -> Tensor:
         size = self._library.superstep_scratch(byref(self._model), ctypes.c_int64(rows), self._team)
@@ -187,6 +194,7 @@ def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: Laid) 
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     return (
         shape.moe is None
+        and type(modules[0]) is Embedding
         and all(type(block) is BlockModule for block in modules[1:-1])
         and all(isinstance(linears.product(layer), Panels) for layer in layers)
     )

@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,20 @@ from superstep.serve.request import Sampling, Told
 
 _MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
 """The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
+
+
+class Totals(NamedTuple):
+    """What a row of logits says of its distribution.
+
+    Attributes:
+        largest: logit.
+        log_total: the logarithm of the sum of exp(logit - largest).
+        likeliest: the token of the largest logit, the first of equals.
+    """
+
+    largest: float
+    log_total: float
+    likeliest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +70,20 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-def draw(logits_V: Tensor, totals: tuple[float, float], sampling: Sampling, seen: Seen, position: int) -> Told:
+def draw(logits_V: Tensor, totals: Totals, sampling: Sampling, seen: Seen, position: int) -> Told:
     """One token, and what is to be told of it.
 
     Args:
         logits_V: the model's, fp32.
-        totals: of the model's own distribution: the largest logit, and the logarithm of the sum of
-            exp(logit - largest).
+        totals: of the model's own distribution.
         sampling: how to draw.
         seen: what was drawn before.
         position: of the token.
     """
     top = likeliest(logits_V, totals, sampling.top_logprobs)
     if sampling.is_plain and seen.allowed is None and sampling.is_greedy:
-        token = int(logits_V.argmax())
-        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top)
+        token = totals.likeliest
+        return Told(token=token, logprob=_logprob(totals.largest, totals), kept=1, top=top)
     scores_V = changed(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
@@ -86,13 +100,16 @@ def draw(logits_V: Tensor, totals: tuple[float, float], sampling: Sampling, seen
     )
 
 
-def logprob(logits_V: Tensor, totals: tuple[float, float], token: int) -> float:
+def logprob(logits_V: Tensor, totals: Totals, token: int) -> float:
     """A token's log-probability, rounded as the trainer's loss is."""
-    largest, log_total = map(np.float32, totals)
-    return -float(log_total + largest - np.float32(logits_V[token].item()))
+    return _logprob(logits_V[token].item(), totals)
 
 
-def likeliest(logits_V: Tensor, totals: tuple[float, float], count: int) -> tuple[tuple[int, float], ...]:
+def _logprob(logit: float, totals: Totals) -> float:
+    return -float(np.float32(totals.log_total) + np.float32(totals.largest) - np.float32(logit))
+
+
+def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, float], ...]:
     """The ``count`` likeliest tokens and their log-probabilities."""
     if count == 0:
         return ()
@@ -133,8 +150,8 @@ def truncated(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     return kept[stays], scores[stays]
 
 
-def totals_of(logits_RV: Tensor) -> list[tuple[float, float]]:
-    """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), in fast mode."""
-    largest_R = logits_RV.amax(-1)
+def totals_of(logits_RV: Tensor) -> list[Totals]:
+    """What each row says of its distribution, in fast mode."""
+    largest_R, likeliest_R = logits_RV.max(-1)
     log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
-    return list(zip(largest_R.tolist(), log_total_R.tolist(), strict=True))
+    return [Totals(*each) for each in zip(largest_R.tolist(), log_total_R.tolist(), likeliest_R.tolist(), strict=True)]

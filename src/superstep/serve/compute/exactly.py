@@ -56,12 +56,16 @@ class ExactProducts:
     Args:
         library: the compiled decoder.
         served: the model, on one rank.
+
+    Attributes:
+        changes: how often weights came or went.
     """
 
     def __init__(self, library: ctypes.CDLL, served: Served) -> None:
         self._library = library
         self._rows = _rows(served)
-        self.products: list[Product | None] = []
+        self.changes = 0
+        self._products: list[Product | None] = []
         self.beside(lambda param: param)()
 
     @torch.no_grad()
@@ -70,17 +74,19 @@ class ExactProducts:
         made = [self._made(layers, cells, value_of) for layers, cells in self._rows]
 
         def place() -> None:
-            self.products = made
+            self.changes += 1
+            self._products = made
 
         return place
 
     def drop(self) -> None:
         """Give the memory of what was laid out back."""
-        self.products = [None] * len(self._rows)
+        self.changes += 1
+        self._products = [None] * len(self._rows)
 
     def product(self, layer: nn.Module) -> Product | None:
         """What computes a layer, together with those of the same input."""
-        found = zip(self._rows, self.products, strict=True)
+        found = zip(self._rows, self._products, strict=True)
         return next((product for (layers, _), product in found if layer in layers), None)
 
     def _made(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:

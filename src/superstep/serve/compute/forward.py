@@ -18,6 +18,7 @@ from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.adapters import Adapters
+from superstep.serve.compute.draw import Totals, totals_of
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Part, Rows, positions
 
@@ -60,6 +61,10 @@ class Forward:
         if not rows.wanted:  # a prompt in chunks, alone: products of no rows are not every operation's
             return torch.empty(0, self._vocab, device=device)
         return self._logits(h_1TD[:, torch.tensor(rows.wanted, dtype=torch.long, device=device)])
+
+    def totals(self, logits_RV: Tensor) -> list[Totals]:
+        """What each of these rows says of its distribution, in fast mode."""
+        return totals_of(logits_RV)
 
     def _logits(self, h_1RD: Tensor) -> Tensor:
         out_1RX = self._served.head(h_1RD)

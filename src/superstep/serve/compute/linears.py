@@ -67,9 +67,13 @@ class Linears:
         modules: whose plain linears change; one with a forward, hooks or options of its own stays as it is.
         pack: lays out the weights.
         pack_head: the same for the product that gives the logits.
+
+    Attributes:
+        changes: how often weights came or went.
     """
 
     def __init__(self, modules: Iterable[nn.Module], pack: Pack, pack_head: Pack | None = None) -> None:
+        self.changes = 0
         self._rows: list[_Row] = []
         for layers, is_head in [row for module in modules for row in rows_of(module, is_plain_linear)]:
             row = _Row(layers, (pack_head or pack) if is_head else pack, _Shared([x.out_features for x in layers]))
@@ -83,17 +87,13 @@ class Linears:
         """How many layers changed."""
         return sum(len(row.layers) for row in self._rows)
 
-    @property
-    def products(self) -> list[Product | None]:
-        """All products, as they were laid out last."""
-        return [row.product.held for row in self._rows]
-
     def product(self, layer: nn.Module) -> Product | None:
         """What computes a layer, together with those of the same input; None where it was left alone."""
         return next((row.product.held for row in self._rows if layer in row.layers), None)
 
     def lay_out(self) -> None:
         """Lay the weights out again, after new ones have been copied into the layers."""
+        self.changes += 1
         for row in self._rows:
             row.lay_out()
 
@@ -102,6 +102,7 @@ class Linears:
         made = [(row.product, row.made(value_of)) for row in self._rows]
 
         def place() -> None:
+            self.changes += 1
             for shared, product in made:
                 assert product is not None, "what was laid out once can be again"
                 shared.use(product)
@@ -110,6 +111,7 @@ class Linears:
 
     def drop(self) -> None:
         """Give the memory of what was laid out back. Nothing is to be computed until there is something new."""
+        self.changes += 1
         for row in self._rows:
             row.product.drop()
 

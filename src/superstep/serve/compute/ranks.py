@@ -21,7 +21,7 @@ from superstep.runtime.exact.loss import totals_
 from superstep.runtime.mesh import Group
 from superstep.serve.compute import adapter_orders
 from superstep.serve.compute.adapters import Adapters
-from superstep.serve.compute.draw import totals_of
+from superstep.serve.compute.draw import Totals
 from superstep.serve.compute.party import (
     Forget,
     Order,
@@ -58,6 +58,9 @@ class Compute(Protocol):
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32 and the same on every rank: [R, V]."""
+
+    def totals(self, logits_RV: Tensor) -> list[Totals]:
+        """What each of these rows says of its distribution, in fast mode."""
 
 
 class Ranks:
@@ -107,13 +110,14 @@ class Ranks:
         self._begin(replace(rows, is_draft=True))
         return self._small(rows)
 
-    def totals(self, logits_RV: Tensor) -> list[tuple[float, float]]:
-        """For each row the largest logit, and the logarithm of the sum of exp(logit - largest), as in training."""
+    def totals(self, logits_RV: Tensor) -> list[Totals]:
+        """What each row says of its distribution; in exact mode with the bits of training."""
         if self._cells is None:
-            return totals_of(logits_RV)
+            return self._forward.totals(logits_RV)
         cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
         _, total_R1, top_R1 = totals_(logits_RV.clone(), cut)
-        return list(zip(top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), strict=True))
+        found = top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), logits_RV.argmax(-1).tolist()
+        return [Totals(*each) for each in zip(*found, strict=True)]
 
     def load_adapter(self, number: int, folder: Path) -> str:
         """Hold an adapter under a number, on every rank or on none; its version.

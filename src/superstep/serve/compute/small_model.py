@@ -14,13 +14,14 @@ neither takes the likeliest token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.draw import Seen, draw
+from superstep.serve.compute.draw import Seen, Totals, draw
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.matcher import Matcher
@@ -61,12 +62,14 @@ class _Run:
                 allowed = self.form.allowed()
             except ConfigError:
                 self.form = None
-        if not bool(logits_V.max().isfinite()):
+        largest, likeliest = (each.item() for each in logits_V.max(0))
+        if not math.isfinite(largest):
             self.form = None
             return 0  # it costs a row, as any bad guess
         seen = Seen(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
-        return draw(logits_V, (0.0, 0.0), sampling, seen, self.live.known + len(self.guesses)).token
+        totals = Totals(largest, 0.0, int(likeliest))  # nobody asks for its log-probabilities
+        return draw(logits_V, totals, sampling, seen, self.live.known + len(self.guesses)).token
 
 
 class SmallModel:

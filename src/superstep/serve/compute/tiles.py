@@ -16,7 +16,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from superstep.serve.compute.kernels.calls import Keys, Places, Queries, Store, pointer
+from superstep.serve.compute.kernels.calls import Keys, Places, Queries, Store, address, held, pointer
 from superstep.serve.compute.rows import Part
 
 GROUP = 16
@@ -70,16 +70,15 @@ class Placed:
     """
 
     def __init__(self, parts: Sequence[Part], page_tokens: int, window: int | None) -> None:
-        told: list[tuple[int, ...]] = []
+        told: list[int] = []
         pages: list[int] = []
         row = 0
         for part in parts:
-            told.append((row, part.first, part.count, len(pages)))
+            told += (row, part.first, part.count, len(pages))
             pages += part.pages
             row += part.count
-        self._parts = torch.tensor(told, dtype=torch.int64)
-        self._pages = torch.tensor(pages, dtype=torch.int32)
-        self.places = Places(pointer(self._parts), len(told), pointer(self._pages), page_tokens, window or 0)
+        self._parts, self._pages = held(told, "q"), held(pages, "i")
+        self.places = Places(address(self._parts), len(parts), address(self._pages), page_tokens, window or 0)
 
 
 class TiledAttention:

@@ -9,7 +9,17 @@ from superstep.runtime import native
 from superstep.runtime.native import Built, processor_features
 
 SOURCES = Path(__file__).parent
-NAMES = ("decoder.cpp", "attention.h", "exact.h", "low_rank.h", "product.h", "short.h", "tile.h", "weight.h")
+NAMES = (
+    "decoder.cpp",
+    "attention.h",
+    "exact.h",
+    "low_rank.h",
+    "product.h",
+    "short.h",
+    "tile.h",
+    "totals.h",
+    "weight.h",
+)
 """What is compiled, and what it includes."""
 
 FLAGS = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from typing import ClassVar
 
@@ -57,6 +59,7 @@ class Model(ctypes.Structure):
     """A dense decoder behind its embedding."""
 
     _fields_: ClassVar[Fields] = [
+        ("embedding", c_void_p),
         ("blocks", POINTER(Block)),
         ("layers", c_int64),
         ("width", c_int64),
@@ -124,7 +127,7 @@ class Step(ctypes.Structure):
 
     _fields_: ClassVar[Fields] = [
         ("rows", c_int64),
-        ("h", c_void_p),
+        ("tokens", c_void_p),
         ("cosine", c_void_p),
         ("sine", c_void_p),
         ("places", Places),
@@ -134,6 +137,16 @@ class Step(ctypes.Structure):
         ("scratch", c_void_p),
         ("adapted", Adapted),
     ]
+
+
+def held(numbers: Sequence[int], kind: str) -> array[int]:
+    """Numbers in memory, of a kind as ``array`` calls them: q is int64, i is int32."""
+    return array(kind, numbers)
+
+
+def address(of: array[int]) -> int:
+    """Where they begin. Who calls keeps them alive."""
+    return of.buffer_info()[0]
 
 
 def pointer(tensor: Tensor | None) -> int | None:

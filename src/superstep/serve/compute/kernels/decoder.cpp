@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "low_rank.h"
 #include "product.h"
+#include "totals.h"
 
 using namespace superstep;
 
@@ -86,6 +87,7 @@ struct Block {
 };
 
 struct Model {
+  const bf16* embedding;  // [V, D]
   const Block* blocks;
   int64_t layers, width, heads, kv_heads, head_dim, inner;
   double eps;
@@ -106,8 +108,8 @@ struct Keys {
 
 struct Step {
   int64_t rows;
-  bf16* h;             // [T, D]: the embedded tokens, and what the layers make of them
-  const bf16* cosine;  // [T, H]
+  const int64_t* tokens;
+  const bf16* cosine;  // of each place in a text: [.., H]
   const bf16* sine;
   Places places;
   const int64_t* wanted;  // rows whose logits are asked for, ascending
@@ -119,7 +121,7 @@ struct Step {
 
 // What lies between two phases.
 struct Scratch {
-  bf16 *x, *qkv, *mixed, *both, *inner;
+  bf16 *h, *x, *qkv, *mixed, *both, *inner;  // h is the residual stream
   bf16 *wanted_h, *wanted_q;
   uint8_t* codes;
   float* scale;
@@ -132,6 +134,7 @@ struct Scratch {
       bytes += (size + 63) / 64 * 64;
       return mine;
     };
+    h = reinterpret_cast<bf16*>(take(2 * rows * m.width));
     x = reinterpret_cast<bf16*>(take(2 * rows * m.width));
     qkv = reinterpret_cast<bf16*>(take(2 * rows * m.qkv()));
     mixed = reinterpret_cast<bf16*>(take(2 * rows * m.mixed()));
@@ -150,9 +153,13 @@ class Forward {
  public:
   Forward(const Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
       : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, team.size, step.scratch),
-        rows_(step.rows), h_(step.h), places_(step.places) {}
+        rows_(step.rows), h_(at_.h), places_(step.places) {}
 
   void run() {
+    const int64_t width = model_.width;
+    for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t)
+      std::memcpy(h_ + t * width, model_.embedding + step_.tokens[t] * width, 2 * width);
+    team_.wait();
     for (int64_t layer = 0; layer < model_.layers; ++layer) {
       const Block& block = model_.blocks[layer];
       const Store store{keys_.keys + layer * keys_.layer_size, keys_.values + layer * keys_.layer_size, model_.kv_heads,
@@ -286,14 +293,14 @@ class Forward {
     int64_t p = 0;
     for (int64_t at = team_.begin(step_.rows * all); at < team_.end(step_.rows * all); ++at) {
       const int64_t t = at / all, n = at % all;
+      while (t >= step_.places.parts[p].row + step_.places.parts[p].count) ++p;
+      const Part& part = step_.places.parts[p];
+      const int64_t place = part.first + t - part.row;
       bf16* x = at_.qkv + t * model_.qkv() + n * width;
       const bf16* of_head = n < heads ? block.q_norm : block.k_norm;
       if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps), model_.functions.roots);
-      turn(x, step_.cosine + t * width, step_.sine + t * width, width);
-      if (n < heads) continue;
-      while (t >= step_.places.parts[p].row + step_.places.parts[p].count) ++p;
-      const Part& part = step_.places.parts[p];
-      store.write(step_.places.slot(part, part.first + t - part.row), n - heads, x, x + kv_heads * width);
+      turn(x, step_.cosine + place * width, step_.sine + place * width, width);
+      if (n >= heads) store.write(step_.places.slot(part, place), n - heads, x, x + kv_heads * width);
     }
     team_.wait();
   }
@@ -324,6 +331,26 @@ int64_t superstep_scratch(const Model* model, int64_t rows, int64_t threads) {
 void superstep_forward(const Model* model, const Keys* keys, const Step* step, int64_t threads) {
   const std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[model->layers]());
   with_team(threads, [&](const Team& team) { Forward(team, *model, *keys, *step, next.get()).run(); });
+}
+
+// Of each row of logits [R, V] the largest, its place, and the logarithm of the sum of exp(logit - largest).
+void superstep_totals(const float* logits, int64_t rows, int64_t vocab, int64_t stride, float* largest, float* log_total,
+                      int64_t* likeliest, int64_t threads) {
+  constexpr int64_t parts = 8;  // of every row, so that its sum does not depend on who else is asking
+  std::vector<Total> found(rows * parts);
+  with_team(threads, [&](const Team& team) {
+    for (int64_t at = team.begin(rows * parts); at < team.end(rows * parts); ++at) {
+      const int64_t row = at / parts, part = at % parts;
+      found[at] = total_of(logits + row * stride, vocab * part / parts, vocab * (part + 1) / parts);
+    }
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Total total = found[row * parts];
+    for (int64_t part = 1; part < parts; ++part) total = total.with(found[row * parts + part]);
+    largest[row] = total.largest;
+    log_total[row] = std::log(total.sum);
+    likeliest[row] = total.place;
+  }
 }
 
 // x [T, I] bf16 times a weight: [T, O] bf16. Codes [T, I] and scales [T] are scratch of weights of 8 bits, and a panel for
