@@ -1,7 +1,7 @@
 """calibrate: what engine steps take on this machine, by running some of every kind on the real engine.
 
-Three models of random weights: two of one depth, of which one is half as wide, and one that is less deep, so that what
-a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of 1 to 64 requests, with
+Three models of random weights: two of one depth, of which one is half as wide, and one of one width with the wider of
+these that is less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of 1 to 64 requests, with
 short texts and long ones; ``cost.serve`` fits its kinds of work to the steps.
 The ranks are launched as a server's are, with its threads and its memory.
 """
@@ -34,7 +34,7 @@ from superstep.serve.load import ServeConfig, give_back, load_rank, open_engine,
 from superstep.serve.replay import Entry, Recorder, Setting, samples
 from superstep.serve.request import Request, Sampling
 
-WIDTH, LAYERS, VOCAB = 768, 6, 16_384
+WIDTH, LAYERS, VOCAB = 768, 6, 32_768
 """The most that a model of random weights has: its weights must not stay in a cache where the real one's do not."""
 USUAL = replace(SHAPES["llama3.2-1b"], vocab=32_000, heads=12, kv_heads=4, width=768, ffn=2048, layers=12)
 """The proportions that are measured where nobody names a model."""
@@ -116,10 +116,10 @@ def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
 
     The largest comes last, when what torch takes of memory once and for all is taken.
     """
-    narrow = shape.width // 2
+    narrow = min(shape.width, WIDTH) // 2
     return (
-        _scaled(shape, min(narrow, WIDTH // 2), max(1, min(LAYERS, shape.layers) // 3), VOCAB // 4, tp),
-        _scaled(shape, min(narrow, WIDTH // 2), LAYERS, VOCAB // 2, tp),
+        _scaled(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
+        _scaled(shape, narrow, LAYERS, VOCAB, tp),
         _scaled(shape, WIDTH, LAYERS, VOCAB, tp),
     )
 
