@@ -23,9 +23,9 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Microbatch
 from superstep.runtime.launch import World, gather, launch
 from superstep.runtime.mesh import Mesh, build_mesh
+from superstep.runtime.microbatch import Microbatch
 from superstep.train.batches import microbatches, rows
 
 AXES = {

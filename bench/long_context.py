@@ -34,8 +34,8 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.microbatch import Microbatch
 from superstep.train.batches import microbatches
 
 TIMEOUT = timedelta(minutes=3)

@@ -21,6 +21,7 @@ from superstep.cost.program.memory import rank_bytes, unit_bytes
 from superstep.model.axes import units
 from superstep.model.exchange import Local, Now
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.objective import Aim
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
@@ -210,7 +211,7 @@ def built(run, unit, *, group=None, is_selective=False):
     def forward():
         y = compute(x, None)
         exchange.told()  # lets go of the counts, which stay until they are asked for
-        return loss(y, targets, 0.5) if unit == last else y
+        return loss(y, Aim(targets), 0.5) if unit == last else y
 
     own = {t.untyped_storage().data_ptr() for b in made for t in (b.full, b.gradient)}
     own.add(targets.untyped_storage().data_ptr())

@@ -21,7 +21,8 @@ Dims: B the rows asked for, S sequence_tokens, N any number of sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -41,19 +42,26 @@ class Batch:
     Attributes:
         tokens_BS: int64 ids.
         targets_BS: int64, the id that follows each token; IGNORE where there is no loss.
-        valid_tokens: targets with a loss in the *whole* global batch, whatever rows these are: its divisor.
+        valid_tokens: targets with a loss in the *whole* global batch, whatever rows these are.
         starts_BS: int64, where in its row each token's document starts; None where attention goes across documents.
+        streams: by name, what the loss reads of each target beside the model's word for it: fp32 [B, S], where [b, s]
+            is of ``targets_BS[b, s]``. ``weights`` are factors of a target's loss, of any sign.
+        divisor: of the loss of the *whole* global batch, whatever rows these are; None means ``valid_tokens``.
     """
 
     tokens_BS: Tensor  # noqa: N815 - the suffix names the dims
     targets_BS: Tensor  # noqa: N815
     valid_tokens: int
     starts_BS: Tensor | None = None  # noqa: N815
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    divisor: float | None = None
 
     def rows(self, chosen: slice) -> Batch:
         """Some rows of these."""
         starts_BS = None if self.starts_BS is None else self.starts_BS[chosen]
-        return Batch(self.tokens_BS[chosen], self.targets_BS[chosen], self.valid_tokens, starts_BS)
+        streams = {name: stream[chosen] for name, stream in self.streams.items()}
+        tokens_BS, targets_BS = self.tokens_BS[chosen], self.targets_BS[chosen]
+        return Batch(tokens_BS, targets_BS, self.valid_tokens, starts_BS, streams, self.divisor)
 
 
 class Source(Protocol):

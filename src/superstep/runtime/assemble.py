@@ -27,14 +27,13 @@ from superstep.runtime.modules import Compute, Loss, build_loss, build_module, f
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]
 
 
-def assemble(  # noqa: PLR0913
+def assemble(
     run: Resolved,
     specs: Sequence[UnitSpec],
     mesh: Mesh,
     buffers: Buffers,
     exchange: Exchange,
     begin: Callable[[int], None],
-    tell: Callable[[torch.Tensor], None],
     example: torch.Tensor | None,
 ) -> Machine:
     """What one rank runs.
@@ -46,7 +45,6 @@ def assemble(  # noqa: PLR0913
         buffers: of every unit whose parameters this rank holds.
         exchange: of mixtures of experts.
         begin: told the number of a microbatch before any computation with it.
-        tell: in exact mode, given the loss of each token, a microbatch at a time.
         example: one row of input, where it is no row of tokens.
     """
     plan, numerics = run.plan, run.config.numerics
@@ -81,7 +79,7 @@ def assemble(  # noqa: PLR0913
         parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
         sums=sums,
         selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
-        loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact, tell),
+        loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
         loss_dtype=torch.float32 if exact is None else torch.float64,
         boundaries=_boundaries(run, specs, compute_dtype, example),
         begin=begin,
@@ -147,11 +145,10 @@ def _loss(
     head: torch.nn.Module | None,
     spec: UnitSpec,
     exact: Exact | None,
-    tell: Callable[[torch.Tensor], None],
 ) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact, run.shape.vocab, tell)
+        return build_exact_loss(head, spec, exact, run.shape.vocab)
     is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)

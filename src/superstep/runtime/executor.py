@@ -49,8 +49,10 @@ from superstep.runtime.collectives import (
     together,
 )
 from superstep.runtime.mesh import Mesh
+from superstep.runtime.microbatch import Microbatch
 from superstep.runtime.modules import Compute, Loss
 from superstep.runtime.recorder import Recorder
+from superstep.runtime.watch import Watch
 
 Key = tuple[int, int]
 
@@ -86,21 +88,6 @@ class Machine:
     begin: Callable[[int], None]
     excess: Excess
     sight: Callable[[Tensor | None], Sight]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class
-    numbers [microbatch].
-
-    Attributes:
-        starts: with a document mask: where in its row each token's document starts, of the whole sequences and on the
-            host, whichever tokens this rank holds: int64 [microbatch, cp · S].
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    starts: Tensor | None = None
 
 
 @dataclass
@@ -142,18 +129,20 @@ class Executor:
         microbatches: Sequence[Microbatch],
         *,
         scale: float,
+        watch: Watch,
         record: Recorder | None = None,
     ) -> None:
-        """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's valid tokens, and zero
-        where the rank has no head.
+        """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's tokens, and zero where the
+        rank has no head.
 
         Args:
             program: what to run.
             microbatches: of this data-parallel rank.
-            scale: what the loss's gradient is multiplied with: one over the valid tokens of the whole step.
+            scale: what the loss's gradient is multiplied with: one over the divisor of the whole step.
+            watch: what the loss is, and what sees the tokens.
             record: what notes when each instruction ran, if anything.
         """
-        self._microbatches, self._scale = microbatches, scale
+        self._microbatches, self._scale, self._watch = microbatches, scale, watch
         self._sights = [self._machine.sight(microbatch.starts) for microbatch in microbatches]
         self.loss = torch.zeros_like(self.loss)
         self._flight = _Flight()
@@ -260,7 +249,9 @@ class Executor:
         # A tensor of its own, because what is computed from it may be asked for its gradient.
         return self._microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
 
-    def _compute(self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool) -> Tensor:
+    def _compute(
+        self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool, is_again: bool = False
+    ) -> Tensor:
         self._machine.begin(m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
@@ -269,12 +260,12 @@ class Executor:
                 x.requires_grad_()
             y = module(x, self._sights[m])
             if unit == self._last_unit:
-                y = self._machine.loss(y, self._microbatches[m].targets, self._scale)
+                y = self._machine.loss(y, self._watch.aim(m, is_seen=not is_again), self._scale)
         return y
 
     def _recompute(self, unit: int, m: int) -> None:
         x, _ = self._flight.kept[unit, m]
-        y = self._compute(unit, m, x, keeps_graph=True, is_selective=False)
+        y = self._compute(unit, m, x, keeps_graph=True, is_selective=False, is_again=True)
         self._flight.kept[unit, m] = (x, get_gradient_edge(y))
 
     def _backward(self, unit: int, m: int) -> None:

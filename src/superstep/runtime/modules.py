@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,7 +21,8 @@ from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.loss import IGNORE, cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.objective import Aim, objective_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.attention import Sight
@@ -31,7 +33,7 @@ from superstep.runtime.parallel.sequence_split import part
 from superstep.runtime.parallel.tensor import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
 
 Compute = Callable[[Tensor, Sight], Tensor]
-Loss = Callable[[Tensor, Tensor, float], Tensor]
+Loss = Callable[[Tensor, Aim, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -127,7 +129,7 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
 def build_loss(
     head: nn.Module, tp: Group | None, *, is_straight: bool, vocab: int, given: UnitLoss | None = None
 ) -> Loss:
-    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets.
+    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens.
 
     Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
     ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the program allows
@@ -144,36 +146,46 @@ def build_loss(
         return partial(_given_loss, given)
     if tp is not None:
 
-        def vocabulary_parallel(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-            return _scaled(vocabulary_cross_entropy_sum(logits, targets, tp, vocab), scale)
+        def vocabulary_parallel(logits: Tensor, aim: Aim, scale: float) -> Tensor:
+            return _scaled(vocabulary_cross_entropy_sum(logits, aim.targets, tp, vocab, aim.token_terms), scale)
 
         return vocabulary_parallel
     if not isinstance(head, Head):
 
-        def plain(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-            return _scaled(cross_entropy_sum(logits, targets), scale)
+        def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
+            return _scaled(_whole_loss(logits, aim), scale)
 
         return plain
     linear = head.lm_head
     linear.forward = _same  # type: ignore[method-assign,assignment]
 
-    def fused(h: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def fused(h: Tensor, aim: Aim, scale: float) -> Tensor:
         # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
-        return linear_cross_entropy_sum(h, linear.weight, targets, scale=scale, weight_grad_into=into)
+        return linear_cross_entropy_sum(
+            h, linear.weight, aim.targets, scale=scale, weight_grad_into=into, terms=aim.token_terms
+        )
 
     return fused
 
 
-def _given_loss(of: UnitLoss, out: Tensor, targets: Tensor, scale: float) -> Tensor:
-    return _scaled(of(out, targets).float(), scale)
+def _whole_loss(logits: Tensor, aim: Aim) -> Tensor:
+    """The loss of whole rows of logits."""
+    if aim.is_plain:
+        return cross_entropy_sum(logits, aim.targets)
+    logits_TV, targets_T = logits.flatten(0, -2).float(), aim.targets.flatten()
+    return objective_sum(-F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none"), aim)
+
+
+def _given_loss(of: UnitLoss, out: Tensor, aim: Aim, scale: float) -> Tensor:
+    return _scaled(of(out, aim.targets).float(), scale)
 
 
 def on_part(loss: Loss, tp: Group) -> Loss:
     """The loss of this rank's part of the sequence, where the stream is split and the head is whole."""
 
-    def compute(out: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return loss(out, part(targets, tp), scale)
+    def compute(out: Tensor, aim: Aim, scale: float) -> Tensor:
+        return loss(out, aim.cut(lambda whole: part(whole, tp)), scale)
 
     return compute
 

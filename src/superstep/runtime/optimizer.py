@@ -70,9 +70,14 @@ class AdamW:
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
-    def sums(self, loss: Tensor, excess: Excess, *, is_stop_asked: bool = False) -> tuple[float, float, bool]:
-        """The squared gradient norm and the loss, each summed over all ranks, and whether any rank is asked to stop: in
-        the one collective that a step needs anyhow, so that all ranks stop after the same step.
+    def sums(self, told: Tensor, excess: Excess, *, is_stop_asked: bool = False) -> tuple[float, list[float], bool]:
+        """The squared gradient norm and the numbers ``told``, each summed over all ranks, and whether any rank is asked
+        to stop: in the one collective that a step needs anyhow, so that all ranks stop after the same step.
+
+        Args:
+            told: fp64, the step's loss first.
+            excess: what exact sums had no room for on this rank.
+            is_stop_asked: whether this rank is asked to.
 
         Raises:
             OutOfRange: on every rank, where one has noted an ``excess``, or a sum itself is one.
@@ -81,21 +86,22 @@ class AdamW:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(5, dtype=torch.int64, device=loss.device)
+            squares = torch.zeros(5, dtype=torch.int64, device=told.device)
             squares[3], squares[4] = bool(excess.found), is_stop_asked
             for part in parts:
                 squares[:3] += square_sum(part)
             summed = sum_over(squares, self._world)
             if int(summed[3]):
                 raise OutOfRange(next(found for found in gather(excess.found) if found))
-            loss_sum = require_exact_loss(float(sum_over(loss.double(), self._world)))
-            return from_square_sum(summed[:3]), loss_sum, bool(summed[4])
-        square = torch.zeros((), dtype=torch.float64, device=loss.device)
+            everything: list[float] = sum_over(told, self._world).tolist()
+            require_exact_loss(everything[0])
+            return from_square_sum(summed[:3]), everything, bool(summed[4])
+        square = torch.zeros((), dtype=torch.float64, device=told.device)
         for part in parts:
             square += _square(part)
-        all_three = torch.stack((square, loss.double(), square.new_tensor(float(is_stop_asked))))
-        total = sum_over(all_three, self._world).tolist()
-        return total[0], total[1], total[2] > 0
+        both = torch.stack((square, square.new_tensor(float(is_stop_asked))))
+        total: list[float] = sum_over(torch.cat((both, told)), self._world).tolist()
+        return total[0], total[2:], total[1] > 0
 
     def step(self, lr: float, norm: float) -> None:
         """Update the master weights.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from superstep.data.stream import Stream
+from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, SplitName
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Plan
 from superstep.plan.split.sequence import positions
-from superstep.runtime.executor import Microbatch
 from superstep.runtime.mesh import Mesh
+from superstep.runtime.microbatch import Microbatch
 
 
 def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> Stream:
@@ -33,17 +35,37 @@ def rows(plan: Plan, mesh: Mesh) -> slice:
 
 
 def microbatches(
-    tokens_BS: Tensor, targets_BS: Tensor, plan: Plan, mesh: Mesh, starts_BS: Tensor | None = None
+    tokens_BS: Tensor,
+    targets_BS: Tensor,
+    plan: Plan,
+    mesh: Mesh,
+    starts_BS: Tensor | None = None,
+    streams: Mapping[str, Tensor] | None = None,
 ) -> list[Microbatch]:
-    """This rank's tokens of its rows, cut into microbatches on its device.
+    """This rank's tokens of its rows, cut into microbatches on its device, and its streams likewise.
 
     Each has ``starts_BS`` of its rows whole, on the host, whichever tokens the rank holds.
     """
     device = mesh.device.torch
+    names = tuple(streams or {})
+    of_tokens = [tokens_BS, targets_BS, *(streams or {}).values()]
     if mesh.shape.cp > 1:
         held = list(positions(tokens_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
-        tokens_BS, targets_BS = tokens_BS[:, held], targets_BS[:, held]
+        of_tokens = [x[:, held] for x in of_tokens]
     count = len(tokens_BS) // plan.microbatch
     starts = [None] * count if starts_BS is None else starts_BS.split(plan.microbatch)
-    parts = zip(tokens_BS.split(plan.microbatch), targets_BS.split(plan.microbatch), starts, strict=True)
-    return [Microbatch(tokens=x.to(device), targets=y.to(device), starts=at) for x, y, at in parts]
+    parts = zip(starts, *(x.split(plan.microbatch) for x in of_tokens), strict=True)
+    return [
+        Microbatch(
+            tokens=x.to(device),
+            targets=y.to(device),
+            starts=at,
+            streams={name: stream.to(device) for name, stream in zip(names, rest, strict=True)},
+        )
+        for at, x, y, *rest in parts
+    ]
+
+
+def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
+    """The same of a batch with the rows of this rank's data-parallel place."""
+    return microbatches(batch.tokens_BS, batch.targets_BS, plan, mesh, batch.starts_BS, batch.streams)

@@ -34,7 +34,7 @@ from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.together import together
-from superstep.train.batches import microbatches, rows, stream_of
+from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.model import units_of
 from superstep.train.publish import publish
@@ -169,8 +169,9 @@ class Session:
         self._record = recorder_for(self._device, is_kept=self._is_saved(step))
         try:
             return self._engine.train_step(
-                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh, batch.starts_BS),
+                microbatches_of(batch, self.run.plan, self._mesh),
                 valid_tokens=batch.valid_tokens,
+                divisor=batch.divisor,
                 lr=lr,
                 record=self._record,
                 stop=self._stop,
@@ -221,12 +222,10 @@ class Session:
         """Nats per valid token over the first batches of the held-out text."""
         size = self.run.config.train.batch_sequences
         count = max(1, min(self.run.config.train.eval_batches, self._validation.sequences // size))
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         for number in range(count):
             batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
-            loss, valid = self._engine.evaluate(
-                microbatches(batch.tokens_BS, batch.targets_BS, self.run.plan, self._mesh, batch.starts_BS)
-            )
+            loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
             total, tokens = total + loss, tokens + valid
         self._memory_bytes = max(gather(self._device.memory_bytes()))
         return total / tokens

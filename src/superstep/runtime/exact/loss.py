@@ -6,7 +6,6 @@ S  positions      W  this rank's columns of the vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,26 +16,16 @@ from torch import Tensor
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
+from superstep.numerics.objective import Aim
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact.linear import Cut, add_weight_gradient
 
-Tell = Callable[[Tensor], None]
 
-
-def exact_loss(  # noqa: PLR0913
-    h_BSD: Tensor,
-    weight_WD: Tensor,
-    targets_BS: Tensor,
-    scale: float,
-    sink: Sink,
-    cut: Cut,
-    vocab: int,
-    tell: Tell = lambda losses: None,
-) -> Tensor:
-    """Nats summed over the valid targets, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``.
-    Columns beyond ``vocab`` have no probability. ``tell`` is given each token's loss, fp32: [B, S].
+def exact_loss(h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: Sink, cut: Cut, vocab: int) -> Tensor:
+    """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``.
+    Columns beyond ``vocab`` have no probability.
     """
-    out: Tensor = _Loss.apply(h_BSD, weight_WD, targets_BS, scale, sink, cut, vocab, tell)  # type: ignore[no-untyped-call]
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -46,13 +35,13 @@ class _Loss(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         h_BSD: Tensor,
         weight_WD: Tensor,
-        targets_BS: Tensor,
+        aim: Aim,
         scale: float,
         sink: Sink,
         cut: Cut,
         vocab: int,
-        tell: Tell,
     ) -> Tensor:
+        targets_BS = aim.targets
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
         place = 0 if cut.group is None else cut.group.rank()
         scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
@@ -65,14 +54,17 @@ class _Loss(torch.autograd.Function):
         score_BS1 = _over_ranks(own_BS1, cut, dist.ReduceOp.SUM)
         exp_BSW, total_BS1, top_BS1 = totals_(scores_BSW, cut)
         is_valid_BS1 = (targets_BS != IGNORE).unsqueeze(-1)
+        losses_BS1 = (total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0)
+        factor_BS1 = is_valid_BS1
+        if not aim.is_plain:
+            loss_T, slope_T = aim.terms(losses_BS1.flatten().neg_())
+            losses_BS1, factor_BS1 = loss_T.view_as(losses_BS1), slope_T.neg().view_as(losses_BS1)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            # A row's gradient is softmax - onehot.
+            # A row's gradient is softmax - onehot, times minus the derivative.
             grad_BSW = exp_BSW.div_(total_BS1)
             grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
-            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * is_valid_BS1).to(h_BSD.dtype))
+            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * factor_BS1).to(h_BSD.dtype))
             ctx.sink, ctx.cut = sink, cut
-        losses_BS1 = (total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0)
-        tell(losses_BS1.squeeze(-1))
         return exact_loss_sum(losses_BS1)
 
     @staticmethod
@@ -82,7 +74,7 @@ class _Loss(torch.autograd.Function):
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
-        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None, None
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
 
 
 def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ from superstep.model.norm import RMSNorm
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
+from superstep.numerics.objective import Aim
 from superstep.numerics.self_check import first_difference
 from superstep.plan.exact_pieces import Grain
 from superstep.plan.model.shape import ModelShape
@@ -30,7 +31,7 @@ from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
 from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
-from superstep.runtime.exact.loss import Tell, exact_loss
+from superstep.runtime.exact.loss import exact_loss
 from superstep.runtime.mesh import Group
 
 
@@ -141,17 +142,15 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
 
 
 def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int, tell: Tell
-) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The loss of the last unit's output: (output, targets, scale) to the sum over valid targets, fp64. ``tell`` is
-    given each token's.
-    """
+    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
+) -> Callable[[Tensor, Aim, float], Tensor]:
+    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64."""
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
 
-    def loss(h: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return exact_loss(h, weight, targets, scale, sink, cut, vocab, tell)
+    def loss(h: Tensor, aim: Aim, scale: float) -> Tensor:
+        return exact_loss(h, weight, aim, scale, sink, cut, vocab)
 
     return loss
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import IGNORE, own_columns
+from superstep.numerics.loss import IGNORE, TokenTerms, own_columns
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import replace_forward
 from superstep.runtime.collectives import scatter_sequence
@@ -265,7 +265,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits cut over the vocabulary; no rank ever sees a whole row (Shoeybi 2019, sec. 3)."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: Group, vocab: int) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        group: Group,
+        vocab: int,
+        terms: TokenTerms | None,
+    ) -> Tensor:
         scores_NV = logits_NV.float()
         own = own_columns(scores_NV.shape[1], group.rank(), vocab)
         if own < scores_NV.shape[1]:  # padding has no probability and no gradient; what was given stays as it is
@@ -282,22 +289,30 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         sums = torch.stack((exp_NV.sum(1), score_N))
         dist.all_reduce(sums, group=group)
         is_valid_N = targets_N != IGNORE
-        ctx.save_for_backward(exp_NV.div_(sums[0][:, None]), local_N, is_here_N, is_valid_N)
+        loss_N = (sums[0].log() + top_N - sums[1]).masked_fill(~is_valid_N, 0.0)
+        factor_N = is_valid_N
+        if terms is not None:
+            loss_N, slope_N = terms(loss_N.neg(), slice(None))
+            factor_N = slope_N.neg()
+        ctx.save_for_backward(exp_NV.div_(sums[0][:, None]), local_N, is_here_N, factor_N)
         ctx.dtype = logits_NV.dtype
-        return (sums[0].log() + top_N - sums[1]).masked_fill(~is_valid_N, 0.0).sum()
+        return loss_N.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        probability_NV, local_N, is_here_N, is_valid_N = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
+        probability_NV, local_N, is_here_N, factor_N = ctx.saved_tensors
         grad_NV = probability_NV.clone()
         grad_NV.scatter_add_(1, local_N[:, None], -is_here_N.to(grad_NV.dtype)[:, None])
-        grad_NV.mul_((grad * is_valid_N)[:, None])
-        return grad_NV.to(ctx.dtype), None, None, None
+        grad_NV.mul_((grad * factor_N)[:, None])
+        return grad_NV.to(ctx.dtype), None, None, None, None
 
 
-def vocabulary_cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: Group, vocab: int) -> Tensor:
-    """The sum of the cross-entropy over valid targets, fp32; ``logits_BSV: [B, S, P/tp]``, where P is the vocabulary
-    or that padded.
+def vocabulary_cross_entropy_sum(
+    logits_BSV: Tensor, targets_BS: Tensor, group: Group, vocab: int, terms: TokenTerms | None = None
+) -> Tensor:
+    """The sum of the cross-entropy over valid targets, fp32, or of the loss that ``terms`` gives each token;
+    ``logits_BSV: [B, S, P/tp]``, where P is the vocabulary or that padded.
     """
-    loss: Tensor = _VocabularyCrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group, vocab)  # type: ignore[no-untyped-call]
+    logits_NV, targets_N = logits_BSV.flatten(0, 1), targets_BS.flatten()
+    loss: Tensor = _VocabularyCrossEntropy.apply(logits_NV, targets_N, group, vocab, terms)  # type: ignore[no-untyped-call]
     return loss

@@ -23,6 +23,7 @@ from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.objective import Aim
 from superstep.plan.mesh import FAMILIES, Coordinate
 from superstep.plan.resolve import Resolved
 from superstep.runtime.accumulate import input_gradient
@@ -138,7 +139,7 @@ def _machine(
     # What a compiler would make of a unit is not seen: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
     run = replace(run, plan=alone, config=config)
-    machine = assemble(run, specs, mesh, buffers, exchange, lambda m: None, lambda losses: None, None)
+    machine = assemble(run, specs, mesh, buffers, exchange, lambda m: None, None)
     return machine, exchange
 
 
@@ -206,7 +207,7 @@ class _Unit:
         with self._recorder.noting() as noted:
             y = self._compute(x, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
-                y = self._machine.loss(y, self._targets, 1.0)
+                y = self._machine.loss(y, Aim(self._targets), 1.0)
         self._exchange.told()  # lets go of the counts, which stay until they are asked for
         return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y)
 

@@ -24,7 +24,7 @@ from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
-from superstep.train.batches import microbatches, rows
+from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
 from superstep.train.proof.blame import hints
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
@@ -257,8 +257,9 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
 
     bits[step, DATA] = data_bits(mine)
     result = engine.train_step(
-        microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
+        microbatches_of(mine, run.plan, mesh),
         valid_tokens=batch.valid_tokens,
+        divisor=batch.divisor,
         lr=rate(run.config.train, step),
         inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)),
     )

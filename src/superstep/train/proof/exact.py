@@ -25,7 +25,7 @@ from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
-from superstep.train.batches import microbatches, rows
+from superstep.train.batches import microbatches_of, rows
 from superstep.train.schedule import rate
 from superstep.train.session import RankPeers, tensor_shapes
 
@@ -218,8 +218,9 @@ def _train_step(
 ) -> StepResult:
     mine = batch.rows(rows(run.plan, mesh))
     return engine.train_step(
-        microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS),
+        microbatches_of(mine, run.plan, mesh),
         valid_tokens=batch.valid_tokens,
+        divisor=batch.divisor,
         lr=rate(run.config.train, step),
         inspect=inspect,
     )

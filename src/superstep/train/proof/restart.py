@@ -62,8 +62,10 @@ class Again:
 
 def data_bits(batch: Batch) -> str:
     """A hash of what a rank consumes in a step."""
-    digest = hashlib.blake2b(repr(batch.valid_tokens).encode(), digest_size=16)
-    for part in (batch.tokens_BS, batch.targets_BS, batch.starts_BS):
+    numbers = (batch.valid_tokens, batch.divisor, sorted(batch.streams))
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=16)
+    streams = (stream for _, stream in sorted(batch.streams.items()))
+    for part in (batch.tokens_BS, batch.targets_BS, batch.starts_BS, *streams):
         if part is not None:
             digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -32,7 +32,7 @@ from superstep.serve.request import Told as Token
 from superstep.serve.speculate import Asked
 from superstep.state.checkpoint import load
 from superstep.state.piece import STATE
-from superstep.train.batches import microbatches, rows
+from superstep.train.batches import microbatches, microbatches_of, rows
 from superstep.train.session import RankPeers
 
 
@@ -48,8 +48,7 @@ def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Seque
         found = []
         for batch in batches:
             mine = batch.rows(rows(run.plan, mesh))
-            parts = microbatches(mine.tokens_BS, mine.targets_BS, run.plan, mesh, mine.starts_BS)
-            losses = engine.token_losses(parts)
+            losses = [-logprobs for logprobs in engine.own_logprobs(microbatches_of(mine, run.plan, mesh))]
             # Where each of them lies in the batch: numbers, cut as the tokens are.
             places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
             held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]

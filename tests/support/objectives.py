@@ -1,0 +1,144 @@
+"""Losses of post-training on layouts, and the same by autograd on whole logits."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+
+import small
+from superstep.data.stream import Batch
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.exchange import Local, Now
+from superstep.model.unit import initial, parameters
+from superstep.numerics.loss import IGNORE
+from superstep.numerics.objective import CROSS_ENTROPY
+from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
+from superstep.runtime.mesh import build_mesh
+from superstep.train.batches import microbatches_of, rows
+
+TOKENS = 32
+
+
+def config(*, experts=None, exact=False, **plan):
+    """A run whose sequences 4 context-parallel ranks can share; targets are ignored here and there."""
+    plan = {"layers": 2, "microbatch": small.microbatch_for(plan)} | plan
+    found = small.config(packed=False, **plan)
+    if experts is not None:
+        model = replace(found.model, experts=4, router=experts, ffn=24, balance_weight=0.2)
+        found = replace(found, model=model)
+    return replace(
+        found,
+        data=replace(found.data, sequence_tokens=TOKENS),
+        numerics=replace(found.numerics, exact=exact, exact_chunks=8 if exact else None),
+    )
+
+
+def batch(seed=1):
+    """Rows that end at different places, with numbers of both signs for every stream, some weights zero."""
+    (found,) = small.batches(steps=1, packed=False, tokens=TOKENS, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(found.targets_BS.shape, generator=generator)
+
+    # No stream of a token without a target is looked at.
+    nothing = torch.where(found.targets_BS == IGNORE, torch.nan, 0.0)
+    weights = normal() * (torch.rand(found.targets_BS.shape, generator=generator) < 0.8)
+    streams = {
+        "weights": weights,
+        "advantages": normal().round(decimals=1),
+        "old": normal() * 0.3 - 4.2,
+        "sampled": normal() * 0.3 - 4.2,
+        "reference": normal() * 0.3 - 4.2,
+    }
+    streams = {name: stream + nothing for name, stream in streams.items()}
+    divisor = float(weights[found.targets_BS != IGNORE].abs().sum())
+    return replace(found, streams=streams, divisor=divisor)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an engine made of a batch; gradients by name, whole."""
+
+    logprobs: torch.Tensor
+    evaluated: tuple[float, float]
+    loss: float
+    measures: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+
+
+def results(rank, world, runs, found: Batch, objective=CROSS_ENTROPY):
+    """Of each run on these ranks; the gradients are those of the pieces this rank holds."""
+    return [_result(rank, run, found, objective) for run in runs]
+
+
+def _result(rank, run, found, objective):
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
+    try:
+        engine = Engine(run, units(run.shape), mesh)
+        parts = microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh)
+        logprobs = engine.logprobs(parts)
+        evaluated = engine.evaluate(parts, objective=objective)
+        pieces = []
+
+        def keep():
+            held = engine.pieces(["gradient"])
+            pieces.extend((p.name, p.shape, p.index, p.low, p.values.detach().clone()) for p in held)
+
+        step = engine.train_step(
+            parts,
+            valid_tokens=found.valid_tokens,
+            divisor=found.divisor,
+            lr=0.0,
+            objective=objective,
+            inspect=keep,
+        )
+    finally:
+        mesh.destroy()
+    return Result(logprobs, evaluated, step.loss, dict(step.measures), pieces)
+
+
+def whole(of_ranks):
+    """The results of all ranks as one; what several hold must be the same."""
+    first = of_ranks[0]
+    gradients = {}
+    for result in of_ranks:
+        for said in ("evaluated", "loss", "measures"):
+            assert getattr(result, said) == getattr(first, said), said
+        assert torch.equal(result.logprobs, first.logprobs)
+        for name, shape, index, low, values in result.gradients:
+            tensor = gradients.setdefault(name, torch.full(shape, torch.nan))
+            block = tensor[index].reshape(-1)
+            before = block[low : low + values.numel()]
+            assert bool((before.isnan() | (before == values.flatten())).all()), name
+            block[low : low + values.numel()] = values.flatten()
+            tensor[index] = block.view(tensor[index].shape)
+    assert not any(bool(tensor.isnan().any()) for tensor in gradients.values())
+    return replace(first, gradients=gradients)
+
+
+def textbook(run, found: Batch, loss_of):
+    """The same by autograd, row by row on whole logits: ``loss_of`` is given the log-probabilities and the streams of a
+    row's targets.
+    """
+    model, exchange = Decoder(run.shape), Local()
+    specs = parameters(model, units(run.shape))
+    with torch.no_grad():
+        for spec, param in specs.values():
+            param.copy_(initial(spec, param.shape, run.config.train.seed))
+    logprobs, total = torch.zeros(found.targets_BS.shape), 0.0
+    for row, (tokens, targets) in enumerate(zip(found.tokens_BS, found.targets_BS, strict=True)):
+        given = {}
+        if run.shape.moe is not None:
+            exchange.now = Now(sequences=(row,), batch_sequences=len(found.tokens_BS), step=0)
+            given = {"exchange": exchange}
+        valid = targets != IGNORE
+        logp = model(tokens[None], **given)[0].log_softmax(-1)[valid].gather(-1, targets[valid][:, None])[:, 0]
+        loss = loss_of(logp, {name: stream[row][valid] for name, stream in found.streams.items()}) / found.divisor
+        loss.backward()
+        total += loss.item()
+        logprobs[row, valid] = logp.detach()
+    gradients = {name: view for spec, param in specs.values() for name, view in spec.views(param.grad)}
+    return Result(logprobs, (0.0, 0.0), total, {}, gradients)
