@@ -27,6 +27,8 @@ ORDER = (
     "runtime",
     "serve",
     "train",
+    "grade",
+    "tune",
     "cli",
 )
 # Planning, checking and simulating run anywhere, at once: without torch.

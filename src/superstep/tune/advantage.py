@@ -1,0 +1,161 @@
+"""From the rewards of a group of answers to what each of their tokens is multiplied by.
+
+A group is several answers to one prompt. None of them is good or bad by itself, only against the others:
+
+    estimator   A of answer i                          its tokens' weight   divisor of the loss
+    grpo        (r_i - mean) / std                     1 / |y_i|            answers               Shao 2024, eq. 3
+    rloo        r_i - mean of the others               1                    answers               Ahmadian 2024, eq. 8
+    dr-grpo     r_i - mean                             1                    answers · max_tokens  Liu 2025, sec. 3.1
+
+``std`` is of a sample, with n - 1 below. Weights and divisor are of numbers that are known before the step, so that the
+loss does not depend on how it is split. Plain floats and correctly rounded sums: the same bits anywhere, and for the
+answers of a group in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from superstep.errors import ConfigError, DataError
+
+Estimator = Literal["grpo", "rloo", "dr-grpo"]
+Overlong = Literal["mask", "penalty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is known of one answer.
+
+    Attributes:
+        reward: its grade.
+        tokens: those that the policy chose, above zero.
+        is_cut: whether it ended because it was too long.
+    """
+
+    reward: float
+    tokens: int
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What an answer's tokens are given: the streams ``advantages`` and ``weights``."""
+
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What a batch of groups is given.
+
+    Attributes:
+        groups: of each answer; None for a group that is left out.
+        divisor: of the step's loss; 0 where nothing counts, and then there is no step.
+    """
+
+    groups: tuple[tuple[Share, ...] | None, ...]
+    divisor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantage:
+    """How rewards are judged.
+
+    Attributes:
+        estimator: see above.
+        max_tokens: how long an answer may be.
+        overlong: what becomes of an answer that was cut: ``mask`` leaves its tokens out of the loss, though its reward
+            counts for the others; ``penalty`` takes from the reward of every answer that is nearly too long (Yu 2025,
+            eq. 13); None does nothing.
+        overlong_tokens: over how many last tokens the penalty grows from 0 to 1.
+        drop_uniform: leave out a group whose rewards are all equal, from the divisor too (Yu 2025, sec. 3.2). Else its
+            answers count, with an advantage of zero.
+
+    Raises:
+        ConfigError: a number lies where it means nothing.
+    """
+
+    estimator: Estimator = "grpo"
+    max_tokens: int
+    overlong: Overlong | None = None
+    overlong_tokens: int | None = None
+    drop_uniform: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens = {self.max_tokens} must be at least 1: an answer has a token.")
+        if self.overlong == "penalty" and not 1 <= self._margin_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"overlong_tokens = {self._margin_tokens} must be in 1 to {self.max_tokens} (max_tokens): the penalty "
+                "grows over so many last tokens."
+            )
+
+    @property
+    def _margin_tokens(self) -> int:
+        return max(self.max_tokens // 5, 1) if self.overlong_tokens is None else self.overlong_tokens
+
+    def shares(self, groups: Sequence[Sequence[Answer]]) -> Shares:
+        """What the tokens of each answer are given.
+
+        Raises:
+            ConfigError: a group has one answer, which nothing can be held against.
+            DataError: a reward is no number, or an answer has no token.
+        """
+        found = [self._group(number, group) for number, group in enumerate(groups)]
+        # In float, as the order of these sums is that of nothing but whole numbers.
+        counted = sum(share.weight > 0 for shares in found if shares is not None for share in shares)
+        each = self.max_tokens if self.estimator == "dr-grpo" else 1
+        return Shares(groups=tuple(found), divisor=float(counted * each))
+
+    def _group(self, number: int, group: Sequence[Answer]) -> tuple[Share, ...] | None:
+        if len(group) < 2:
+            raise ConfigError(
+                f"group {number} has {len(group)} answer: an advantage is one over the other answers; set rl.group to "
+                "at least 2."
+            )
+        for place, answer in enumerate(group):
+            if not math.isfinite(answer.reward) or answer.tokens < 1:
+                raise DataError(
+                    f"answer {place} of group {number} has the reward {answer.reward} and {answer.tokens} tokens; a "
+                    "reward is a finite number, and an answer has a token: leave out what has no grade."
+                )
+        rewards = [answer.reward - self._penalty(answer) for answer in group]
+        if self.drop_uniform and min(rewards) == max(rewards):
+            return None
+        gains = advantages(rewards, self.estimator)
+        return tuple(
+            Share(advantage=gain, weight=self._weight(answer)) for gain, answer in zip(gains, group, strict=True)
+        )
+
+    def _weight(self, answer: Answer) -> float:
+        if self.overlong == "mask" and answer.is_cut:
+            return 0.0
+        return 1.0 / answer.tokens if self.estimator == "grpo" else 1.0
+
+    def _penalty(self, answer: Answer) -> float:
+        """What is taken from the reward: 0 until the last tokens, 1 at ``max_tokens``."""
+        if self.overlong != "penalty":
+            return 0.0
+        over = answer.tokens - (self.max_tokens - self._margin_tokens)
+        return min(max(over / self._margin_tokens, 0.0), 1.0)
+
+
+def advantages(rewards: Sequence[float], estimator: Estimator) -> tuple[float, ...]:
+    """How much better than the others each answer of a group is; zero for all where all rewards are equal."""
+    count = len(rewards)
+    if min(rewards) == max(rewards):  # their mean may be rounded to another number
+        return (0.0,) * count
+    total = math.fsum(rewards)
+    mean = total / count
+    match estimator:
+        case "dr-grpo":
+            return tuple(reward - mean for reward in rewards)
+        case "rloo":
+            return tuple(reward - math.fsum((total, -reward)) / (count - 1) for reward in rewards)
+        case "grpo":
+            std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1))
+            return tuple((reward - mean) / std for reward in rewards)
