@@ -13,6 +13,8 @@ from superstep.model.exchange import Local, Now
 from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
+from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.sequence_policy import sequence_policy
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
@@ -58,6 +60,38 @@ def batch(seed=1):
     return replace(found, streams=streams, divisor=divisor)
 
 
+ONE = PolicyLoss(clip_low=0.2, clip_high=0.28, correction="tis", cap=1.2, kl="k3", kl_coef=0.1)
+TIGHT = PolicyLoss(clip_low=0.0, clip_high=0.0)
+ANSWERS = PolicyLoss(clip_low=0.03, clip_high=0.04, kl="k3", kl_coef=0.1)
+
+
+def weights_only(found, logprobs):
+    """Cross entropy with signed weights."""
+    return replace(found, streams={"weights": found.streams["weights"]}), CROSS_ENTROPY
+
+
+def one_pass(found, logprobs):
+    """A loss of single tokens, off the policy."""
+    return found, ONE
+
+
+def lag_0(found, logprobs):
+    """The log-probabilities of then are those of now."""
+    return replace(found, streams={**found.streams, "old": logprobs}), TIGHT
+
+
+def two_passes(found, logprobs):
+    """A loss of whole answers, a row each."""
+    is_counted = found.targets_BS != IGNORE
+    answer = torch.where(is_counted, torch.arange(len(is_counted))[:, None], -1)
+    advantages = found.streams["advantages"][:, 0]
+    weighed = sequence_policy(ANSWERS, logprobs, found.streams, answer, advantages)
+    return replace(found, streams={"weights": weighed.weights}, divisor=float(len(is_counted))), CROSS_ENTROPY
+
+
+TRIALS = (weights_only, one_pass, lag_0, two_passes)
+
+
 @dataclass(frozen=True)
 class Result:
     """What an engine made of a batch; gradients by name, whole."""
@@ -69,34 +103,41 @@ class Result:
     gradients: dict[str, torch.Tensor]
 
 
-def results(rank, world, runs, found: Batch, objective=CROSS_ENTROPY):
-    """Of each run on these ranks; the gradients are those of the pieces this rank holds."""
-    return [_result(rank, run, found, objective) for run in runs]
+def results(rank, world, runs, found: Batch):
+    """Of each run on these ranks every trial; the gradients are those of the pieces this rank holds."""
+    return [_results(rank, run, found) for run in runs]
 
 
-def _result(rank, run, found, objective):
+def _results(rank, run, found):
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     try:
         engine = Engine(run, units(run.shape), mesh)
-        parts = microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh)
-        logprobs = engine.logprobs(parts)
-        evaluated = engine.evaluate(parts, objective=objective)
-        pieces = []
-
-        def keep():
-            held = engine.pieces(["gradient"])
-            pieces.extend((p.name, p.shape, p.index, p.low, p.values.detach().clone()) for p in held)
-
-        step = engine.train_step(
-            parts,
-            valid_tokens=found.valid_tokens,
-            divisor=found.divisor,
-            lr=0.0,
-            objective=objective,
-            inspect=keep,
-        )
+        # Streams that nobody reads are cut along all the same.
+        logprobs = engine.logprobs(microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh))
+        return [_trial(engine, *trial(found, logprobs), logprobs) for trial in TRIALS]
     finally:
         mesh.destroy()
+
+
+def _trial(engine, found, objective, logprobs):
+    run = engine.run
+    parts = microbatches_of(found.rows(rows(run.plan, engine.mesh)), run.plan, engine.mesh)
+    evaluated = engine.evaluate(parts, objective=objective)
+    pieces = []
+
+    def keep():
+        held = engine.pieces(["gradient"])
+        pieces.extend((p.name, p.shape, p.index, p.low, p.values.detach().clone()) for p in held)
+
+    # Without a learning rate the weights stay, and the next trial begins with them.
+    step = engine.train_step(
+        parts,
+        valid_tokens=found.valid_tokens,
+        divisor=found.divisor,
+        lr=0.0,
+        objective=objective,
+        inspect=keep,
+    )
     return Result(logprobs, evaluated, step.loss, dict(step.measures), pieces)
 
 
@@ -119,10 +160,33 @@ def whole(of_ranks):
     return replace(first, gradients=gradients)
 
 
-def textbook(run, found: Batch, loss_of):
-    """The same by autograd, row by row on whole logits: ``loss_of`` is given the log-probabilities and the streams of a
-    row's targets.
-    """
+def _weighted(logp, s):
+    return -(s["weights"] * logp).sum()
+
+
+def _one(logp, s):
+    ratio, m, d = (logp - s["old"]).exp(), (s["old"] - s["sampled"]).exp(), s["reference"] - logp
+    clipped = torch.minimum(ratio * s["advantages"], ratio.clamp(0.8, 1.28) * s["advantages"])
+    return (s["weights"] * (-m.clamp(max=1.2) * clipped + 0.1 * (d.exp() - d - 1))).sum()
+
+
+def _lag_0(logp, s):
+    return -(s["weights"] * s["advantages"] * (logp - logp.detach()).exp()).sum()
+
+
+def _answer(logp, s):
+    ratio, d, gain = (logp - s["old"]).mean().exp(), s["reference"] - logp, s["advantages"][0]
+    return -torch.minimum(ratio * gain, ratio.clamp(0.97, 1.04) * gain) + 0.1 * (d.exp() - d - 1).mean()
+
+
+def textbooks(run, found: Batch):
+    """What every trial gives by autograd on whole logits, row by row."""
+    ways = (_weighted, _one, _lag_0, _answer)
+    rows = replace(found, divisor=float(len(found.targets_BS)))
+    return [_textbook(run, rows if way is _answer else found, way) for way in ways]
+
+
+def _textbook(run, found, loss_of):
     model, exchange = Decoder(run.shape), Local()
     specs = parameters(model, units(run.shape))
     with torch.no_grad():

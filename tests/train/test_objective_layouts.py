@@ -46,10 +46,6 @@ EXACT = {
 """All with microbatches of two sequences: their size is a matter of the bits."""
 
 
-def weighted(logp, streams):
-    return -(streams["weights"] * logp).sum()
-
-
 def assert_near(ours, theirs, rtol, what):
     far = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
     assert far <= rtol, (what, far)
@@ -59,46 +55,82 @@ def compare(ours, theirs, what):
     """With the textbook, within the tolerance of fast mode."""
     allowed = TOLERANCE["fp32"]
     assert_near(ours.logprobs, theirs.logprobs, allowed.loss, (what, "logprobs"))
-    assert ours.loss == pytest.approx(theirs.loss, rel=allowed.gradient), what
     for name, gradient in theirs.gradients.items():
         assert_near(ours.gradients[name], gradient, allowed.gradient, (what, name))
 
 
+def told(found, logprobs):
+    """What a step of ``one_pass`` tells of these log-probabilities."""
+    streams = {name: stream.double() for name, stream in found.streams.items()}
+    counts = (found.targets_BS != IGNORE) & (streams["weights"] != 0)
+    seen = objectives.ONE.watch(logprobs.double(), streams)
+    means = {name: float(seen[name][counts].double().mean()) for name in objectives.ONE.sums}
+    return means | {name: float(seen[name][counts].max()) for name in objectives.ONE.maxima}
+
+
+def on_layouts(pool, world, layouts, found, **also):
+    """For each layout its run, and the results of its trials."""
+    runs = [resolve(objectives.config(**also, **layout)) for layout in layouts]
+    ranks = pool.run(world, objectives.results, runs, found, timeout_s=240)
+    for number, run in enumerate(runs):
+        yield run, [objectives.whole(list(parts)) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
+
+
 @pytest.mark.parametrize("world", FAST)
-def test_weights_multiply_the_loss_of_each_token_on_every_layout(pool, world):
+def test_losses_and_gradients_are_those_of_autograd_on_every_layout(pool, world):
     found = objectives.batch()
-    runs = [resolve(objectives.config(**layout)) for layout in FAST[world]]
-    ranks = pool.run(world, objectives.results, runs, found, timeout_s=200)
     total = float(found.streams["weights"][found.targets_BS != IGNORE].abs().sum())
-    for number, (layout, run) in enumerate(zip(FAST[world], runs, strict=True)):
-        ours = objectives.whole([rank[number] for rank in ranks])
-        theirs = objectives.textbook(run, found, weighted)
-        compare(ours, theirs, layout)
-        loss, weight = ours.evaluated
-        assert weight == pytest.approx(total, rel=1e-6)
-        assert loss / found.divisor == pytest.approx(ours.loss, rel=1e-5)
+    expected = {}
+    for layout, (run, ours) in zip(FAST[world], on_layouts(pool, world, FAST[world], found), strict=True):
+        kind = (layout.get("experts"), layout.get("tied", True))
+        expected.setdefault(kind, objectives.textbooks(run, found))
+        for trial, mine, theirs in zip(objectives.TRIALS, ours, expected[kind], strict=True):
+            compare(mine, theirs, (layout, trial.__name__))
+        weights, one, lag_0, answers = ours
+        for mine, theirs in zip((weights, one, lag_0), expected[kind], strict=False):
+            assert mine.loss == pytest.approx(theirs.loss, rel=2e-5), layout
+            loss, weight = mine.evaluated
+            assert weight == pytest.approx(total, rel=1e-6)
+            assert loss / found.divisor == pytest.approx(mine.loss, rel=1e-5)
+        assert one.measures == pytest.approx(told(found, one.logprobs), rel=1e-4, abs=1e-6)
+        assert 0 < one.measures["clip_low"] < one.measures["clip_low"] + one.measures["clip_high"] < 1
+        assert weights.measures == answers.measures == {}
 
 
 @pytest.fixture(scope="module")
 def alone(pool):
     """What one rank makes of the batch in exact mode."""
-    run = resolve(objectives.config(exact=True, microbatch=2))
-    return objectives.whole([rank[0] for rank in pool.run(1, objectives.results, [run], objectives.batch())])
+    ((_, found),) = on_layouts(pool, 1, [{}], objectives.batch(), exact=True, microbatch=2)
+    return found
 
 
 @pytest.mark.parametrize("world", EXACT)
-def test_in_exact_mode_weights_give_the_same_bits_on_every_layout(pool, alone, world):
+def test_in_exact_mode_every_layout_gives_the_same_bits(pool, alone, world):
     found = objectives.batch()
-    runs = [resolve(objectives.config(exact=True, microbatch=2, **layout)) for layout in EXACT[world]]
-    ranks = pool.run(world, objectives.results, runs, found, timeout_s=200)
-    for number, layout in enumerate(EXACT[world]):
-        ours = objectives.whole([rank[number] for rank in ranks])
-        assert torch.equal(ours.logprobs, alone.logprobs), layout
-        assert (ours.loss, ours.evaluated) == (alone.loss, alone.evaluated), layout
-        assert ours.gradients.keys() == alone.gradients.keys()
-        for name, gradient in alone.gradients.items():
-            assert torch.equal(ours.gradients[name], gradient), (layout, name)
-    compare(alone, objectives.textbook(runs[0], found, weighted), "exact")
+    for layout, (_, ours) in zip(
+        EXACT[world], on_layouts(pool, world, EXACT[world], found, exact=True, microbatch=2), strict=True
+    ):
+        for trial, mine, theirs in zip(objectives.TRIALS, ours, alone, strict=True):
+            what = (layout, trial.__name__)
+            assert torch.equal(mine.logprobs, theirs.logprobs), what
+            assert (mine.loss, mine.evaluated, mine.measures) == (theirs.loss, theirs.evaluated, theirs.measures), what
+            assert mine.gradients.keys() == theirs.gradients.keys()
+            for name, gradient in theirs.gradients.items():
+                assert torch.equal(mine.gradients[name], gradient), (what, name)
+
+
+def test_in_exact_mode_the_ratio_is_one_where_the_weights_are_those_of_then(alone):
+    lag_0 = alone[objectives.TRIALS.index(objectives.lag_0)]
+    assert lag_0.measures["ratio"] == 1.0
+    nothing = ("max_dlogp", "old_k1", "old_k3", "clip_low", "clip_high")
+    assert [lag_0.measures[name] for name in nothing] == [0.0] * 5
+
+
+def test_exact_mode_gives_the_losses_of_the_papers_too(pool, alone):
+    found = objectives.batch()
+    theirs = objectives.textbooks(resolve(objectives.config(exact=True, microbatch=2)), found)
+    for trial, mine, one in zip(objectives.TRIALS, alone, theirs, strict=True):
+        compare(mine, one, ("exact", trial.__name__))
 
 
 def _refused(rank, world, run, found, change):
