@@ -25,7 +25,7 @@ from superstep.serve.api.admin import ADMIN_ROUTES, allowed
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
 from superstep.serve.api.refusals import Refused
-from superstep.serve.api.steered import Admin, Several
+from superstep.serve.api.steered import Admin
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
@@ -206,23 +206,6 @@ def test_what_cannot_be_done_is_told(engine, folder, error, status, param):
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
     assert str(error) in answer.json()["error"]["message"]
-
-
-def test_several_engines_are_told_the_same_and_take_weights_together():
-    engines = [Told(), Told(), Told()]
-    several = Several(engines)
-    assert asyncio.run(several.do(Change("/new"))).version == "v1"
-    engines[2].standing = Standing(state="paused", version="v1")
-    assert several.standing.state == "paused"
-    engines[1].fails = StateError("damaged")
-    with pytest.raises(StateError, match="damaged"):
-        asyncio.run(several.do(Change("/bad", "keep")))
-    new, bad, back = Change("/new"), Change("/bad", "keep"), Change("/models/a", "keep")
-    assert engines[0].deeds == [new, bad, back]
-    assert engines[1].deeds == [new, bad]
-    with pytest.raises(StateError):
-        asyncio.run(several.do(Pause()))
-    assert engines[0].deeds[3:] == [Pause()]
 
 
 def test_a_key_comes_from_a_file_the_command_line_or_the_environment(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from scripted import Scripted
 from superstep.errors import ConfigError
-from superstep.serve.api.backend import Away
+from superstep.serve.api.backend import Away, Health
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Leave, Ready, decode_order, encode
@@ -124,6 +124,15 @@ def test_one_that_is_lost_takes_its_own_streams_along_and_no_other():
         assert replicas._left == [0, 0]
 
     asyncio.run(run())
+
+
+def test_whose_weights_are_others_is_seen():
+    """A folder that was written over is read anew by the ranks that are started again, and by no others."""
+    made = members()
+    replicas = Replicas(made)
+    assert replicas.health().state == "ready"
+    made[1].info = Info(name="small", vocab=300, context_tokens=4096, version="w", end_of_text=(0,))
+    assert replicas.health() == Health(is_ready=True, state="ready, weights ['v', 'w']")
 
 
 def test_who_leaves_early_is_counted_off():

@@ -94,6 +94,24 @@ class Deeds:
         self._send(Do(number, deed))
         return await answer
 
+    def back(self, deed: Deed) -> list[Deed]:
+        """What brings the engine back to how it stands now, once a deed is done."""
+        now = str(self.newest or self._path)
+        match deed:
+            case Change(_, requests):
+                # Who was taken back cannot be taken back again; who has come since is not to suffer for it.
+                return [Change(now, "recompute" if requests == "abort" else requests)]
+            case Pause() | Resume():
+                return [Resume() if self._paused is None else self._paused]
+            case Sleep():
+                return [Wake()]
+            case Wake(path):
+                own: list[Deed] = [] if path is None else [Change(now)]
+                return [*own, self._asleep or Sleep()]
+            case LoadAdapter(name) | UnloadAdapter(name):
+                before = self.adapters.get(name)
+                return [UnloadAdapter(name) if before is None else LoadAdapter(name, str(before))]
+
     # From the thread that reads what the ranks say.
 
     def hear(self, done: Done) -> None:

@@ -172,14 +172,22 @@ class Host:
 
     def health(self) -> Health:
         """Whether requests are answered now."""
-        is_there = self._state == "ready"
-        held = self._deeds.state if is_there else ""
-        return Health(is_ready=is_there and not held, state=held or self._state)
+        held = self._deeds.state if self.is_there else ""
+        return Health(is_ready=self.is_there and not held, state=held or self._state)
 
     @property
     def standing(self) -> Standing:
         """How the engine stands; see ``api.steered.Steered``."""
         return self._deeds.standing
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its ranks can be told anything."""
+        return self._state == "ready"
+
+    def back(self, deed: Deed) -> Sequence[Deed]:
+        """What undoes a deed; see ``api.steered.Steered``."""
+        return self._deeds.back(deed)
 
     async def do(self, deed: Deed) -> Standing:
         """Do something to the engine; see ``api.steered.Steered``."""

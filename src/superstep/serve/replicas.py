@@ -22,7 +22,7 @@ from typing import Protocol
 
 from superstep.plan.config import DeviceKind
 from superstep.serve.api.backend import Backend, Health
-from superstep.serve.api.steered import Several, Steered
+from superstep.serve.api.steered import OneOfSeveral, Several
 from superstep.serve.host import Host
 from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Deed, Standing
@@ -36,7 +36,7 @@ KNOWN = 8192
 """Beginnings that are remembered of all replicas together."""
 
 
-class Replica(Backend, Steered, Protocol):
+class Replica(Backend, OneOfSeveral, Protocol):
     """A backend with a life of its own."""
 
     def open(self) -> Info:
@@ -57,6 +57,7 @@ class Replicas:
         self._members = list(members)
         self._left = [0] * len(self._members)
         self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._together = Several(self._members)
 
     # From the thread that opens and closes it.
 
@@ -124,11 +125,12 @@ class Replicas:
         return sum(member.abort() for member in self._members)
 
     def health(self) -> Health:
-        """Ready while one is; the state says how many are."""
+        """Ready while one is; the state says how many are, and where their weights are not the same."""
         told = [member.health() for member in self._members]
         ready = sum(one.is_ready for one in told)
         if ready == len(told):
-            return told[0]
+            versions = [member.info.version for member in self._members]
+            return told[0] if len(set(versions)) == 1 else replace(told[0], state=f"ready, weights {versions}")
         state = next(one.state for one in told if not one.is_ready)
         return Health(is_ready=ready > 0, state=f"{ready} of {len(told)} ready, others {state}" if ready else state)
 
@@ -139,12 +141,12 @@ class Replicas:
 
     @property
     def standing(self) -> Standing:
-        """Of the first that does not serve, else of the first."""
-        return Several(self._members).standing
+        """Of all together; see ``Several``."""
+        return self._together.standing
 
     async def do(self, deed: Deed) -> Standing:
-        """Do something to all; see ``Several``."""
-        return await Several(self._members).do(deed)
+        """Do something to all or to none; see ``Several``."""
+        return await self._together.do(deed)
 
     def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
         """The replica with the least to do, and how much of the prompt it may have."""
