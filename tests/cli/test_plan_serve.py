@@ -54,9 +54,68 @@ def test_a_measured_cluster_file_is_read_and_used(capsys, tmp_path):
     assert "superstep measure --serve bf16 --serve-tp 1 measures it" in capsys.readouterr().err
 
 
+def planned(tmp_path, *words, name="plan"):
+    out = tmp_path / f"{name}.json"
+    assert main(["plan", *words, "--serve", "--cluster", "1xH100", "--json", str(out)]) == 0
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_a_small_model_that_guesses_is_priced(capsys, tmp_path):
+    large, small = planned(tmp_path, "llama3-8b"), planned(tmp_path, "llama3.2-1b", name="small")
+    both = planned(tmp_path, "llama3-8b", "--serve.speculate", "llama3.2-1b", name="both")
+    said = capsys.readouterr().out
+    assert large["guesses"] == small["guesses"] == []
+    assert (both["weight_bytes"], both["small_weight_bytes"]) == (large["weight_bytes"], small["weight_bytes"])
+    assert both["page_bytes"] == large["page_bytes"] + small["page_bytes"]
+    # Its pages come out of what both models leave.
+    less = large["key_bytes"] - both["key_bytes"]
+    assert less == pytest.approx(both["small_weight_bytes"] / 4, rel=0.01)
+    # It computes every known token, too: prompts and answers take longer even where nobody guesses.
+    for one, alone in zip(both["firsts"], large["firsts"], strict=True):
+        assert alone["first_token_s"] < one["first_token_s"] < 1.5 * alone["first_token_s"]
+    guesses = {one["streams"]: one for one in both["guesses"]}
+    one = guesses[1]
+    assert one["tokens"] == 4
+    # Four tokens guessed are four steps of the small model beside one of the large one, whose rows cost no more.
+    assert one["guess_s"] > 4 * both["small_weight_bytes"] / 3.35e12
+    assert one["plain_s"] < one["step_s"] < 1.2 * one["plain_s"]
+    assert one["pays_from"] == pytest.approx((one["step_s"] + one["guess_s"]) / one["plain_s"] - 1)
+    assert 0 < one["pays_from"] < 4
+    assert one["best_tokens_per_s"] == pytest.approx(5 / (one["step_s"] + one["guess_s"]))
+    assert guesses[64]["pays_from"] > one["pays_from"]
+    assert "a rank: llama3.2-1b, whose keys lie in the same pages" in said
+    assert "guessing 4 of each" in said
+    # A step has 512 rows.
+    assert {streams: one["tokens"] for streams, one in guesses.items() if streams >= 64} == {64: 4}
+    few = planned(tmp_path, "llama3-8b", "--serve.speculate", "ngram", "--serve.step-tokens", "160", name="few")
+    assert {one["streams"]: one["tokens"] for one in few["guesses"]}[64] == 1
+    assert few["small_weight_bytes"] == 0
+    assert few["page_bytes"] == large["page_bytes"]
+    assert {one["guess_s"] for one in few["guesses"]} == {0}
+    assert few["firsts"][0] == large["firsts"][0]
+
+
+def test_a_small_model_is_measured_as_it_is_served(capsys, tmp_path):
+    """An exact server's small model computes in fast mode."""
+    exact = replace(RATE, way="bf16-exact", tp=1)
+    chip = cluster("1xH100").chip
+    file = tmp_path / "exact.toml"
+    words = ["plan", "demo", "--serve", "--cluster", str(file), "--numerics.exact", "true", "--serve.speculate", "demo"]
+    file.write_text(write_cluster(replace(cluster("1xH100"), chip=replace(chip, serving=(exact,)))), encoding="utf-8")
+    assert main(words) == 2
+    assert "superstep measure --serve bf16 --serve-tp 1 measures it" in capsys.readouterr().err
+    both = replace(chip, serving=(exact, replace(RATE, way="bf16", tp=1, held_bytes=2.0)))
+    file.write_text(write_cluster(replace(cluster("1xH100"), chip=both)), encoding="utf-8")
+    assert main(words) == 0
+    assert "small" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "demo"], "of the same vocabulary"),
+        (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "no/where"], "'no/where' is not there"),
+        (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "llama3-70b"], "no room for keys"),
         (["--serve"], "name a model"),
         (["nothing", "--serve", "--cluster", "1xH100"], "'nothing' is not there"),
         (["demo", "--serve", "--prompt", "0"], "--prompt = 0 must be at least 1"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from superstep.cost.serve import ServedModel, bounds, seconds, way_of
+from superstep.cost.serve import ServedModel, Work, bounds, seconds, way_of
 from superstep.hardware.serving import ServingRate
 from superstep.serve.pages import Pages
 from superstep.serve.simulate import Arrival, Simulated, simulate
@@ -68,6 +68,28 @@ class Crowd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """A model that guesses for the served one.
+
+    Attributes:
+        model: of a rank.
+        rate: what its steps take.
+    """
+
+    model: ServedModel
+    rate: ServingRate
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of a rank."""
+        return weight_bytes(self.model, self.rate)
+
+    def known_s(self, work: Work) -> float:
+        """For the rows of a step whose tokens are known: it computes all of them, too, and draws nothing of them."""
+        return seconds(self.rate, self.model, replace(work, wanted=0, drawn=0, chance=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """What is asked about.
 
@@ -78,6 +100,7 @@ class Server:
         page_tokens: positions of one.
         budget: of a step.
         context_tokens: the most tokens of a prompt and its answer.
+        small: a model that guesses; None where there is none.
     """
 
     model: ServedModel
@@ -86,22 +109,32 @@ class Server:
     page_tokens: int
     budget: Budget
     context_tokens: int
+    small: Small | None = None
 
     @property
     def weight_bytes(self) -> float:
-        """Of a rank."""
+        """Of a rank, without those of the model that guesses."""
         return weight_bytes(self.model, self.rate)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a rank, for one page: keys of both models lie in it."""
+        return self.page_tokens * (self.model.key_bytes + (0 if self.small is None else self.small.model.key_bytes))
 
     @property
     def key_bytes(self) -> int:
         """Of a rank, for all pages."""
-        return self.pages * self.page_tokens * self.model.key_bytes
+        return self.pages * self.page_bytes
+
+    def seconds(self, work: Work) -> float:
+        """Of a step, the rows of the model that guesses among them; but not what it guesses."""
+        return seconds(self.rate, self.model, work) + (0.0 if self.small is None else self.small.known_s(work))
 
     def simulate(self, arrivals: Sequence[Arrival]) -> Simulated:
         """Answer requests, beginning with empty pages."""
         return simulate(
             arrivals,
-            lambda work: seconds(self.rate, self.model, work),
+            self.seconds,
             pages=Pages(self.pages, self.page_tokens),
             budget=self.budget,
             way=way_of(self.rate),

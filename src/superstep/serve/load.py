@@ -287,19 +287,33 @@ def share_cores(world: World, serve: ServeConfig) -> None:
 
 
 def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Served | None:
-    """This rank's part of the model that guesses. It computes in fast mode: its bits decide nothing."""
+    """This rank's part of the model that guesses."""
     if serve.speculate in ("", NGRAM):
         return None
     folder = Path(serve.speculate)
-    own = plan_of(folder, replace(serve, exact=False))
-    if own.shape.vocab != run.shape.vocab:
-        raise ConfigError(
-            f"serve.speculate = '{folder}' is a model of {own.shape.vocab} tokens, and the served one has "
-            f"{run.shape.vocab}; name one of the same vocabulary, or ngram."
-        )
+    own = plan_of(folder, fast(serve))
+    check_vocab(own, run, serve.speculate)
     served = build(own, rank, tp, device)
     fill(served, open_weights(folder))
     return served
+
+
+def fast(serve: ServeConfig) -> ServeConfig:
+    """How a model that guesses is served: its bits decide nothing."""
+    return replace(serve, exact=False)
+
+
+def check_vocab(small: Resolved, run: Resolved, name: str) -> None:
+    """Refuse a model that guesses tokens of another vocabulary.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if small.shape.vocab != run.shape.vocab:
+        raise ConfigError(
+            f"serve.speculate = '{name}' is a model of {small.shape.vocab} tokens, and the served one has "
+            f"{run.shape.vocab}; name one of the same vocabulary, or ngram."
+        )
 
 
 def open_engine(

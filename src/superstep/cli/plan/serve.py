@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import Options, read
@@ -24,8 +24,18 @@ from superstep.runtime.device import choose, pick
 from superstep.serve.calibrate import calibrate
 from superstep.serve.compute.attend import FAST_BLOCK
 from superstep.serve.compute.quantize import format_named
-from superstep.serve.foresee import Crowd, First, Room, Server, crowds, firsts, rooms, weight_bytes
-from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages, way_name
+from superstep.serve.foresee import Crowd, First, Room, Server, Small, crowds, firsts, rooms, weight_bytes
+from superstep.serve.guesses import Guess, guesses
+from superstep.serve.load import (
+    NGRAM,
+    ServeConfig,
+    check_vocab,
+    fast,
+    plan_named,
+    setting_model,
+    usual_pages,
+    way_name,
+)
 from superstep.serve.step import Budget
 
 
@@ -47,6 +57,9 @@ class Foreseen:
         firsts: prompts that come alone.
         prompt_tokens, answer_tokens: of requests that come together.
         crowds: those.
+        speculate: who guesses tokens; empty for nobody.
+        small_weight_bytes: of a rank, of the model that guesses. Its keys are among those of a page.
+        guesses: what guessing takes.
     """
 
     model: str
@@ -67,21 +80,47 @@ class Foreseen:
     prompt_tokens: int
     answer_tokens: int
     crowds: tuple[Crowd, ...]
+    speculate: str
+    small_weight_bytes: float
+    guesses: tuple[Guess, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """What steps take.
+
+    Attributes:
+        rate: of the model.
+        is_measured: whether somebody measured it.
+        small: the model that guesses, and what its steps take.
+    """
+
+    rate: ServingRate
+    is_measured: bool
+    small: Small | None = None
+
+    @property
+    def small_bytes(self) -> float:
+        """Weights of the model that guesses, of a rank."""
+        return 0.0 if self.small is None else self.small.weight_bytes
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what is foreseen."""
     name, options = read(argv)
     model, trained = _model(name)
-    config = serve_config(trained, options)
+    guesser = options.serve.speculate or ""
+    # Who guesses is looked for here, for it may be a size of which there is no folder.
+    config = serve_config(trained, replace(options, serve=replace(options.serve, speculate=None)))
     run = plan_named(model, config)
+    small_run = _small_run(run, config, guesser)
     _check(run, config, options)
     cluster = None if options.cluster is None else cluster_of(options.cluster)
     if cluster is None:
         print("Measuring this machine, for about half a minute.", flush=True)
-    rate, is_measured = _rate(run, config, cluster, options)
-    free = _free_bytes(cluster, rate, run, config, options)
-    found = foresee(name, run, config, rate, free, options, is_measured=is_measured)
+    priced = _priced(run, small_run, config, cluster, options)
+    free = _free_bytes(cluster, priced, run, config, options)
+    found = foresee(name, run, config, priced, free, options)
     print(told(found))
     if options.json is not None:
         Path(options.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
@@ -102,6 +141,16 @@ def _model(name: str) -> tuple[str, RunConfig | None]:
     return str(config), found.run
 
 
+def _small_run(run: Resolved, config: ServeConfig, guesser: str) -> Resolved | None:
+    """The plan of the model that guesses; None where there is none."""
+    if guesser in ("", NGRAM):
+        return None
+    model, _ = _model(guesser)
+    found = plan_named(model, fast(config))
+    check_vocab(found, run, guesser)
+    return found
+
+
 def _check(run: Resolved, config: ServeConfig, options: Options) -> None:
     context = config.context_tokens or run.shape.max_tokens
     if context > run.shape.max_tokens:
@@ -119,6 +168,17 @@ def _check(run: Resolved, config: ServeConfig, options: Options) -> None:
             f"plan.dp = {options.plan.dp} without --cluster: replicas would share this machine; plan one of them, or "
             "name a cluster."
         )
+
+
+def _priced(
+    run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: Options
+) -> Priced:
+    rate, is_measured = _rate(run, config, cluster, options)
+    if small is None:
+        return Priced(rate=rate, is_measured=is_measured)
+    own, _ = _rate(small, fast(config), cluster, options) if config.exact else (rate, is_measured)
+    guesser = Small(model=setting_model(small, config), rate=own)
+    return Priced(rate=rate, is_measured=is_measured, small=guesser)
 
 
 def _rate(run: Resolved, config: ServeConfig, cluster: Cluster | None, options: Options) -> tuple[ServingRate, bool]:
@@ -141,22 +201,22 @@ def _rate(run: Resolved, config: ServeConfig, cluster: Cluster | None, options: 
     return published(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
 
 
-def _free_bytes(
-    cluster: Cluster | None, rate: ServingRate, run: Resolved, config: ServeConfig, options: Options
-) -> float:
+def _free_bytes(cluster: Cluster | None, priced: Priced, run: Resolved, config: ServeConfig, options: Options) -> float:
     """What a rank has left once its weights are there."""
-    weights = weight_bytes(setting_model(run, config), rate)
+    own, beside = weight_bytes(setting_model(run, config), priced.rate), priced.rate.beside_bytes
+    weights = own + priced.small_bytes
     if options.memory is not None:
         free = options.memory * 2**30 - weights
     elif cluster is None:
         device = choose(options.plan.device, config.tp)
-        free = pick(0, device).free_bytes(config.tp) - weights - rate.beside_bytes
+        free = pick(0, device).free_bytes(config.tp) - weights - beside
     else:
-        free = memory_of(cluster, None) - weights - rate.beside_bytes
+        free = memory_of(cluster, None) - weights - beside
     if free <= 0:
+        small = f", with {priced.small_bytes / 2**30:.3g} GiB of serve.speculate's" if priced.small else ""
         raise ConfigError(
-            f"the weights of a rank take {weights / 2**30:.3g} GiB, and there is no room for keys; raise plan.tp, or "
-            "set serve.quantize."
+            f"the weights of a rank take {weights / 2**30:.3g} GiB{small}, and there is no room for keys; raise "
+            "plan.tp, or set serve.quantize."
         )
     return free
 
@@ -165,11 +225,9 @@ def foresee(
     name: str,
     run: Resolved,
     config: ServeConfig,
-    rate: ServingRate,
+    priced: Priced,
     free_bytes: float,
     options: Options,
-    *,
-    is_measured: bool,
 ) -> Foreseen:
     """What a server will do.
 
@@ -177,8 +235,9 @@ def foresee(
         ConfigError: a context has no room.
     """
     model, shape = setting_model(run, config), run.shape
+    rate, small = priced.rate, priced.small
     context = config.context_tokens or shape.max_tokens
-    page_bytes = config.page_tokens * model.key_bytes
+    page_bytes = config.page_tokens * (model.key_bytes + (0 if small is None else small.model.key_bytes))
     least = -(-context // config.page_tokens)
     pages = config.pages or usual_pages(least, config.requests, int(free_bytes), page_bytes)
     if pages < least or pages * page_bytes > free_bytes:
@@ -193,7 +252,10 @@ def foresee(
         page_tokens=config.page_tokens,
         budget=Budget(tokens=config.step_tokens, requests=config.requests),
         context_tokens=context,
+        small=small,
     )
+    speculate = options.serve.speculate or ""
+    known = options.prompt + options.answer // 2
     return Foreseen(
         model=name,
         parameters=run.outline.numel,
@@ -201,7 +263,7 @@ def foresee(
         way=rate.way,
         tp=config.tp,
         dp=options.plan.dp,
-        spread=rate.spread if is_measured else None,
+        spread=rate.spread if priced.is_measured else None,
         weight_bytes=server.weight_bytes,
         key_bytes=server.key_bytes,
         beside_bytes=rate.beside_bytes,
@@ -214,5 +276,12 @@ def foresee(
         answer_tokens=options.answer,
         crowds=tuple(
             crowds(server, prompt_tokens=options.prompt, answer_tokens=options.answer, replicas=options.plan.dp)
+        ),
+        speculate=speculate,
+        small_weight_bytes=priced.small_bytes,
+        guesses=tuple(
+            guesses(server, draft_tokens=config.draft_tokens, known=known, replicas=options.plan.dp)
+            if speculate
+            else ()
         ),
     )

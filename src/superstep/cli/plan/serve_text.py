@@ -7,6 +7,7 @@ from typing import Protocol
 
 from superstep.cli.figures import bytes_text, count_text, seconds_text
 from superstep.serve.foresee import Crowd, First, Room
+from superstep.serve.guesses import Guess
 
 
 class Foreseen(Protocol):
@@ -48,6 +49,12 @@ class Foreseen(Protocol):
     def answer_tokens(self) -> int: ...
     @property
     def crowds(self) -> tuple[Crowd, ...]: ...
+    @property
+    def speculate(self) -> str: ...
+    @property
+    def small_weight_bytes(self) -> float: ...
+    @property
+    def guesses(self) -> tuple[Guess, ...]: ...
 
 
 def told(found: Foreseen) -> str:
@@ -63,6 +70,7 @@ def told(found: Foreseen) -> str:
         f"{found.model} ({count_text(found.parameters)} parameters), {found.way}, on {found.where}, {ranks}; {basis}",
         "",
         f"weights   {bytes_text(found.weight_bytes):>10} a rank",
+        *_small(found),
         f"keys      {bytes_text(found.key_bytes):>10} a rank: {found.pages:,} pages of {found.page_tokens} tokens, "
         f"{bytes_text(found.page_bytes)} each",
     ]
@@ -87,8 +95,34 @@ def told(found: Foreseen) -> str:
             f"{crowd.streams:>8,}{count_text(crowd.tokens_per_s):>10}{seconds_text(crowd.first_token_s):>13}"
             f"{seconds_text(crowd.token_s):>12}   {_bounds(crowd.bounds)}{lost}"
         )
+    if found.guesses:
+        lines += _guesses(found)
     lines += ["", "These are the engine's own; HTTP takes a few percent more."]
     return "\n".join(lines)
+
+
+def _small(found: Foreseen) -> list[str]:
+    if not found.small_weight_bytes:
+        return []
+    small = bytes_text(found.small_weight_bytes)
+    return [f"small     {small:>10} a rank: {found.speculate}, whose keys lie in the same pages"]
+
+
+def _guesses(found: Foreseen) -> list[str]:
+    """What guessing takes, and when it pays."""
+    lines = [
+        "",
+        f"{'streams':>8}{'a step':>11}{'guessing':>11}{'judging':>11}{'if all stand':>14}   tokens guessed by "
+        f"{found.speculate}, which no line above counts; pays where",
+    ]
+    for one in found.guesses:
+        pays = "never" if one.pays_from >= one.tokens else f"{one.pays_from:.1f} or more stand"
+        lines.append(
+            f"{one.streams:>8,}{seconds_text(one.plain_s):>11}{seconds_text(one.guess_s):>11}"
+            f"{seconds_text(one.step_s):>11}{count_text(one.best_tokens_per_s):>10}/s"
+            f"   guessing {one.tokens} of each: {pays}"
+        )
+    return lines
 
 
 def _bounds(bounds: Mapping[str, float]) -> str:
