@@ -1,8 +1,8 @@
 """calibrate: what engine steps take on this machine, by running some of every kind on the real engine.
 
-Three models of random weights: two of one depth, of which one is half as wide, and one of one width with the wider of
-these that is less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of 1 to 64 requests, with
-short texts and long ones; ``cost.serve`` fits its kinds of work to the steps.
+Three models of random weights: two of one depth, of which one is half as wide, and one of the wider one's width that is
+less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of
+1 to 64 requests, with short texts and long ones; ``cost.serve`` fits its kinds of work to the steps.
 The ranks are launched as a server's are, with its threads and its memory.
 """
 
