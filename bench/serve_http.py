@@ -3,8 +3,9 @@
     python -m bench.serve_http
 
 Both have the same model and settings, and while one computes the other sleeps. A ratio is of one round: tokens/s of
-all streams over tokens/s of the engine. Whoever asks runs on the same cores, so that what a client takes is counted as
-well. On a machine that others use, the processor seconds of the interface beside those of the engine's rank say more.
+all streams over tokens/s of the engine. Whoever asks runs on the same cores, so that to receive is counted as well;
+what came is read when all is there. On a machine that others use, the processor seconds of the interface beside those
+of the engine's rank say more.
 """
 
 from __future__ import annotations
@@ -50,27 +51,22 @@ class Server:
         async with httpx.AsyncClient(base_url=self.url, timeout=600) as client:
             began = time.perf_counter()
             asked = zip(job.prompts, job.tokens, strict=True)
-            told = await asyncio.gather(*[self._one(client, path, prompt, count) for prompt, count in asked])
+            came = await asyncio.gather(*[self._one(client, path, prompt, count) for prompt, count in asked])
             seconds = time.perf_counter() - began
+        told = [tokens_of(path, answer.decode()) for answer in came]
         assert told == job.tokens, f"{told} tokens came, {job.tokens} were asked for"
         return seconds
 
-    async def _one(self, client: httpx.AsyncClient, path: str, prompt: list[int], count: int) -> int:
+    async def _one(self, client: httpx.AsyncClient, path: str, prompt: list[int], count: int) -> bytes:
         way = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
         body = {"prompt": prompt, "stream": True}
         if path == "/generate":
             body |= {"sampling": way}
         else:
             body |= way | {"model": "model", "stream_options": {"include_usage": True}}
-        got = 0
         async with client.stream("POST", path, json=body) as response:
             assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if path == "/generate":
-                    got += len(json.loads(line).get("tokens", ()))
-                elif '"usage":{' in line:
-                    got = json.loads(line.removeprefix("data:"))["usage"]["completion_tokens"]
-        return got
+            return b"".join([piece async for piece in response.aiter_raw()])
 
     def processor_s(self) -> tuple[float, float]:
         """Of the interface's process, and of those below it: the engine's ranks, and what starts them."""
@@ -82,6 +78,14 @@ class Server:
         """Let it go."""
         self._process.terminate()
         self._process.wait(20)
+
+
+def tokens_of(path: str, answer: str) -> int:
+    """How many tokens a stream brought."""
+    lines = [line for line in answer.splitlines() if line]
+    if path == "/generate":
+        return sum(len(json.loads(line).get("tokens", ())) for line in lines)
+    return next(json.loads(line[5:])["usage"]["completion_tokens"] for line in lines if '"usage":{' in line)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -151,7 +151,7 @@ struct Scratch {
 // One thread's way through a step.
 class Forward {
  public:
-  Forward(const Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
+  Forward(Team& team, const Model& model, const Keys& keys, const Step& step, std::atomic<int64_t>* next)
       : team_(team), model_(model), keys_(keys), step_(step), next_(next), at_(model, step.rows, team.size, step.scratch),
         rows_(step.rows), h_(at_.h), places_(step.places) {}
 
@@ -305,7 +305,7 @@ class Forward {
     team_.wait();
   }
 
-  const Team& team_;
+  Team& team_;
   const Model& model_;
   const Keys& keys_;
   const Step& step_;
@@ -330,7 +330,7 @@ int64_t superstep_scratch(const Model* model, int64_t rows, int64_t threads) {
 // Rows in, logits of the wanted ones out; their keys and values are in their places then.
 void superstep_forward(const Model* model, const Keys* keys, const Step* step, int64_t threads) {
   const std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[model->layers]());
-  with_team(threads, [&](const Team& team) { Forward(team, *model, *keys, *step, next.get()).run(); });
+  with_team(threads, 4 * model->layers + 1, [&](Team& team) { Forward(team, *model, *keys, *step, next.get()).run(); });
 }
 
 // Of each row of logits [R, V] the largest, its place, and the logarithm of the sum of exp(logit - largest).
@@ -338,7 +338,7 @@ void superstep_totals(const float* logits, int64_t rows, int64_t vocab, int64_t 
                       int64_t* likeliest, int64_t threads) {
   constexpr int64_t parts = 8;  // of every row, so that its sum does not depend on who else is asking
   std::vector<Total> found(rows * parts);
-  with_team(threads, [&](const Team& team) {
+  with_team(threads, 0, [&](const Team& team) {
     for (int64_t at = team.begin(rows * parts); at < team.end(rows * parts); ++at) {
       const int64_t row = at / parts, part = at % parts;
       found[at] = total_of(logits + row * stride, vocab * part / parts, vocab * (part + 1) / parts);
@@ -357,7 +357,7 @@ void superstep_totals(const float* logits, int64_t rows, int64_t vocab, int64_t 
 // each thread that of short ones.
 void superstep_product(const Weight* weight, const bf16* x, int64_t rows, bf16* out, uint8_t* codes, float* scale,
                        char* rooms, int64_t threads) {
-  with_team(threads, [&](const Team& team) {
+  with_team(threads, 1, [&](Team& team) {
     if (weight->is_int8) {
       to_codes_of_rows(team, x, rows, weight->inputs, codes, scale);
       team.wait();
@@ -370,7 +370,7 @@ void superstep_product(const Weight* weight, const bf16* x, int64_t rows, bf16* 
 
 // For each panel of [P, steps, 128] the least exponent of its short weights, and how many steps are kept whole.
 void superstep_bases(const bf16* panels, int64_t count, int64_t steps, uint16_t* base, int64_t* whole, int64_t threads) {
-  with_team(threads, [&](const Team& team) {
+  with_team(threads, 0, [&](const Team& team) {
     for (int64_t p = team.begin(count); p < team.end(count); ++p) {
       const bf16* panel = panels + p * steps * kWords;
       const int least = base_of(panel, steps);
@@ -384,7 +384,7 @@ void superstep_bases(const bf16* panels, int64_t count, int64_t steps, uint16_t*
 // The same panels, short: words [P, steps, 96], and the steps that are kept whole.
 void superstep_shorten(const bf16* panels, int64_t count, int64_t steps, const Short* shorts, uint16_t* words,
                        int32_t* whole_steps, bf16* whole, int64_t threads) {
-  with_team(threads, [&](const Team& team) {
+  with_team(threads, 0, [&](const Team& team) {
     for (int64_t p = team.begin(count); p < team.end(count); ++p) {
       int64_t kept = shorts->whole_begin[p];
       const int base = shorts->base[p] >> 7;
@@ -408,7 +408,7 @@ void superstep_attend(const Queries* queries, const bf16* keys, const bf16* valu
                       const Places* places, int64_t threads) {
   std::atomic<int64_t> next{0};
   const int64_t width = store->width, heads = store->kv_heads;
-  with_team(threads, [&](const Team& team) {
+  with_team(threads, 0, [&](const Team& team) {
     for (int64_t p = 0; p < places->count; ++p) {
       const Part& part = places->parts[p];
       for (int64_t t = team.begin(part.count); t < team.end(part.count); ++t)

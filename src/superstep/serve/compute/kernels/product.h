@@ -80,18 +80,18 @@ inline void panel_of_rows(const Columns& columns, const Inputs& x, int64_t first
 // This thread's share of a product's panels, each for some rows: do_panel(panel, begin, end). The rows stay in the cache
 // while panels go by.
 template <class Do>
-inline void in_panels(const Team& team, const Weight& weight, int64_t panels, int64_t rows, Do do_panel) {
+inline void in_panels(Team& team, const Weight& weight, int64_t panels, int64_t rows, Do do_panel) {
   const int64_t most = std::max<int64_t>(kRows, kInCache / weight.row_bytes());
   const int64_t chunks = (rows + most - 1) / most, tasks = chunks * panels;
-  for (int64_t task = team.begin(tasks); task < team.end(tasks); ++task) {
+  team.share(tasks, [&](int64_t task) {
     const int64_t chunk = task / panels;
     do_panel(task % panels, rows * chunk / chunks, rows * (chunk + 1) / chunks);
-  }
+  });
 }
 
 // This thread's share of a product: put(row, panel, 4 registers of outputs) for each panel of each row.
 template <class Put>
-inline void multiply(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Put put) {
+inline void multiply(Team& team, const Weight& weight, const Inputs& x, int64_t rows, Put put) {
   in_panels(team, weight, weight.all_panels(), rows, [&](int64_t panel, int64_t begin, int64_t end) {
     const Columns columns(weight, panel, end - begin, x.room);
     in_tiles(begin, end, [&]<int R>(int64_t first) { panel_of_rows<R>(columns, x, first, put); });
@@ -101,7 +101,7 @@ inline void multiply(const Team& team, const Weight& weight, const Inputs& x, in
 // The same of a weight whose outputs are two halves of whole panels: join(row, panel, 4 registers of the first half, 4 of
 // the second) for each panel of a half.
 template <class Join>
-inline void multiply_halves(const Team& team, const Weight& weight, const Inputs& x, int64_t rows, Join join) {
+inline void multiply_halves(Team& team, const Weight& weight, const Inputs& x, int64_t rows, Join join) {
   const int64_t panels = weight.outputs / 2 / kPanel;
   in_panels(team, weight, panels, rows, [&](int64_t panel, int64_t begin, int64_t end) {
     const Columns left(weight, panel, end - begin, x.room);

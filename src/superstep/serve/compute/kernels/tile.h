@@ -10,10 +10,12 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace superstep {
@@ -115,20 +117,48 @@ inline void in_tiles(int64_t begin, int64_t end, Do do_tile) {
   }
 }
 
-// The threads that share a call. All of them come by every barrier.
-struct Team {
-  int64_t id, size;
+// The threads that share a call. All of them come by every barrier, and by every share in turn.
+class Team {
+ public:
+  Team(int64_t id, int64_t size, std::atomic<int64_t>* taken) : id(id), size(size), taken_(taken) {}
+
   int64_t begin(int64_t total) const { return total * id / size; }
   int64_t end(int64_t total) const { return total * (id + 1) / size; }
+
+  // Calls do_task(n) for this thread's share of some tasks, neighbours one after the other, and then for what is left of
+  // the others': a thread may have lost its core to another program.
+  template <class Do>
+  void share(int64_t tasks, Do do_task) {
+    std::atomic<int64_t>* taken = taken_;
+    taken_ += size;
+    for (int64_t other = 0; other < size; ++other) {
+      const Team whose((id + other) % size, size, nullptr);
+      const int64_t begin = whose.begin(tasks), count = whose.end(tasks) - begin;
+      while (taken[whose.id].load(std::memory_order_relaxed) < count) {
+        const int64_t at = taken[whose.id].fetch_add(1, std::memory_order_relaxed);
+        if (at < count) do_task(begin + at);
+      }
+    }
+  }
+
   void wait() const {
 #pragma omp barrier
   }
+
+  const int64_t id, size;
+
+ private:
+  std::atomic<int64_t>* taken_;  // of each thread's share, for this share and those to come
 };
 
 template <class Do>
-inline void with_team(int64_t threads, Do work) {
+inline void with_team(int64_t threads, int64_t shares, Do work) {
+  const std::unique_ptr<std::atomic<int64_t>[]> taken(new std::atomic<int64_t>[shares * threads]());
 #pragma omp parallel num_threads(threads)
-  work(Team{omp_get_thread_num(), omp_get_num_threads()});
+  {
+    Team team(omp_get_thread_num(), omp_get_num_threads(), taken.get());
+    work(team);
+  }
 }
 
 }  // namespace superstep
