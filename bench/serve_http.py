@@ -22,7 +22,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 
 from bench.machine import write_result
@@ -48,25 +47,30 @@ class Server:
         return asyncio.run(self._all(job, path))
 
     async def _all(self, job: Job, path: str) -> float:
-        async with httpx.AsyncClient(base_url=self.url, timeout=600) as client:
-            began = time.perf_counter()
-            asked = zip(job.prompts, job.tokens, strict=True)
-            came = await asyncio.gather(*[self._one(client, path, prompt, count) for prompt, count in asked])
-            seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        asked = zip(job.prompts, job.tokens, strict=True)
+        came = await asyncio.gather(*[self._one(path, prompt, count) for prompt, count in asked])
+        seconds = time.perf_counter() - began
         told = [tokens_of(path, answer.decode()) for answer in came]
         assert told == job.tokens, f"{told} tokens came, {job.tokens} were asked for"
         return seconds
 
-    async def _one(self, client: httpx.AsyncClient, path: str, prompt: list[int], count: int) -> bytes:
+    async def _one(self, path: str, prompt: list[int], count: int) -> bytes:
         way = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
         body = {"prompt": prompt, "stream": True}
         if path == "/generate":
             body |= {"sampling": way}
         else:
             body |= way | {"model": "model", "stream_options": {"include_usage": True}}
-        async with client.stream("POST", path, json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            return b"".join([piece async for piece in response.aiter_raw()])
+        sent = json.dumps(body).encode()
+        port = int(self.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+        return answer
 
     def processor_s(self) -> tuple[float, float]:
         """Of the interface's process, and of those below it: the engine's ranks, and what starts them."""
@@ -84,7 +88,7 @@ def tokens_of(path: str, answer: str) -> int:
     """How many tokens a stream brought."""
     lines = [line for line in answer.splitlines() if line]
     if path == "/generate":
-        return sum(len(json.loads(line).get("tokens", ())) for line in lines)
+        return sum(len(json.loads(line).get("tokens", ())) for line in lines if line.startswith("{"))
     return next(json.loads(line[5:])["usage"]["completion_tokens"] for line in lines if '"usage":{' in line)
 
 
