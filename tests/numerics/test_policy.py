@@ -173,10 +173,12 @@ SEQUENCE = [
 ]
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("policy", SEQUENCE, ids=str)
-def test_two_passes_give_the_gradient_of_a_loss_of_whole_answers(policy):
+def test_two_passes_give_the_gradient_of_a_loss_of_whole_answers(policy, weighs):
     logits, targets, streams = problem()
     answer, gains = answers(), torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], dtype=torch.float64) if weighs else torch.ones(6)
     # Nobody looks at what stands beside the answers.
     streams = {name: stream.where(answer >= 0, torch.nan) for name, stream in streams.items()}
 
@@ -185,15 +187,16 @@ def test_two_passes_give_the_gradient_of_a_loss_of_whole_answers(policy):
         for number in range(6):
             mine = answer == number
             s = {name: stream[mine].mean() for name, stream in streams.items()} | {"advantages": gains[number]}
-            total = total + correction(policy, s) * surrogate(policy, logp[mine].mean(), s)
+            loss = correction(policy, s) * surrogate(policy, logp[mine].mean(), s)
             if policy.kl_coef:
                 of_tokens = {"reference": streams["reference"][mine]}
-                total = total + policy.kl_coef * distance(policy, logp[mine], of_tokens).mean()
+                loss = loss + policy.kl_coef * distance(policy, logp[mine], of_tokens).mean()
+            total = total + weights[number] * loss
         return total
 
     theirs = whole(of_targets(logits, targets))
     (exact,) = torch.autograd.grad(theirs, logits)
-    found = sequence_policy(policy, of_targets(logits.detach(), targets), streams, answer, gains)
+    found = sequence_policy(policy, of_targets(logits.detach(), targets), streams, answer, gains, weights)
     assert found.loss == pytest.approx(theirs.item(), rel=1e-12)
     assert found.weights.dtype == torch.float32
     second = objective_sum(of_targets(logits, targets), Aim(targets, {"weights": found.weights.double()}))
@@ -202,7 +205,11 @@ def test_two_passes_give_the_gradient_of_a_loss_of_whole_answers(policy):
     assert found.weights[answer < 0].count_nonzero() == 0
     if policy.surrogate == "clip" and policy.correction == "none":
         assert found.measures["clip_low"] + found.measures["clip_high"] > 0
-        assert found.measures["ratio"] != 1.0
+        s = {name: torch.stack([stream[answer == n].mean() for n in range(6)]) for name, stream in streams.items()}
+        mean = torch.stack([of_targets(logits.detach(), targets)[answer == n].mean() for n in range(6)])
+        ratio = (mean - s["old"]).exp()[weights != 0]
+        assert found.measures["ratio"] == pytest.approx(ratio.mean().item(), rel=1e-12)
+        assert found.measures["max_dlogp"] == pytest.approx(ratio.log().abs().max().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -19,6 +19,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of
+from superstep.train.proof.restart import data_bits
 
 pytestmark = pytest.mark.multiproc
 
@@ -180,3 +181,13 @@ def test_what_cannot_be_is_refused_by_name(pool, change, exact, said):
     (told,) = pool.run(1, _refused, run, objectives.batch(), change)
     assert told is not None
     assert said in told, told
+    assert ("too large for the divisor" in told) == (change in ("large", "both signs"))
+
+
+def test_a_second_run_is_held_to_the_same_streams_and_divisor():
+    found = objectives.batch()
+    bits = data_bits(found)
+    streams = dict(found.streams, old=found.streams["old"] + 1e-3)
+    others = [replace(found, streams=streams), replace(found, divisor=1.0), replace(found, streams={})]
+    assert bits == data_bits(objectives.batch())
+    assert all(data_bits(other) != bits for other in others)

@@ -39,7 +39,14 @@ class Weighed:
     measures: Mapping[str, float]
 
 
-def sequence_policy(policy: PolicyLoss, logp: Tensor, streams: Streams, answer: Tensor, advantages: Tensor) -> Weighed:
+def sequence_policy(
+    policy: PolicyLoss,
+    logp: Tensor,
+    streams: Streams,
+    answer: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None = None,
+) -> Weighed:
     """``PolicyLoss`` of whole answers: the ratio is s = exp(mean over t of (l_t - old_t)), as GSPO has it (Zheng 2025,
     eq. 7), so that L = sum over answers of -min(s A, clip(s) A); the correction is of the same mean. The distance from
     the reference stays a token's, averaged over its answer.
@@ -50,26 +57,33 @@ def sequence_policy(policy: PolicyLoss, logp: Tensor, streams: Streams, answer: 
         streams: ``old``, and what else the policy reads but its advantages and weights; of that shape.
         answer: which answer a target belongs to, from 0; -1 where it counts for none. int64, of that shape.
         advantages: of each answer: [N].
+        weights: of each answer, likewise: factors of its loss. 0 leaves it out; None means 1.
     """
     logp_T, answer_T, lengths_N = _flat(logp, answer, len(advantages))
     of_tokens = {name: streams[name].flatten().double().cpu() for name in policy.reads if name != "advantages"}
     means = {name: _sums(stream_T, answer_T, lengths_N) / lengths_N for name, stream_T in of_tokens.items()}
     means["advantages"] = advantages.double().cpu()
-    whole = replace(policy, kl_coef=0.0)
+    weight_N = torch.ones_like(lengths_N) if weights is None else weights.double().cpu()
+    counts_N, whole = weight_N != 0, replace(policy, kl_coef=0.0)
     mean_N = _sums(logp_T, answer_T, lengths_N) / lengths_N
     loss_N, slope_N = whole.terms(mean_N, means)
     told = whole.watch(mean_N, means)
-    slope_T = _each(slope_N / lengths_N, answer_T)
-    measures = {name: float(told[name].double().mean()) for name in whole.sums}
-    measures |= {name: float(told[name].amax()) for name in whole.maxima}
+    slope_T = _each(weight_N * slope_N / lengths_N, answer_T)
+    measures = {name: _mean(told[name], counts_N) for name in whole.sums}
+    measures |= {name: float(told[name].where(counts_N, 0.0).amax()) for name in whole.maxima}
     if policy.kl_coef:
         distance_T, pull_T = kl_terms(policy.kl, logp_T, of_tokens["reference"])
         distance_N = _sums(distance_T, answer_T, lengths_N) / lengths_N
         loss_N = loss_N + policy.kl_coef * distance_N
-        share_T = policy.kl_coef * _each(1 / lengths_N, answer_T)
+        share_T = policy.kl_coef * _each(weight_N / lengths_N, answer_T)
         slope_T = slope_T + (share_T * pull_T).where(answer_T >= 0, 0.0)
-        measures["reference_kl"] = float(distance_N.mean())
-    return Weighed(weights=_weights(slope_T, logp), loss=float(loss_N.sum()), measures=measures)
+        measures["reference_kl"] = _mean(distance_N, counts_N)
+    return Weighed(weights=_weights(slope_T, logp), loss=float((weight_N * loss_N).sum()), measures=measures)
+
+
+def _mean(values_N: Tensor, counts_N: Tensor) -> float:
+    """Over the answers that count; 0 of none."""
+    return float(values_N.double().where(counts_N, 0.0).sum() / counts_N.sum().clamp(min=1))
 
 
 def dpo(

@@ -35,7 +35,7 @@ from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
 from superstep.runtime.sleeping import Sleeping
 from superstep.runtime.stop import Stop
-from superstep.runtime.watch import Watch, require_divisor
+from superstep.runtime.watch import WEIGHTS_MEND, Watch, require_divisor
 from superstep.state.piece import Kind, Piece
 
 
@@ -224,7 +224,8 @@ class Engine:
             self._measures = self._measured(told[1:])
         except OutOfRange as error:
             step = self.optimizer.steps + 1
-            raise Fault(str(error), rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
+            mend = "" if self._watch.is_plain else f" {WEIGHTS_MEND}"
+            raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
         self._result = (told[0] / self._divisor, math.sqrt(square))
         if self._inspect is not None:
             self._inspect()

@@ -14,6 +14,7 @@ from superstep.numerics.objective import Aim, CrossEntropy, Objective, Seen
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.microbatch import Microbatch
 
+WEIGHTS_MEND = "Or weights and advantages are too large for the divisor of the step, which is to be of their size."
 TOKENS = "tokens"
 SIZE = "size"
 
