@@ -125,6 +125,17 @@ def _peers() -> str:
     return table(("beside", "speed, ratio", "processor time, ratio", "memory, MiB a rank"), rows)
 
 
+def _served() -> str:
+    found = json.loads((RESULTS / "serve_vs_peers.json").read_text(encoding="utf-8"))["results"]
+    rows = []
+    for side in found["one stream"]:
+        first_s = found["first token"][side]["seconds"]
+        many = found["32 requests"].get(side)
+        cells = f"{found['one stream'][side]['tokens_per_s']:.0f}", f"{first_s * 1e3:.0f}"
+        rows.append((side, *cells, f"{many['tokens_per_s']:.0f}" if many else ""))
+    return table(("", "one stream, tokens/s", "first token, ms", "32 requests, tokens/s"), rows)
+
+
 def _collectives() -> str:
     found = json.loads((RESULTS / "collectives.json").read_text(encoding="utf-8"))["measured"]
     rows = []
@@ -143,6 +154,7 @@ def _beside_gloo(row: dict) -> str:
 
 LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
     "peers": _peers,
+    "served": _served,
     "collectives": _collectives,
     "replicas": _replicas,
     "zig-zag": _zig_zag,
