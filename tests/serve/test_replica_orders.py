@@ -255,7 +255,7 @@ def test_pauses_sleep_and_abort_reach_every_replica(server, made):
     ends = []
     asking = threading.Thread(target=lambda: ends.extend(each(server, server.ask)))
     asking.start()
-    server.wait_for(lambda: all(len(one._queues) == 3 for one in server.members))
+    server.wait_for(lambda: all(len(one._mail) == 3 for one in server.members))
     assert server.admin("abort").json() == {"aborted": 6}
     asking.join(60)
     assert [one.json()["answers"][0]["finish"] for one in ends] == ["abort"] * 6

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from superstep.serve.api.backend import Away, Busy, Health
 from superstep.serve.request import Counters, Finish, Info, Progress, Request, Sampling, Told
@@ -92,6 +94,16 @@ class Scripted:
             await self.gate.wait()
         else:
             await asyncio.sleep(0)
+
+    async def hear(
+        self, prompt: tuple[int, ...], sampling: Sampling, heard: Callable[[Progress], bool], **rest: Any
+    ) -> None:
+        """The same, handed over."""
+        stream = self.stream(prompt, sampling, **rest)
+        async with aclosing(stream):
+            async for news in stream:
+                if heard(news):
+                    return
 
     def _pieces(self, request: Request) -> Iterator[Progress]:
         sampling = request.sampling

@@ -14,11 +14,12 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from typing import Any
 
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
@@ -26,6 +27,7 @@ from superstep.runtime.launch import launch_from
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.deeds import NOBODY, Deeds
 from superstep.serve.load import ServeConfig
+from superstep.serve.mail import Ear, Mail, Mailbox
 from superstep.serve.messages import (
     Abort,
     Ask,
@@ -48,8 +50,6 @@ AGAIN_S = (0.0, 1.0, 5.0, 30.0)
 """How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
 
 CALM_S = 300.0
-
-News_ = Progress | SuperstepError
 
 
 class Host:
@@ -87,7 +87,7 @@ class Host:
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._deeds = Deeds(self._send, folder, dict(serve.adapters))
-        self._queues: dict[int, asyncio.Queue[News_]] = {}
+        self._mail: dict[int, Mail] = {}
         self._number = 0
         self._is_leaving = False
         self._first = threading.Event()
@@ -136,39 +136,52 @@ class Host:
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[Progress, None]:
         """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
+        box = Mailbox()
+        with self._asked(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+            while not box.is_over:
+                yield await box.get()
+
+    async def hear(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        heard: Callable[[Progress], bool],
+        *,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+    ) -> None:
+        """The same, handed over as it comes; see ``Backend``."""
+        ear = Ear(heard)
+        with self._asked(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+            await ear.end
+
+    @contextmanager
+    def _asked(self, mail: Mail, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
+        """A request under way; who leaves before its end takes it back."""
         self._loop = asyncio.get_running_loop()
         self._number += 1
         number = self._number
         # There before the state is looked at: who is lost from now on is told here.
-        told = self._queues[number] = asyncio.Queue()
-        is_over = False
+        self._mail[number] = mail
+        is_taken = False
         try:
             if self._state != "ready":
-                is_over = True
                 raise Away(f"the engine is {self._state}; ask again.", rank=0)
             if self._deeds.refusal:
-                is_over = True
                 raise Away(self._deeds.refusal, rank=0)
-            asked = Request(
-                id=number, prompt=tuple(prompt), sampling=sampling, priority=priority, adapter=adapter, salt=salt
-            )
-            self._send(Ask(asked))
-            while not is_over:
-                news = await told.get()
-                if isinstance(news, SuperstepError):
-                    is_over = True
-                    raise news
-                is_over = news.finish is not None
-                yield news
+            self._send(Ask(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
+            is_taken = True
+            yield
         finally:
-            del self._queues[number]
-            if not is_over:
+            del self._mail[number]
+            if is_taken and not mail.is_over:
                 self._send(Abort((number,)))
 
     def abort(self) -> int:
         """Take all requests back."""
-        self._send(Abort(tuple(self._queues)))
-        return len(self._queues)
+        self._send(Abort(tuple(self._mail)))
+        return len(self._mail)
 
     def health(self) -> Health:
         """Whether requests are answered now."""
@@ -253,24 +266,25 @@ class Host:
                     self._send(Leave())
             case News(progress, counters):
                 self._counters = counters
-                for news in progress:
-                    self._hand(news.request, news)
+                self._hand([(news.request, news) for news in progress])
             case Refused(request, why):
-                self._hand(request, ConfigError(why))
+                self._hand([(request, ConfigError(why))])
             case Done():
                 if report.why and report.number == NOBODY:
                     self._tell(f"superstep: not done again after the restart: {report.why}")
                 self._deeds.hear(report)
 
-    def _hand(self, request: int, news: News_) -> None:
+    def _hand(self, news: Sequence[tuple[int, Progress | SuperstepError]]) -> None:
+        """Wake the event loop, once for all that a step brought."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._put, request, news)
+        if news and loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._put, news)
 
-    def _put(self, request: int, news: News_) -> None:
-        told = self._queues.get(request)
-        if told is not None:  # who asked may have gone
-            told.put_nowait(news)
+    def _put(self, news: Sequence[tuple[int, Progress | SuperstepError]]) -> None:
+        for request, one in news:
+            mail = self._mail.get(request)
+            if mail is not None:  # who asked may have gone
+                mail.put(one)
 
     def _lost(self) -> None:
         """The ranks are gone: whoever waits for them is told."""
@@ -278,8 +292,8 @@ class Host:
         if self._state == "ready":
             self._state = "restarting"
             self._deeds.lost()
-            for number in list(self._queues):
-                self._hand(number, Away("the engine was lost on the way and is starting again; ask again.", rank=0))
+            lost = Away("the engine was lost on the way and is starting again; ask again.", rank=0)
+            self._hand([(number, lost) for number in list(self._mail)])
 
     def _send(self, order: Order) -> None:
         self._orders.put(order)

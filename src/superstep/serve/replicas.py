@@ -14,7 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,37 @@ class Replicas:
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[Progress, None]:
         """The news of one request, from the replica that has the least to do; see ``Backend``."""
+        with self._given(prompt, sampling, adapter, salt) as (member, came):
+            asked = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
+            async with aclosing(asked) as news:
+                async for one in news:
+                    came(one)
+                    yield one
+
+    async def hear(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        heard: Callable[[Progress], bool],
+        *,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+    ) -> None:
+        """The same, handed over as it comes; see ``Backend``."""
+        with self._given(prompt, sampling, adapter, salt) as (member, came):
+
+            def hears(news: Progress) -> bool:
+                came(news)
+                return heard(news)
+
+            await member.hear(prompt, sampling, hears, priority=priority, adapter=adapter, salt=salt)
+
+    @contextmanager
+    def _given(
+        self, prompt: tuple[int, ...], sampling: Sampling, adapter: str, salt: str
+    ) -> Iterator[tuple[Replica, Callable[[Progress], None]]]:
+        """A request's replica, and what counts off what it has done of it."""
         keys = list(_keys(prompt, adapter, salt))
         number, cached = self._choose(keys)
         for _, key in keys:
@@ -109,14 +140,15 @@ class Replicas:
         most = min(sampling.max_tokens, max(1, self.info.context_tokens - len(prompt)))
         left = len(prompt) - cached + most
         self._left[number] += left
+
+        def came(news: Progress) -> None:
+            nonlocal left
+            done = min(left, len(news.tokens) + (left - most if news.tokens and left > most else 0))
+            self._left[number] -= done
+            left -= done
+
         try:
-            asked = self._members[number].stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
-            async with aclosing(asked) as news:
-                async for one in news:
-                    done = min(left, len(one.tokens) + (left - most if one.tokens and left > most else 0))
-                    self._left[number] -= done
-                    left -= done
-                    yield one
+            yield self._members[number], came
         finally:
             self._left[number] -= left
 

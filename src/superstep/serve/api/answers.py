@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ class Ask:
         adapter: to answer with.
         salt: of what is cached.
         shows_special: whether special tokens are spelt out in the text.
+        has_text: whether its text is told; if not, ``stop`` is empty.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Ask:
     adapter: str = ""
     salt: str = ""
     shows_special: bool = False
+    has_text: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,23 +146,75 @@ async def _merged(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News,
 
 async def answer(ask: Ask, service: Service) -> AsyncGenerator[News, None]:
     """The news of one answer, the last of which has a ``finish``."""
-    reader = service.words.reader(ask.stop, shows_special=ask.shows_special)
-    named = frozenset(ask.sampling.stop_tokens)
-    ends = named if ask.sampling.ignore_eos else named | frozenset(service.backend.info.end_of_text)
-    watch, ended = service.metrics.watch(len(ask.prompt)), "abort"
+    following = Following(ask, service)
     stream = service.backend.stream(ask.prompt, ask.sampling, priority=ask.priority, adapter=ask.adapter, salt=ask.salt)
     try:
         async with aclosing(stream):
             async for progress in stream:
-                news = read(progress, reader, index=ask.index, ends=ends, named=named)
-                watch.drew(len(news.tokens))
-                ended = news.finish or ended
+                news = following.read(progress)
                 yield news
                 if news.finish is not None:
                     return
         raise Away("the engine ended an answer without a word; ask again.")
     finally:
-        service.queue.note(watch.end(ended))
+        following.end()
+
+
+async def hear(ask: Ask, service: Service, keep: Callable[[News], None]) -> None:
+    """The same, each piece handed over as it comes: nobody is woken before the last one."""
+    following = Following(ask, service)
+
+    def heard(progress: Progress) -> bool:
+        news = following.read(progress)
+        keep(news)
+        return news.finish is not None
+
+    try:
+        await service.backend.hear(
+            ask.prompt, ask.sampling, heard, priority=ask.priority, adapter=ask.adapter, salt=ask.salt
+        )
+    finally:
+        following.end()
+
+
+class Following:
+    """Reads the engine's news of one answer, and counts what comes."""
+
+    def __init__(self, ask: Ask, service: Service) -> None:
+        self._index = ask.index
+        self._service = service
+        self._reader = service.words.reader(ask.stop, shows_special=ask.shows_special) if ask.has_text else None
+        self._named = frozenset(ask.sampling.stop_tokens)
+        own = frozenset() if ask.sampling.ignore_eos else frozenset(service.backend.info.end_of_text)
+        self._ends = self._named | own
+        self._watch, self._ended = service.metrics.watch(len(ask.prompt)), "abort"
+
+    def read(self, progress: Progress) -> News:
+        """The next piece."""
+        if self._reader is None:
+            news = silently(progress, index=self._index, named=self._named)
+        else:
+            news = read(progress, self._reader, index=self._index, ends=self._ends, named=self._named)
+        self._watch.drew(len(news.tokens))
+        self._ended = news.finish or self._ended
+        return news
+
+    def end(self) -> None:
+        """There is no more of it, or nobody wants more."""
+        self._service.queue.note(self._watch.end(self._ended))
+
+
+def silently(progress: Progress, *, index: int, named: frozenset[int]) -> News:
+    """One piece of the engine's news without its text."""
+    stop = progress.tokens[-1].token if progress.tokens and progress.finish == "stop" else None
+    return News(
+        index=index,
+        tokens=progress.tokens,
+        prompt=progress.prompt,
+        finish=progress.finish,
+        stop=stop if stop in named else None,
+        cached_tokens=progress.cached_tokens,
+    )
 
 
 def read(progress: Progress, reader: Reader, *, index: int, ends: frozenset[int], named: frozenset[int]) -> News:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,28 @@ class Backend(Protocol):
             ConfigError: what was asked cannot be answered.
             Busy: there is no room for it now.
             Away: the engine is not there, or was lost on the way.
+        """
+        ...
+
+    async def hear(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        heard: Callable[[Progress], bool],
+        *,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+    ) -> None:
+        """As ``stream``, for who has nothing to do with a piece but to keep it: nobody is woken before the end.
+
+        Args:
+            prompt: token ids.
+            sampling: how to draw.
+            heard: is given each piece of news at once, on the event loop; whether that was enough.
+            priority: smaller ones go first.
+            adapter: to answer with.
+            salt: of what is cached.
         """
         ...
 

@@ -9,10 +9,12 @@ do not meet.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from superstep.serve.api.backend import Backend
@@ -39,15 +41,13 @@ class Metrics:
             return Counter(name, about, ["model_name", *labels], registry=self.registry)
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(self._model)
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.").labels(self._model)
         self.finished = counter("vllm:request_success", "Answers, by why they ended.", "finished_reason")
         self.refused = counter("superstep:requests_refused", "Requests that were not answered.", "status")
         self.first_token_s = histogram(
             "vllm:time_to_first_token_seconds", "From a request to its first token.", FIRST_TOKEN_S
         )
-        self.between_tokens_s = histogram(
-            "vllm:inter_token_latency_seconds", "From one token of an answer to the next.", BETWEEN_TOKENS_S
-        )
+        self.tokens = Tally(self._model)
+        self.registry.register(self.tokens)
         self.whole_s = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", WHOLE_ANSWER_S)
         self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.answer_sizes = histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
@@ -86,11 +86,8 @@ class Watch:
         now = time.monotonic()
         if not self._tokens:
             self._metrics.first_token_s.observe(now - self._began)
-        else:
-            for _ in range(tokens):
-                self._metrics.between_tokens_s.observe((now - self._last) / tokens)
+        self._metrics.tokens.add(tokens, (now - self._last) / tokens if self._tokens else None)
         self._last, self._tokens = now, self._tokens + tokens
-        self._metrics.generation_tokens.inc(tokens)
 
     def end(self, reason: str) -> float:
         """The answer ended; returns its seconds."""
@@ -99,6 +96,42 @@ class Watch:
         self._metrics.answer_sizes.observe(self._tokens)
         self._metrics.end(reason)
         return seconds
+
+
+class Tally(Collector):
+    """What is counted of every token. The event loop alone counts and reads, so no number needs a lock of its own,
+    which is most of what a counter of the library takes.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._drawn = 0
+        self._between = [0] * (len(BETWEEN_TOKENS_S) + 1)
+        self._seconds = 0.0
+
+    def add(self, tokens: int, between_s: float | None) -> None:
+        """So many tokens came, each so long after the one before; None after none."""
+        self._drawn += tokens
+        if between_s is not None:
+            self._between[bisect_left(BETWEEN_TOKENS_S, between_s)] += tokens
+            self._seconds += between_s * tokens
+
+    def describe(self) -> list[Metric]:
+        """Their names are nobody else's."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """As they stand."""
+        drawn = CounterMetricFamily("vllm:generation_tokens", "Tokens drawn.", labels=["model_name"])
+        drawn.add_metric([self._model], self._drawn)
+        yield drawn
+        between = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "From one token of an answer to the next.", labels=["model_name"]
+        )
+        bounds = [*map(str, BETWEEN_TOKENS_S), "+Inf"]
+        counts = zip(bounds, accumulate(self._between), strict=True)
+        between.add_metric([self._model], buckets=[(bound, count) for bound, count in counts], sum_value=self._seconds)
+        yield between
 
 
 class EngineNumbers(Collector):

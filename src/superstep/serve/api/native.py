@@ -114,6 +114,7 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
             priority=fields.priority,
             adapter=adapter,
             salt=fields.salt,
+            has_text=False,
         )
         try:
             asks += choices_of(first, fields.n, len(prompts), service)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from superstep.serve.api.answers import Ask, News, answers
+from superstep.serve.api.answers import Ask, News, hear
 from superstep.serve.api.service import Service
 from superstep.serve.api.usage import Usage
 from superstep.serve.request import Finish, Told
@@ -68,8 +68,17 @@ async def collect(asks: Sequence[Ask], service: Service, usage: Usage) -> list[W
         usage: mutated.
     """
     found = [Whole() for _ in asks]
-    async with aclosing(answers(asks, service)) as stream:
-        async for news in stream:
-            usage.add(news)
-            found[news.index].add(news)
+
+    def keep(news: News) -> None:
+        usage.add(news)
+        found[news.index].add(news)
+
+    with service.queue.place(len(asks)):
+        tasks = [asyncio.ensure_future(hear(ask, service, keep)) for ask in asks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one that fails takes the others back
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     return found
