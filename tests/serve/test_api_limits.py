@@ -91,6 +91,7 @@ BAD = [
     (PLAIN, {"suffix": "x"}, 400, "suffix", "not served"),
     (PLAIN, {"best_of": 3}, 400, "best_of", "must be n"),
     (PLAIN, {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
+    (PLAIN, {"Temperature": 1}, 400, "Temperature", "did you mean 'temperature'"),
     (PLAIN, {"zzz": 1}, 400, "zzz", "not a field"),
     (PLAIN, {"stream_options": {"include_usage": True}}, 400, "stream_options", "set stream to true"),
     (PLAIN, {"stream": True, "stream_options": {"usage": True}}, 400, "stream_options.usage", "not a field"),
@@ -109,6 +110,9 @@ BAD = [
     (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "greater than or equal to 1"),
     (CHAT, {"functions": []}, 400, "functions", "not a field"),
     (CHAT, {"modalities": ["audio"]}, 400, "modalities[0]", "'text'"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "x"}, 400, "tool_choice", "tool_choice = 'x': must be 'none', 'auto' or"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, 400, "tool_choice.function", "is missing"),
+    (CHAT, {"response_format": 5}, 400, "response_format", "response_format = 5: must be an object."),
     (CHAT, {"tool_choice": "required"}, 400, "tool_choice", "give tools"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "pattern"),
     (CHAT, {"tools": [TOOL, TOOL]}, 400, "tools", "two functions"),
@@ -224,6 +228,11 @@ def test_separators_within_text_are_no_values():
         parse(json.dumps({"prompt": text, "more": [1] * 200}).encode(), Limits(json_values=100))
 
 
+def test_of_a_number_that_is_too_long_no_setting_of_python_is_told():
+    with pytest.raises(Refused, match=r"body is no JSON \(Exceeds .* 5000 digits\); send one object\.$"):
+        parse(b'{"prompt": [' + b"9" * 5000 + b"]}", Limits())
+
+
 def test_a_whole_pair_of_surrogates_is_a_character():
     assert parse(b'{"prompt": "\\ud83d\\ude00"}', Limits()) == {"prompt": "😀"}
 
@@ -235,7 +244,9 @@ def test_a_body_of_another_type_is_refused_so_that_other_pages_cannot_send_it(se
 
 def test_paths_that_are_not_served_are_told(setting):
     refusal(setting.client.get("/v2/nothing"), 404, None, "POST /v1/completions")
-    assert setting.client.get(PLAIN).status_code == 405
+    wrong = setting.client.get(PLAIN)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "use POST" in wrong.json()["error"]["message"]
 
 
 def read_status(connection: socket.socket) -> int:

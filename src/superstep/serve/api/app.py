@@ -94,5 +94,6 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
         known = ", ".join(f"{method} {path}" for method, path, _ in ROUTES)
         message = f"{request.url.path!a} is not served; the paths are: {known}."
     else:
-        message = f"{request.method} {request.url.path!a}: {error.detail}."
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} {request.url.path!a}: {error.detail}{f'; use {allowed}' if allowed else ''}."
     return Refused(message, status=error.status_code, code="no_such_path", headers=error.headers).response()

@@ -141,7 +141,7 @@ def _read_slowly(body: bytes, limits: Limits) -> object:
     except UnicodeDecodeError as error:
         raise Refused(f"body is no UTF-8 at byte {error.start}; send JSON in UTF-8.", code="invalid_json") from None
     except ValueError as error:
-        reason = str(error).partition("\n")[0]
+        reason = re.split(r"[\n;]", str(error))[0]  # behind it Python says which of its own settings would let it pass
         raise Refused(f"body is no JSON ({reason}); send one object.", code="invalid_json") from None
     _check_values(found, "", limits.json_depth)
     raise Refused("body is no JSON that can be read; send one object.", code="invalid_json")

@@ -113,6 +113,8 @@ def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> Refused:
     path, value = _path(detail["loc"]), detail["input"]
     match detail["type"]:
         case "extra_forbidden":
+            # The last is the client's own word, which may look like a type.
+            path = f"{_path(detail['loc'][:-1])}.{detail['loc'][-1]}".removeprefix(".")
             top = len(detail["loc"]) == 1
             guess = did_you_mean(path, sorted(known)) if top else "."
             hint = guess if guess.startswith("; did you mean") else "; leave it out."
@@ -124,12 +126,16 @@ def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> Refused:
             return Refused(f"{path} {reason}" if path else reason, param=path or None, code="invalid_value")
         case _:
             rule = re.sub(r"^(Input|Value|String|List|Dictionary) should ", "must ", detail["msg"])
+            rule = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", rule)  # as JSON calls it
             return Refused(f"{path or 'body'} = {shown(value)}: {rule}.", param=path or None, code="invalid_value")
 
 
+BRANCH = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
+
+
 def _places(loc: Sequence[int | str]) -> list[int | str]:
-    """Of a pydantic location, what is a field or an index: the names of a union's branches are not."""
-    return [part for part in loc if isinstance(part, int) or not re.search(r"[\[(-]|^(str|int|float|bool)$", part)]
+    """Of a pydantic location, what is a field or an index: the names of a union's branches, types, are not."""
+    return [part for part in loc if isinstance(part, int) or not BRANCH.search(part)]
 
 
 def _path(loc: Sequence[int | str]) -> str:

@@ -234,6 +234,8 @@ def _grammar(constraint: Constraint) -> str:
         case "json_schema":
             return _schema(_read(constraint.text))
         case "regex":
+            if (len(constraint.text) - len(constraint.text.rstrip("\\"))) % 2:  # the library would drop it
+                raise ConfigError("regex ends with a backslash that escapes nothing; write two of them, or none.")
             return llguidance.LLMatcher.grammar_from_regex(constraint.text)
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(constraint.text)
@@ -262,4 +264,7 @@ def _line(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no token of this tokenizer can begin such a text"
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return (lines[0] if lines else "no reason was given")[:300].rstrip(".")
+    first = lines[0] if lines else "no reason was given"
+    # Of an expression that cannot be read, the reason stands below a drawing of the place.
+    reason = next((line for line in lines[1:] if first.endswith(":") and line.startswith("error:")), "")
+    return f"{first[:300]} {reason[:300]}".rstrip(". ")
