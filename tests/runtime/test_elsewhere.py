@@ -13,6 +13,7 @@ from elsewhere import Elsewhere, Strict
 from superstep.cost.program.operation import Attention, Pass, Product
 from superstep.model import experts
 from superstep.model.axes import units
+from superstep.numerics.policy import PolicyLoss
 from superstep.plan.config import ModelConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime import engine as engine_module
@@ -87,6 +88,9 @@ LAYOUTS = {
 MOE = ModelConfig(name="tiny", experts=4, experts_per_token=2, router="noisy-topk")
 
 
+POLICY = PolicyLoss(correction="mis", kl_coef=0.1, dual_clip=3.0)
+
+
 def run_of(name):
     config = small.config(microbatch=2, **LAYOUTS[name])
     if name == "experts":
@@ -97,7 +101,7 @@ def run_of(name):
 def without_reading(monkeypatch):
     """What a GPU does with experts, and what takes numbers back to the CPU left out."""
     monkeypatch.setattr(engine_module, "require_exact", lambda *args: None)
-    monkeypatch.setattr(AdamW, "sums", lambda self, *args, **kwargs: (1.0, 1.0, False))
+    monkeypatch.setattr(AdamW, "sums", lambda self, told, *args, **kwargs: (1.0, [1.0] * len(told), False))
     monkeypatch.setattr(experts, "is_grouped", lambda x: True)
     count = lambda expert_R, minlength: expert_R.new_zeros(minlength)  # noqa: E731 - meta has no bincount
     monkeypatch.setattr(torch.Tensor, "bincount", count)
@@ -111,9 +115,14 @@ def test_a_step_gives_a_gpu_nothing_of_the_cpus(name, monkeypatch):
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1)
     mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
+    streams = {name: torch.ones(batch.targets_BS.shape) for name in (*POLICY.reads, "weights")}
+    weighed = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh, streams=streams)
     with Strict() as seen:
         for _ in range(2):
             engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+        engine.train_step(weighed, valid_tokens=batch.valid_tokens, lr=1e-3)
+        engine.train_step(weighed, valid_tokens=batch.valid_tokens, lr=1e-3, objective=POLICY)
+        engine.logprobs(mine)
     assert len(seen.operations) > 1000
     assert any("_fused_adamw_" in operation for operation in seen.operations) is (name != "exact")
     # Fast mode waits for its GPU but at the end of a step, which is left out here; the fixed point of exact mode does.

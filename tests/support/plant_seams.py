@@ -57,11 +57,11 @@ def no_partial_sum():
 
 
 def own_norm():
-    def sums(values):
-        total = collectives.sum_over_all(values.clone())
+    def sums(values, group):
+        total = collectives.sum_over(values.clone(), group)
         return torch.stack((values[0], *total[1:]))
 
-    return mock.patch.object(optimizer, "sum_over_all", sums)
+    return mock.patch.object(optimizer, "sum_over", sums)
 
 
 def no_gradient_sum_on_entering():

@@ -110,8 +110,8 @@ def masters_in_bf16():
 def no_decay():
     inner = AdamW.__init__
 
-    def init(self, units, hyper, **rest):
-        inner(self, units, replace(hyper, weight_decay=0.0), **rest)
+    def init(self, units, hyper, *args, **rest):
+        inner(self, units, replace(hyper, weight_decay=0.0), *args, **rest)
 
     return mock.patch.object(AdamW, "__init__", init)
 

@@ -208,8 +208,9 @@ class Engine:
 
     def _watching(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> Watch:
         """What the loss is in the run of a program to come."""
-        watch = Watch(objective, microbatches, self.mesh, keeps=keeps)
-        if not watch.is_plain and self.specs[-1].loss is not None:
+        is_exact = self.run.plan.grain is not None
+        watch = Watch(objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps)
+        if (watch.sees or not watch.is_plain) and self.specs[-1].loss is not None:
             raise ConfigError(
                 f"unit '{self.specs[-1].name}' has a loss of its own, which says nothing of single tokens: give it no "
                 "streams and no objective, or leave its loss out."
@@ -241,10 +242,10 @@ class Engine:
         # Where every tp rank computed the same loss, one of them counts it.
         is_counted = self.mesh.at.tp == 0 or self._sees_part
         loss = (self._executor.loss * is_counted).double().view(1)
-        return loss if self._watch.is_plain else torch.cat((loss, self._watch.numbers(is_counted=is_counted)))
+        return loss if not self._watch.sees else torch.cat((loss, self._watch.numbers(is_counted=is_counted)))
 
     def _measured(self, summed: Sequence[float]) -> Mapping[str, float]:
-        if self._watch.is_plain:
+        if not self._watch.sees:
             return {}
         measures, size = self._watch.told(summed)
         if self.run.plan.grain is not None:

@@ -260,7 +260,8 @@ class Executor:
                 x.requires_grad_()
             y = module(x, self._sights[m])
             if unit == self._last_unit:
-                y = self._machine.loss(y, self._watch.aim(m, is_seen=not is_again), self._scale)
+                aim = self._watch.aim(self._microbatches[m], m, is_seen=not is_again)
+                y = self._machine.loss(y, aim, self._scale)
         return y
 
     def _recompute(self, unit: int, m: int) -> None:

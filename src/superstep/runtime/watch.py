@@ -56,37 +56,43 @@ class Watch:
         objective: what is made of a log-probability.
         microbatches: of this data-parallel rank.
         mesh: the launched ranks.
+        is_exact: whether the losses' sum must keep within a range, which losses of both signs do not show.
         keeps: whether log-probabilities are kept.
 
     Attributes:
-        is_plain: whether the loss is the cross entropy of every target, and there is nothing to be seen; on all ranks
-            or on none.
+        is_plain: whether the loss is the cross entropy of every target; on all ranks or on none.
+        sees: whether there is anything to be seen of single tokens, likewise.
 
     Raises:
         DataError: a stream is missing, or is no fp32 number for each target.
     """
 
     def __init__(
-        self, objective: Objective, microbatches: Sequence[Microbatch], mesh: Mesh, *, keeps: bool = False
+        self,
+        objective: Objective,
+        microbatches: Sequence[Microbatch],
+        mesh: Mesh,
+        *,
+        is_exact: bool = False,
+        keeps: bool = False,
     ) -> None:
         _require_streams(objective, microbatches)
-        self.is_plain = isinstance(objective, CrossEntropy) and "weights" not in microbatches[0].streams and not keeps
+        self.is_plain = isinstance(objective, CrossEntropy) and "weights" not in microbatches[0].streams
+        self.sees = keeps or bool(objective.sums or objective.maxima) or (is_exact and not self.is_plain)
         self._objective = objective
-        self._microbatches = microbatches
         self._keeps = keeps
         self._mesh = mesh
         self._kept: dict[int, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def aim(self, m: int, *, is_seen: bool = True) -> Aim:
+    def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> Aim:
         """What the output of the ``m``-th microbatch is held to; tokens that were seen before are not seen again."""
-        microbatch = self._microbatches[m]
 
         def tell(seen: Seen) -> None:
             self._see(m, seen)
 
-        tells = tell if is_seen and not self.is_plain else None
+        tells = tell if is_seen and self.sees else None
         return Aim(microbatch.targets, microbatch.streams, self._objective, tells)
 
     def _see(self, m: int, seen: Seen) -> None:

@@ -51,7 +51,8 @@ class Divided:
                 rest[rest < place] = place
                 targets_BS[row, place - 1] = IGNORE
         ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
-        return Batch(whole.tokens_BS, targets_BS, whole.valid_tokens - ignored, starts_BS).rows(rows)
+        counted = whole.valid_tokens - ignored
+        return replace(whole, targets_BS=targets_BS, starts_BS=starts_BS, valid_tokens=counted).rows(rows)
 
 
 def documents_begun(batch: Batch) -> int:

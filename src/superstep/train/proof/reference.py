@@ -59,7 +59,8 @@ def reference_steps(
     Args:
         shape: the model.
         train: the optimisation.
-        batches: one for each step, with all rows of the global batch. Their valid tokens are counted anew.
+        batches: one for each step, with all rows of the global batch. Their valid tokens are counted anew; a divisor
+            that is given stays, and ``weights`` multiply the cross entropy.
         clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it is at work.
     """
     exchange = Local()
@@ -93,10 +94,19 @@ def unit_steps(
     yield from _steps(forward, list(model.parts.values()), loss_sum, train, batches, clips=clips)
 
 
-def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of every target that counts, fp32 each, summed in fp64."""
+def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The cross entropy of every target that counts, fp32 each, times its weight, summed in fp64."""
     each = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    if weights is not None:
+        each = each * weights.flatten().where(targets.flatten() != IGNORE, 0.0)
     return each.double().sum()
+
+
+def _divisor(batch: Batch, *, is_counted: bool) -> float:
+    """What the loss of a batch is divided by: what it says, or its valid tokens, counted anew or as it says."""
+    if batch.divisor is not None:
+        return batch.divisor
+    return int((batch.targets_BS != IGNORE).sum()) if is_counted else batch.valid_tokens
 
 
 def _steps(
@@ -120,13 +130,15 @@ def _steps(
     clip_norm = train.clip_norm
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        valid = int((batch.targets_BS != IGNORE).sum()) if loss_sum is _nats else batch.valid_tokens
+        divisor, weights = _divisor(batch, is_counted=loss_sum is _nats), batch.streams.get("weights")
         loss = 0.0
         # Row by row: nothing of how a layout splits the batch is repeated here.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
             now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
             sight = {} if batch.starts_BS is None else _documents(batch.starts_BS[number].tolist())
-            row = loss_sum(forward(tokens[None], now, sight), targets[None]) / valid
+            out = forward(tokens[None], now, sight)
+            nats = loss_sum(out, targets[None]) if weights is None else _nats(out, targets[None], weights[number])
+            row = nats / divisor
             row.backward()
             loss += float(row.detach())
         # What the loss does not depend on has a gradient too.
