@@ -230,7 +230,7 @@ def blocks_not_merged():
 def heads_to_the_next_rank():
     def forward(ctx, x, group):
         ctx.group = group
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=group)
         return out.roll(1, 0)
 
@@ -238,15 +238,15 @@ def heads_to_the_next_rank():
 
 
 def targets_of_the_whole():
-    inner = batches_module.microbatches
+    inner = batches_module.microbatches_of
 
-    def microbatches(tokens, targets, plan, mesh, starts=None):
-        found = inner(tokens, targets, plan, mesh, starts)
-        size = targets.shape[1] // mesh.shape.cp
-        straight = targets[:, mesh.at.cp * size : (mesh.at.cp + 1) * size].split(plan.microbatch)
+    def microbatches_of(batch, plan, mesh):
+        found = inner(batch, plan, mesh)
+        size = batch.targets_BS.shape[1] // mesh.shape.cp
+        straight = batch.targets_BS[:, mesh.at.cp * size : (mesh.at.cp + 1) * size].split(plan.microbatch)
         return [replace(m, targets=part.contiguous()) for m, part in zip(found, straight, strict=True)]
 
-    return mock.patch.object(close, "microbatches", microbatches)
+    return mock.patch.object(close, "microbatches_of", microbatches_of)
 
 
 def rows_come_back_in_another_order():
