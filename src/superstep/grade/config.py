@@ -1,0 +1,66 @@
+"""GradeConfig: what a grade may take, and how candidates are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from superstep.errors import ConfigError
+
+Kept = Literal["bubblewrap", "none"]
+
+LEAST_BYTES = 32 << 20
+"""Python itself takes about 20 MiB of addresses, and a program needs some too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradeConfig:
+    """What a grade may take, and how candidates' programs are kept."""
+
+    sandbox: Kept = "bubblewrap"
+    """bubblewrap keeps each program in namespaces of its own; none runs it as this user, with every right of theirs."""
+    timeout_s: float = 10.0
+    """How long a candidate's program, or the reading of its answer, may take."""
+    grader_timeout_s: float = 60.0
+    """How long a whole grade may take before its grader is killed; more than `timeout_s`."""
+    memory_bytes: int = 512 << 20
+    """What a program's processes may take together; each of them may address as much."""
+    disk_bytes: int = 16 << 20
+    """The room of a program's own folder, which is in memory and ends with it."""
+    output_bytes: int = 1 << 20
+    """The most that a program may write to its output."""
+    processes: int = 32
+    """Processes and threads that a program may have at a time."""
+    python: str | None = None
+    """The interpreter of candidates; where none is named, this one's, or else the system's."""
+    workers: int | None = None
+    """Graders at a time; where none is given, one for each core."""
+    retries: int = 2
+    """How often an answer is graded again after a grader_error."""
+
+
+def checked(config: GradeConfig) -> GradeConfig:
+    """The same, once its numbers are seen to work.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    for name, value in (("timeout_s", config.timeout_s), ("grader_timeout_s", config.grader_timeout_s)):
+        if not 0 < value <= 86_400:
+            raise ConfigError(f"grade.{name} = {value:g} must be above 0 and at most 86400.")
+    if config.grader_timeout_s <= config.timeout_s:
+        raise ConfigError(
+            f"grade.grader_timeout_s = {config.grader_timeout_s:g} must be more than grade.timeout_s = "
+            f"{config.timeout_s:g}; set it to {config.timeout_s * 2 + 5:g}."
+        )
+    for name, number, least in (
+        ("memory_bytes", config.memory_bytes, LEAST_BYTES),
+        ("disk_bytes", config.disk_bytes, 4096),
+        ("output_bytes", config.output_bytes, 1024),
+        ("processes", config.processes, 1),
+        ("workers", config.workers if config.workers is not None else 1, 1),
+        ("retries", config.retries, 0),
+    ):
+        if number < least:
+            raise ConfigError(f"grade.{name} = {number} must be at least {least}.")
+    return config

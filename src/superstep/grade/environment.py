@@ -1,0 +1,106 @@
+"""Environment: the tasks of a user's own Python file.
+
+    task(index, seed) -> Task                     pure: the same numbers give the same task on any machine, at any time
+    grade(task, rollout) -> Verdict | Check | number
+    reply(task, turns) -> Observation | Done      where there is none, a rollout is one turn
+
+The file is run as a module of its own, as that of ``model.source`` is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.errors import ConfigError, did_you_mean
+from superstep.grade.task import Done, Message, Observation, Rollout, Task
+from superstep.grade.verdict import line
+
+NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The functions of an environment's file."""
+
+    path: Path
+    make: Callable[[int, int], object]
+    judge: Callable[[Task, Rollout], object]
+    answer: Callable[[Task, Sequence[Message]], object] | None
+
+    def task(self, index: int, seed: int) -> Task:
+        """The task of these numbers.
+
+        Raises:
+            ConfigError: the file's function fails, or gives something else.
+        """
+        asked = f"{self.path}: task({index}, {seed})"
+        try:
+            found = self.make(index, seed)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{asked} fails: {told(error)}; it must give a Task for every index from 0.") from error
+        if not isinstance(found, Task):
+            raise ConfigError(f"{asked} gives {type(found).__name__}; return a superstep.grade.task.Task.")
+        if not isinstance(found.prompt, str) and not all(isinstance(each, Message) for each in found.prompt):
+            raise ConfigError(f"{asked} has a prompt that is neither a text nor a tuple of Message; give one of them.")
+        if not found.prompt:
+            raise ConfigError(f"{asked} has an empty prompt; give what the model is to be told.")
+        return found
+
+    def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
+        """What the environment says to the last turn.
+
+        Raises:
+            ConfigError: the file's function fails, or gives something else.
+        """
+        if self.answer is None:
+            return Done()
+        try:
+            found = self.answer(task, turns)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{self.path}: reply(task, turns) fails: {told(error)}.") from error
+        if not isinstance(found, Observation | Done):
+            raise ConfigError(
+                f"{self.path}: reply(task, turns) gives {type(found).__name__}; return an Observation or Done()."
+            )
+        return found
+
+
+def load_environment(source: str | Path) -> Environment:
+    """The environment that a Python file has.
+
+    Raises:
+        ConfigError: the file cannot be read or run, or lacks a function.
+    """
+    path = Path(source)
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"'{source}' is no Python file; name one that has task(index, seed), such as tasks.py.")
+    name = f"superstep_environment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where a dataclass of the file looks its annotations up, and pickle its classes.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} cannot be run: {told(error)}.") from error
+    found = vars(module)
+    for function, form in NEEDED.items():
+        if not callable(found.get(function)):
+            known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]
+            hint = did_you_mean(function, known) if known else "; write one."
+            raise ConfigError(f"{path} has no function '{form}'{hint}")
+    reply = found.get("reply")
+    if reply is not None and not callable(reply):
+        raise ConfigError(f"{path}: reply is no function; write reply(task, turns), or leave it out.")
+    return Environment(path=path, make=found["task"], judge=found["grade"], answer=reply)
+
+
+def told(error: BaseException) -> str:
+    """The kind of an error and its first line."""
+    return line(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}").rstrip(": .")
