@@ -1,0 +1,162 @@
+"""What runs in the sandbox: a candidate's program, and nothing that decides of it. No module of ours is imported.
+
+It is given to the interpreter with ``-c``, reads one job from its input, and writes a line of JSON for each answer. It
+knows inputs alone: what is expected stays outside, and so whatever the candidate changes here, it can only answer.
+
+    {"source", "limits", "calls": [{"name", "args", "kwargs"}]}    -> {"value"} or {"raised"} for each call
+    {"source", "limits", "inputs": [text]}                         -> {"output", "status"} for each input
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from types import CodeType
+from typing import Any
+
+READY = "ready"
+"""The first line: from here on, what goes wrong is the candidate's."""
+
+KINDS = {
+    "cpu_s": resource.RLIMIT_CPU,
+    "memory_bytes": resource.RLIMIT_AS,
+    "file_bytes": resource.RLIMIT_FSIZE,
+    "processes": resource.RLIMIT_NPROC,
+    "files": resource.RLIMIT_NOFILE,
+    "core_bytes": resource.RLIMIT_CORE,
+    "locked_bytes": resource.RLIMIT_MEMLOCK,
+    "queue_bytes": resource.RLIMIT_MSGQUEUE,
+}
+
+
+def limit(asked: dict[str, int]) -> None:
+    for name, most in asked.items():
+        _, hard = resource.getrlimit(KINDS[name])
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(KINDS[name], (most, most))
+
+
+def plain(value: object) -> Any:  # noqa: ANN401 - any data
+    """Data as JSON: lists, tuples, sets and dicts are named, since JSON has fewer kinds. Nothing else is data."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (list, tuple, set, frozenset):
+        return [kind.__name__, [plain(each) for each in value]]  # type: ignore[attr-defined]
+    if kind is dict:
+        return ["dict", [[plain(key), plain(each)] for key, each in value.items()]]  # type: ignore[attr-defined]
+    raise TypeError(f"a {kind.__name__} is no data; give numbers, texts, lists, tuples, sets and dicts")
+
+
+def said(error: BaseException) -> str:
+    """Its kind and first line. What tells of itself by failing is told of by kind alone."""
+    try:
+        first = str(error).partition("\n")[0][:200]
+    except BaseException:  # noqa: BLE001 - the candidate's own class
+        first = ""
+    return f"{type(error).__name__}: {first}"
+
+
+def calls(job: dict[str, Any], out: int) -> None:
+    """Runs the source once, then each call in turn."""
+    names: dict[str, Any] = {"__name__": "candidate", "__builtins__": __builtins__}
+    try:
+        exec(compile(job["source"], "candidate.py", "exec"), names)
+        broken = None
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: to leave is no answer
+        broken = said(error)
+    for call in job["calls"]:
+        try:
+            if broken is not None:
+                raise RuntimeError(broken)
+            told = {"value": plain(names[call["name"]](*call["args"], **call["kwargs"]))}
+            text = json.dumps(told)
+        except BaseException as error:  # noqa: BLE001
+            text = json.dumps({"raised": broken or said(error)})
+        put(out, text)
+
+
+def programs(job: dict[str, Any], out: int) -> None:
+    """Runs the source as a program of its own for each input."""
+    code = compile(job["source"], "candidate.py", "exec")
+    for number, text in enumerate(job["inputs"]):
+        given, taken = f"given-{number}", f"taken-{number}"
+        with open(given, "w", encoding="utf-8") as file:
+            file.write(text)
+        child = os.fork()
+        if child == 0:
+            become(given, taken, code)
+        _, status = os.waitpid(child, 0)
+        if job["alone"]:
+            stop_others()
+        with open(taken, encoding="utf-8", errors="replace") as file:
+            output = file.read(job["output_bytes"])
+        for path in (given, taken):
+            os.unlink(path)
+        put(out, json.dumps({"output": output, "status": os.waitstatus_to_exitcode(status)}))
+
+
+def become(given: str, taken: str, code: CodeType) -> None:
+    """This process runs the program, and ends."""
+    status = 1
+    try:
+        for path, flags, to in ((given, os.O_RDONLY, 0), (taken, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1)):
+            opened = os.open(path, flags, 0o600)
+            os.dup2(opened, to)
+            os.close(opened)
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        try:
+            exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
+            status = 0
+        except SystemExit as error:
+            status = error.code if type(error.code) is int else int(error.code is not None)
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc(limit=-3)
+        sys.stdout.flush()
+    finally:
+        os._exit(status & 0xFF)
+
+
+def stop_others() -> None:
+    """Ends what a program left behind. Here it is only the candidate's, in a namespace of its own."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def put(out: int, text: str) -> None:
+    data = text.encode("utf-8", "backslashreplace") + b"\n"
+    while data:
+        data = data[os.write(out, data) :]
+
+
+def main() -> None:
+    with open(0, "rb", closefd=False) as given:
+        job = json.loads(given.read())
+    limit(job["limits"])
+    sys.path[:] = [path for path in sys.path if path] + job["packages"]
+    out = os.dup(1)
+    put(out, READY)
+    # What the candidate prints is no answer.
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if "calls" in job:
+        calls(job, out)
+    else:
+        try:
+            programs(job, out)
+        except SyntaxError as error:
+            put(out, json.dumps({"raised": said(error)}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""A process that is given so much time, memory and output, and is ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from superstep.grade.patience import Patience
+
+Limit = Literal["timeout", "memory", "output"]
+
+LOOK_S = 0.025
+"""How often its memory is looked at. Two cores fill some 100 MiB in that time."""
+
+GONE_S = 10.0
+"""How long the kernel may take to end all of it: milliseconds, more where it has much memory to give back."""
+
+STDERR_BYTES = 4096
+"""What is kept of what it complains of."""
+
+PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What it may take; see ``GradeConfig``."""
+
+    seconds: float
+    memory_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How it ended.
+
+    Attributes:
+        status: its exit status; below 0 the signal that ended it.
+        limit: what it was ended for, if it was.
+        stdout: all of it, or what came before the limit.
+        stderr: its beginning.
+    """
+
+    status: int
+    limit: Limit | None
+    stdout: bytes
+    stderr: bytes
+
+
+class StillThereError(Exception):
+    """A process was killed and is still there."""
+
+
+def run_bounded(
+    argv: Sequence[str],
+    given: bytes,
+    bounds: Bounds,
+    *,
+    uid: int | None = None,
+    fds: Sequence[int] = (),
+    folder: Path | None = None,
+) -> Ended:
+    """Runs a command to its end, in a session of its own and without an environment.
+
+    Args:
+        argv: of the command.
+        given: its input.
+        bounds: what it may take.
+        uid: the user and group that it runs as, where that is another.
+        fds: open files that it has besides.
+        folder: where it runs.
+
+    Raises:
+        StillThereError: it was killed, and is not gone.
+        OSError: it cannot be started.
+    """
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        user=uid,
+        group=uid,
+        extra_groups=None if uid is None else [],
+        pass_fds=fds,
+        cwd=folder,
+        env={},
+        start_new_session=True,
+    )
+    watched = _Watched(child, given, bounds)
+    limit: Limit | None = None
+    try:
+        limit = watched.follow()
+    finally:
+        watched.end()
+    return Ended(child.returncode, limit, bytes(watched.stdout), bytes(watched.stderr[:STDERR_BYTES]))
+
+
+class _Watched:
+    """A process and its pipes, followed to the end."""
+
+    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds) -> None:
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self._child, self._bounds = child, bounds
+        self._given = memoryview(given)
+        self._patience = Patience(bounds.seconds)
+        self._select = selectors.DefaultSelector()
+        for pipe, events, into in (
+            (child.stdin, selectors.EVENT_WRITE, None),
+            (child.stdout, selectors.EVENT_READ, self.stdout),
+            (child.stderr, selectors.EVENT_READ, self.stderr),
+        ):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._select.register(pipe, events, into)
+
+    def follow(self) -> Limit | None:
+        """Until it has ended by itself or has passed a bound, which is what is returned then."""
+        looked = 0.0
+        while not self._has_ended():
+            self._move(LOOK_S)
+            now = time.monotonic()
+            if self._patience.left() <= 0:
+                return "timeout"
+            if max(len(self.stdout), len(self.stderr)) > self._bounds.output_bytes:
+                return "output"
+            if now - looked >= LOOK_S:
+                looked = now
+                if resident_bytes(self._child.pid) > self._bounds.memory_bytes:
+                    return "memory"
+        return None
+
+    def end(self) -> None:
+        """Ends what is left, reads what was written, and waits until nobody can write to its pipes: all is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # not yet waited for, so that the number is still its own
+        patience = Patience(GONE_S)
+        try:
+            while (self._reading() or not self._has_ended()) and patience.left() > 0:
+                self._move(LOOK_S)
+            is_gone = not self._reading() and self._has_ended()
+            if is_gone:
+                self._child.wait()
+        finally:
+            self._select.close()
+            for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+        if not is_gone:
+            raise StillThereError(f"process {self._child.pid} was killed and is still there after {GONE_S:g} s")
+
+    def _has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _reading(self) -> bool:
+        return any(key.data is not None for key in self._select.get_map().values())
+
+    def _move(self, seconds: float) -> None:
+        """Moves what can be moved through the pipes, or waits."""
+        if not self._select.get_map():
+            time.sleep(seconds)
+            return
+        for key, _ in self._select.select(seconds):
+            self._through(key.fileobj, key.data)
+
+    def _through(self, pipe: Any, into: bytearray | None) -> None:  # noqa: ANN401 - as selectors give it
+        try:
+            if into is None:
+                self._given = self._given[os.write(pipe.fileno(), self._given[:PIECE_BYTES]) :]
+                is_over = not self._given
+            else:
+                piece = os.read(pipe.fileno(), PIECE_BYTES)
+                if len(into) <= self._bounds.output_bytes:  # what is over the bound is read, and not kept
+                    into += piece
+                is_over = not piece
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            is_over = True
+        if is_over:
+            self._select.unregister(pipe)
+            if into is None:
+                _close(pipe)
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with suppress(BrokenPipeError):
+        pipe.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process and all below it have to themselves, or share with each other.
+
+    What is shared is counted for each of them: a bound is passed a little early rather than not at all.
+    """
+    return sum(_own_bytes(each) for each in tree(pid))
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and all below it, as far as they are there."""
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{one}/task"):
+                waiting += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
+
+
+def _own_bytes(pid: int) -> int:
+    found = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                found += 1024 * int(line.split()[1])
+    return found

@@ -1,0 +1,273 @@
+"""Sandbox: runs candidates' programs on inputs, and gives back their answers as data."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from superstep.errors import ConfigError, Fault
+from superstep.grade.config import GradeConfig
+from superstep.grade.sandbox.bubblewrap import PACKAGES, PYTHON_FLAGS, UID, Seen, command
+from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, run_bounded
+from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
+from superstep.grade.verdict import line
+
+How = Literal["done", "timeout", "memory", "violation"]
+
+INSIDE = Path(__file__).with_name("inside.py")
+READY = b"ready\n"
+
+SIGSYS = 31
+SHELL_SIGNAL = 128
+"""As shells and bubblewrap have it, a process that a signal ended has this status, and the signal's number more."""
+
+OPEN_FILES = 64
+SOURCE_BYTES = 1 << 20
+"""The longest program that is run."""
+
+PROBE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of the candidate's, called with data."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What came of a candidate's program.
+
+    Attributes:
+        how: whether it came to its end, or what ended it.
+        told: for each call or input a record; fewer where the program ended early. It is the candidate's word.
+        why: where it was ended, what for; or what it complained of.
+    """
+
+    how: How
+    told: tuple[dict[str, Any], ...]
+    why: str = ""
+
+
+class Sandbox(Protocol):
+    """Something that runs programs of candidates."""
+
+    def calls(self, source: str, calls: Sequence[Call]) -> Answers:
+        """Runs a source and then functions of it; each record is ``{"value"}`` or ``{"raised"}``."""
+        ...
+
+    def programs(self, source: str, inputs: Sequence[str]) -> Answers:
+        """Runs a source as a program for each input; each record is ``{"output", "status"}``."""
+        ...
+
+
+def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
+    """The sandbox that is asked for; with ``probe``, once it is seen to work.
+
+    Raises:
+        ConfigError: bubblewrap is not there, or cannot work here.
+    """
+    if config.sandbox == "none":
+        python = Path(config.python) if config.python else Path(sys.executable)
+        return Kept(config, None, python)
+    found = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+    if found is None:
+        raise ConfigError(
+            "bubblewrap is not installed, which keeps candidates' programs; apt install bubblewrap, or write "
+            'grade.sandbox = "none" to run them unprotected.'
+        )
+    python, prefix = interpreter(config.python)
+    machine = MACHINES.get(platform.machine())
+    calls = None if machine is None else filter_bytes(machine)
+    kept = Kept(config, Seen(bwrap=Path(found), python=python, prefix=prefix), python, calls)
+    if probe:
+        kept.probe()
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Programs in bubblewrap; where ``seen`` is None, beside us and unprotected.
+
+    Attributes:
+        config: what they may take.
+        seen: what they see of this machine.
+        python: their interpreter.
+        filter: of system calls; None where this kind of processor has no list of them.
+    """
+
+    config: GradeConfig
+    seen: Seen | None
+    python: Path
+    filter: bytes | None = None
+
+    def calls(self, source: str, calls: Sequence[Call]) -> Answers:
+        """See ``Sandbox``."""
+        return self._run(source, {"calls": [asdict(call) for call in calls]})
+
+    def programs(self, source: str, inputs: Sequence[str]) -> Answers:
+        """See ``Sandbox``."""
+        return self._run(source, {"inputs": list(inputs)})
+
+    def probe(self) -> None:
+        """Runs an empty program.
+
+        Raises:
+            ConfigError: not even that works; says what bubblewrap complained of.
+        """
+        try:
+            answers = self._run("", {"inputs": [""]})
+        except (Fault, OSError) as error:
+            raise ConfigError(
+                f"bubblewrap cannot make a sandbox here ({line(str(error))}); allow user namespaces, use bubblewrap "
+                '0.8 or newer, or write grade.sandbox = "none" to run candidates unprotected.'
+            ) from error
+        if answers.how != "done" or len(answers.told) != 1 or answers.told[0].get("status") != 0:
+            raise ConfigError(
+                f"{self.python} runs no program in the sandbox ({answers.how}: {line(answers.why)}); set "
+                "grade.python to another interpreter, or give more grade.memory_bytes."
+            )
+
+    def _run(self, source: str, asked: dict[str, Any]) -> Answers:
+        if len(source) > SOURCE_BYTES:
+            return Answers("violation", (), f"a program of {len(source)} characters; {SOURCE_BYTES} are read")
+        config = self.config
+        job = asked | {
+            "source": source,
+            "packages": [PACKAGES] if self.seen is not None and self.seen.packages is not None else [],
+            "output_bytes": config.output_bytes,
+            "alone": self.seen is not None,
+            "limits": self._limits(),
+        }
+        given = json.dumps(job).encode()
+        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes)
+        try:
+            ended = self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
+        except StillThereError as error:
+            raise Fault(f"{error}.") from error
+        return read_answers(ended, config)
+
+    def _limits(self) -> dict[str, int]:
+        """What the kernel holds each process to."""
+        found = {
+            "cpu_s": math.ceil(self.config.timeout_s) + 1,
+            "memory_bytes": self.config.memory_bytes,
+            "file_bytes": self.config.disk_bytes,
+            "files": OPEN_FILES,
+            "core_bytes": 0,
+            "locked_bytes": 0,
+            "queue_bytes": 0,
+        }
+        # In a user namespace of its own it counts the program's processes; elsewhere all of the user's.
+        return found | ({} if self.seen is None else {"processes": self.config.processes + 1})
+
+    def _in_bubblewrap(self, given: bytes, bounds: Bounds) -> Ended:
+        assert self.seen is not None
+        fd = None if self.filter is None else _held(self.filter)
+        run = ("-c", INSIDE.read_text(encoding="utf-8"))
+        argv = command(self.seen, disk_bytes=self.config.disk_bytes, filter_fd=fd, run=run)
+        try:
+            return run_bounded(
+                argv, given, bounds, uid=UID if os.geteuid() == 0 else None, fds=() if fd is None else (fd,)
+            )
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _beside(self, given: bytes, bounds: Bounds) -> Ended:
+        run = [str(self.python), *PYTHON_FLAGS, "-c", INSIDE.read_text(encoding="utf-8")]
+        with tempfile.TemporaryDirectory(prefix="superstep-grade-", ignore_cleanup_errors=True) as folder:
+            return run_bounded(run, given, bounds, folder=Path(folder))
+
+
+def read_answers(ended: Ended, config: GradeConfig) -> Answers:
+    """What an ended process means.
+
+    Raises:
+        Fault: the candidate's program did not begin: that is our failure, not its.
+    """
+    complaint = line(ended.stderr.decode("utf-8", "replace"))
+    if not ended.stdout.startswith(READY):
+        raise Fault(f"the sandbox did not begin: {complaint or ended.limit or f'status {ended.status}'}.")
+    if ended.limit is not None:
+        return Answers(*_limited(ended.limit, config))
+    if ended.status in (-SIGSYS, SHELL_SIGNAL + SIGSYS):
+        return Answers("violation", (), "a system call that is not allowed")
+    try:
+        told = tuple(json.loads(one) for one in ended.stdout[len(READY) :].splitlines())
+    except (ValueError, RecursionError) as error:  # also: halves of texts, numbers of ten thousand digits
+        return Answers("violation", (), f"its output is no JSON: {error}")
+    if not all(isinstance(one, dict) for one in told):
+        return Answers("violation", (), "its output is no record")
+    if any(one.get("status") == -SIGSYS for one in told):
+        return Answers("violation", (), "a system call that is not allowed")
+    if any(str(one.get("raised", "")).startswith("MemoryError") for one in told):
+        return Answers("memory", (), f"more than {config.memory_bytes >> 20} MiB")
+    return Answers("done", told, complaint)
+
+
+def _limited(limit: Literal["timeout", "memory", "output"], config: GradeConfig) -> tuple[How, tuple[()], str]:
+    match limit:
+        case "timeout":
+            return "timeout", (), f"longer than {config.timeout_s:g} s"
+        case "memory":
+            return "memory", (), f"more than {config.memory_bytes >> 20} MiB"
+        case "output":
+            return "violation", (), f"more than {config.output_bytes} bytes of output"
+
+
+def _held(data: bytes) -> int:
+    """An open file with some bytes, which nobody else sees."""
+    fd = os.memfd_create("filter", 0)
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def interpreter(asked: str | None) -> tuple[Path, Path | None]:
+    """The interpreter of candidates, and its folder where that is not below /usr.
+
+    Ours is taken where candidates' user can reach it, else the system's: inside a home of root's it is out of reach.
+
+    Raises:
+        ConfigError: there is none that can be reached.
+    """
+    if asked is not None:
+        path = Path(asked)
+        if not path.is_file():
+            raise ConfigError(f"grade.python = '{asked}' is not there; name an interpreter, such as /usr/bin/python3.")
+        found = [path.resolve()]
+    else:
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        found = [
+            Path(sys.base_prefix).resolve() / "bin" / name,
+            Path("/usr/bin/python3"),
+            Path("/usr/local/bin/python3"),
+        ]
+    for path in found:
+        real = path.resolve()
+        if real.is_file() and (os.geteuid() != 0 or _is_open(real)):
+            prefix = real.parents[1]
+            return real, None if real.is_relative_to("/usr") else prefix
+    raise ConfigError(
+        f"{' and '.join(map(str, found))} cannot be reached by user {UID}, as whom candidates run; apt install "
+        "python3, or set grade.python to an interpreter in a folder that everybody may enter."
+    )
+
+
+def _is_open(path: Path) -> bool:
+    """Whether everybody may enter each folder above."""
+    return all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)

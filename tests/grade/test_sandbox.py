@@ -1,0 +1,268 @@
+"""The sandbox's parts: the filter, the command line, what a process may take, and refusals with the mend."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from boxed import command_lines, needs_bubblewrap
+from superstep.errors import ConfigError, Fault
+from superstep.grade.config import GradeConfig, checked
+from superstep.grade.patience import Patience
+from superstep.grade.sandbox import room
+from superstep.grade.sandbox.bubblewrap import Seen, command
+from superstep.grade.sandbox.process import Bounds, Ended, resident_bytes, run_bounded
+from superstep.grade.sandbox.room import Call, interpreter, open_sandbox, read_answers
+from superstep.grade.sandbox.seccomp import (
+    AARCH64,
+    ALLOW,
+    ERRNO,
+    KILL,
+    MACHINES,
+    X86_64,
+    decide,
+    filter_bytes,
+    filter_program,
+)
+
+HEADERS = {
+    X86_64.arch: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    AARCH64.arch: Path("/usr/include/asm-generic/unistd.h"),
+}
+KINDS = [pytest.param(machine, id=name) for name, machine in MACHINES.items()]
+
+
+@pytest.mark.parametrize("machine", KINDS)
+def test_numbers_are_those_of_the_kernels_header(machine):
+    header = HEADERS[machine.arch]
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    text = header.read_text(encoding="utf-8")
+    numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", text)}
+    own = machine.kills | machine.fails | {"clone": machine.clone, "socketpair": machine.socketpair}
+    own |= {"clone3": machine.clone3, "ioctl": machine.ioctl}
+    assert {name: n for name, n in own.items() if numbers.get(name, n) != n} == {}
+    assert len(set(own) & set(numbers)) > 60
+
+
+@pytest.mark.parametrize("machine", KINDS)
+def test_the_filter_ends_who_breaks_out_and_refuses_the_rest(machine):
+    program = filter_program(machine)
+
+    def says(number, *arguments, arch=machine.arch):
+        return decide(program, arch=arch, number=number, arguments=arguments)
+
+    assert {name for name, number in machine.kills.items() if says(number) != KILL} == set()
+    assert {name for name, number in machine.fails.items() if says(number) != ERRNO | 1} == set()
+    assert says(0) == ALLOW
+    assert says(0, arch=1) == KILL
+    assert says(machine.last + 1) == ERRNO | 38
+    assert says(machine.clone3) == ERRNO | 38
+    assert says(machine.clone, 17) == ALLOW
+    assert {bit for bit in (7, 17, 25, 26, 27, 28, 29, 30) if says(machine.clone, 1 << bit | 17) != KILL} == set()
+    assert says(machine.clone, (1 << 28) | (5 << 32)) == KILL
+    assert says(machine.socketpair, 1) == ALLOW
+    assert says(machine.socketpair, 2) == ERRNO | 1
+    assert says(machine.ioctl, 0, 0x5412) == ERRNO | 1
+    assert says(machine.ioctl, 0, 0x5401) == ALLOW
+    others = set(range(machine.last + 1)) - {*machine.kills.values(), *machine.fails.values(), machine.clone3}
+    allowed = {number for number in others if says(number, 1) == ALLOW}
+    assert others - allowed == set()
+
+
+def test_a_call_by_the_third_way_is_no_way_round():
+    assert decide(filter_program(X86_64), arch=X86_64.arch, number=0x40000000 | 165) == KILL
+
+
+@pytest.mark.parametrize("machine", KINDS)
+def test_the_filter_is_written_as_the_kernel_reads_it(machine):
+    written = filter_bytes(machine)
+    assert len(written) % 8 == 0
+    assert len(written) // 8 < 4096  # the most that the kernel takes
+    assert [struct.unpack_from("=HBBI", written, 8 * k) for k in range(len(written) // 8)] == filter_program(machine)
+
+
+def test_the_command_line_has_every_protection():
+    seen = Seen(bwrap=Path("/usr/bin/bwrap"), python=Path("/usr/bin/python3"), prefix=Path("/opt/python"))
+    words = command(seen, disk_bytes=4096, filter_fd=7, run=("-c", "pass"))
+    text = " ".join(words)
+    for needed in (
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop ALL",
+        "--clearenv",
+        "--ro-bind /usr /usr",
+        "--ro-bind /opt/python /opt/python",
+        "--size 4096 --tmpfs /tmp",
+        "--remount-ro / ",
+        "--seccomp 7",
+    ):
+        assert needed in text, needed
+    assert not {"--bind", "--proc", "--dev", "--share-net", "--dev-bind-try"} & set(words)
+    assert words[words.index("--") + 1] == "/usr/bin/python3"
+    # What is bound is bound before the root is closed.
+    assert max(k for k, word in enumerate(words) if word == "--ro-bind") < words.index("--remount-ro")
+
+
+def test_a_machine_without_bubblewrap_is_refused_with_the_mend(monkeypatch):
+    monkeypatch.setattr(room.shutil, "which", lambda name, path: None)
+    with pytest.raises(ConfigError, match=r'apt install bubblewrap, or write grade\.sandbox = "none"'):
+        open_sandbox(GradeConfig())
+    open_sandbox(GradeConfig(sandbox="none"))
+
+
+def test_a_bubblewrap_that_cannot_work_is_refused_with_its_words(monkeypatch, tmp_path):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == broken.owner() and folder != Path("/tmp"):
+            folder.chmod(0o755)
+        if folder == Path("/tmp"):
+            break
+    monkeypatch.setattr(room.shutil, "which", lambda name, path: str(broken))
+    with pytest.raises(ConfigError, match=r"No permissions to create new namespace\.\); allow user namespaces"):
+        open_sandbox(GradeConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GradeConfig(timeout_s=0), "grade.timeout_s = 0 must be above 0"),
+        (GradeConfig(timeout_s=float("nan")), "grade.timeout_s = nan"),
+        (GradeConfig(timeout_s=90), "grade.grader_timeout_s = 60 must be more than grade.timeout_s = 90"),
+        (GradeConfig(memory_bytes=1000), "grade.memory_bytes = 1000 must be at least 33554432"),
+        (GradeConfig(workers=0), "grade.workers = 0"),
+        (GradeConfig(retries=-1), "grade.retries = -1"),
+        (GradeConfig(processes=0), "grade.processes = 0"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(config, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        checked(config)
+
+
+def test_an_interpreter_out_of_reach_is_not_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(room.os, "geteuid", lambda: 0)
+    closed = tmp_path / "closed" / "bin"
+    closed.mkdir(parents=True)
+    (closed / "python3").write_text("")
+    closed.parent.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"cannot be reached by user 65534"):
+        interpreter(str(closed / "python3"))
+    with pytest.raises(ConfigError, match=r"is not there; name an interpreter"):
+        interpreter(str(closed / "python4"))
+
+
+def test_a_process_is_held_to_its_bounds():
+    python = [sys.executable, "-c"]
+    bounds = Bounds(30.0, 1 << 30, 1 << 20)
+    ended = run_bounded([*python, "print(input()[::-1])"], b"abc\n", bounds)
+    assert (ended.status, ended.limit, ended.stdout) == (0, None, b"cba\n")
+    assert run_bounded([*python, "import os; os.close(0)"], b"x" * 10**7, bounds).status == 0
+    began = time.monotonic()
+    ended = run_bounded([*python, "import time; time.sleep(60)"], b"", replace(bounds, seconds=1.0))
+    assert ended.limit == "timeout"
+    ended = run_bounded(
+        [*python, "import os; os.close(1); os.close(2)\nwhile True: pass"], b"", replace(bounds, seconds=1.0)
+    )
+    assert ended.limit == "timeout"
+    assert time.monotonic() - began < 30
+    ended = run_bounded([*python, "while True: print('x' * 10**6)"], b"", bounds)
+    assert ended.limit == "output"
+    assert len(ended.stdout) < 2 << 20
+    ended = run_bounded(
+        [*python, "kept = b'x' * (300 << 20)\nimport time; time.sleep(60)"],
+        b"",
+        replace(bounds, memory_bytes=200 << 20),
+    )
+    assert ended.limit == "memory"
+    ended = run_bounded([*python, "import os; print(dict(os.environ))"], b"", bounds)
+    assert b"HOME" not in ended.stdout
+
+
+def test_time_in_which_the_machine_stood_still_does_not_count():
+    now = [100.0]
+    patience = Patience(10.0, lambda: now[0])
+    now[0] += 0.25
+    assert patience.left() == 9.75
+    now[0] += 3600.0  # it slept
+    assert patience.left() == 9.25
+    for _ in range(100):
+        assert 0 <= patience.step() <= 0.1
+        now[0] += 0.125
+    assert patience.step() == 0
+    assert patience.left() < 0
+
+
+def test_what_a_process_leaves_in_its_session_is_ended():
+    mark = f"left-{os.getpid()}"
+    source = f"import subprocess; subprocess.Popen(['{mark}', '600'], executable='/bin/sleep')"
+    ended = run_bounded([sys.executable, "-c", source], b"", Bounds(30.0, 1 << 30, 1 << 20))
+    assert ended.status == 0
+    assert [line for line in command_lines() if mark.encode() in line] == []
+
+
+def test_the_memory_of_a_process_is_seen():
+    before, kept = resident_bytes(os.getpid()), b"x" * (64 << 20)
+    assert resident_bytes(os.getpid()) - before > 48 << 20
+    assert len(kept) == 64 << 20
+    assert resident_bytes(2**22 - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("ended", "how"),
+    [
+        (Ended(0, None, b'ready\n{"value": 1}\n', b""), "done"),
+        (Ended(0, "timeout", b"ready\n", b""), "timeout"),
+        (Ended(0, "memory", b"ready\n", b""), "memory"),
+        (Ended(0, "output", b"ready\n", b""), "violation"),
+        (Ended(159, None, b"ready\n", b""), "violation"),
+        (Ended(-31, None, b"ready\n", b""), "violation"),
+        (Ended(0, None, b"ready\n[1]\n", b""), "violation"),
+        (Ended(0, None, b"ready\n{\n", b""), "violation"),
+        (Ended(0, None, b"ready\n\xff\n", b""), "violation"),
+        (Ended(0, None, b"ready\n" + b"[" * 100_000, b""), "violation"),
+        (Ended(0, None, b'ready\n{"value": ' + b"9" * 5000 + b"}\n", b""), "violation"),
+        (Ended(0, None, b'ready\n{"raised": "MemoryError: "}\n', b""), "memory"),
+        (Ended(0, None, b'ready\n{"output": "", "status": -31}\n', b""), "violation"),
+    ],
+)
+def test_how_a_program_ended(ended, how):
+    assert read_answers(ended, GradeConfig()).how == how
+
+
+@pytest.mark.parametrize("limit", [None, "timeout", "memory"])
+def test_a_program_that_did_not_begin_is_our_failure(limit):
+    with pytest.raises(Fault, match="did not begin"):
+        read_answers(Ended(1, limit, b"", b"bwrap: cannot"), GradeConfig())
+
+
+@needs_bubblewrap
+def test_the_number_of_processes_is_bounded():
+    source = (
+        "import os, time\ndef f():\n    count = 0\n    try:\n        while True:\n            if os.fork() == 0:\n"
+        "                time.sleep(60)\n            count += 1\n    except BlockingIOError:\n        return count"
+    )
+    for most in (4, 16):
+        answers = open_sandbox(GradeConfig(processes=most)).calls(source, [Call("f")])
+        assert answers.how == "done", answers
+        assert most - 2 <= answers.told[0]["value"] <= most
+
+
+@needs_bubblewrap
+def test_the_order_of_a_set_is_the_same_each_time():
+    sandbox = open_sandbox(GradeConfig())
+    found = [sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [Call("f")]).told for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert "value" in found[0][0]
