@@ -1,0 +1,89 @@
+"""Answers that are programs: run on inputs in the sandbox, and judged here by what they gave.
+
+What is expected never enters the sandbox. A program that knows all inputs, changes its interpreter or writes records of
+its own can only give wrong answers that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from superstep.grade.graders.check import Tools
+from superstep.grade.graders.final import fenced
+from superstep.grade.graders.values import decoded, same
+from superstep.grade.sandbox.room import Answers, Call
+from superstep.grade.verdict import Kind, Verdict, ok, wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A function of the candidate's, called with data, gives this."""
+
+    name: str
+    args: tuple[Any, ...]
+    expected: object
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The candidate's program, given this text, prints that one. White space at the ends of lines does not count."""
+
+    given: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTests:
+    """The answer is a program that passes tests.
+
+    Attributes:
+        answer: the model's; its last fenced block is the program, or the whole of it.
+        tests: all of one kind.
+        partial: whether some of the tests earn their share; otherwise all must pass.
+        tolerance: for numbers; see ``values.same``.
+    """
+
+    answer: str
+    tests: Sequence[Case] | Sequence[Run]
+    partial: bool = False
+    tolerance: float = 0.0
+
+    def verdict(self, tools: Tools) -> Verdict:
+        """See ``Check``."""
+        if not self.tests:
+            raise ValueError("CodeTests has no test, so that every program passes")
+        source = fenced(self.answer)
+        calls = [Call(test.name, tuple(test.args)) for test in self.tests if isinstance(test, Case)]
+        given = [test.given for test in self.tests if isinstance(test, Run)]
+        if calls and given:
+            raise ValueError("CodeTests has tests of two kinds; make them two checks")
+        answers = tools.sandbox.calls(source, calls) if calls else tools.sandbox.programs(source, given)
+        return self._judged(answers)
+
+    def _judged(self, answers: Answers) -> Verdict:
+        if answers.how != "done":
+            kind: Kind = answers.how
+            return Verdict(kind, 0.0, answers.why)
+        if len(answers.told) > len(self.tests):
+            return Verdict("violation", 0.0, "it wrote records of its own")
+        tests: list[Case | Run] = list(self.tests)
+        passed = sum(self._passes(test, told) for test, told in zip(tests, answers.told, strict=False))
+        why = f"{passed} of {len(self.tests)} tests pass" + (f"; {answers.why}" if answers.why else "")
+        if passed == len(self.tests):
+            return ok(1.0, why)
+        return ok(passed / len(self.tests), why) if self.partial and passed else wrong(why)
+
+    def _passes(self, test: Case | Run, told: dict[str, Any]) -> bool:
+        if isinstance(test, Run):
+            output = told.get("output")
+            return told.get("status") == 0 and isinstance(output, str) and _lines(output) == _lines(test.expected)
+        try:
+            return "value" in told and same(test.expected, decoded(told["value"]), self.tolerance)
+        except (ValueError, RecursionError):
+            return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip("\n").split("\n")]

@@ -1,0 +1,55 @@
+"""Formulas, read and compared by math-verify in a process of its own: run as ``python -P maths_child.py``.
+
+A formula of a page can keep sympy busy for days and fill any memory. So the system ends this process when it takes too
+long, and it has only so many addresses. One JSON line in, ``{"expected", "given", "number"}``, one out: ``{"same"}``,
+or ``{"error"}`` where the expected formula cannot be read, and the number. The first line is ``{"seconds", "bytes"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+
+def read(formula: str) -> list[object]:
+    found: list[object] = parse(f"${formula}$", [LatexExtractionConfig()], parsing_timeout=None)
+    return found
+
+
+def answer(asked: dict[str, str], told: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(told | {"number": asked["number"]}) + "\n")
+    sys.stdout.flush()
+
+
+def judged(task: dict[str, str]) -> dict[str, object]:
+    expected = read(task["expected"])
+    if not expected:
+        return {"error": "the expected formula cannot be read"}
+    try:
+        return {"same": bool(verify(expected, read(task["given"]), timeout_seconds=None))}
+    except MemoryError:
+        return {"memory": True}
+    except Exception:  # noqa: BLE001 - what cannot be compared is not the same
+        return {"same": False}
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    task = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answer(task, {})
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # ends the process, whatever it is busy with
+        asked = json.loads(line)
+        answer(asked, judged(asked))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The process that compares formulas, as graders see it: an answer before a deadline, or an end."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Literal
+
+from superstep.errors import ConfigError, Fault
+from superstep.grade.lines import LineProcess
+
+CHILD = Path(__file__).with_name("maths_child.py")
+
+START_S = 60.0
+"""How long it may take to import sympy: half a second on an idle machine."""
+
+BYTES = 1 << 30
+"""Its addresses, of which sympy takes 0.2 GB."""
+
+
+class MathsProcess:
+    """Compares formulas. It starts with the first one, and anew after one that ended it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._child: LineProcess | None = None
+
+    def compare(self, expected: str, given: str) -> Literal["same", "other", "timeout", "memory"]:
+        """Whether two formulas in LaTeX mean the same.
+
+        Raises:
+            ConfigError: math-verify is not installed, or the expected formula cannot be read.
+            Fault: the process does not start.
+        """
+        told = self._started().ask({"expected": expected, "given": given}, self._seconds)
+        if told is None:
+            self.close()
+            return "timeout"
+        if told.get("memory"):
+            self.close()
+            return "memory"
+        if "error" in told:
+            raise ConfigError(f"expected = {expected!r}: {told['error']}; write it in LaTeX.")
+        return "same" if told["same"] else "other"
+
+    def close(self) -> None:
+        """Ends the process; a later formula starts it again."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+    def _started(self) -> LineProcess:
+        if self._child is not None and self._child.is_there:
+            return self._child
+        self.close()
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("math-verify is not installed, which reads formulas: pip install 'superstep[grade]'.")
+        self._child = LineProcess([sys.executable, "-P", str(CHILD)], is_heard=False)
+        if self._child.ask({"seconds": self._seconds, "bytes": BYTES}, START_S) is None:
+            self.close()
+            raise Fault("the process that compares formulas does not start.")
+        return self._child

@@ -1,0 +1,86 @@
+"""Values that a candidate gave: read as plain data, and compared by code that is not the candidate's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NUMBERS = (int, float)
+
+
+def decoded(value: object) -> Any:  # noqa: ANN401 - any data
+    """The data that ``inside.plain`` wrote.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case ["list" | "tuple", list(items)]:
+            return [decoded(each) for each in items]
+        case ["set" | "frozenset", list(items)]:
+            return _Unordered([decoded(each) for each in items])
+        case ["dict", list(pairs)] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            return _Pairs([(decoded(key), decoded(each)) for key, each in pairs])
+        case _:
+            raise ValueError("no data")
+
+
+class _Unordered(list[Any]):
+    """The members of a set."""
+
+
+class _Pairs(list[tuple[Any, Any]]):
+    """The pairs of a dict."""
+
+
+def same(expected: object, given: object, tolerance: float = 0.0) -> bool:
+    """Whether data that was given is what is expected.
+
+    Truth values are no numbers; 3 and 3.0 are the same number. A list and a tuple are the same list. Numbers may differ
+    by ``tolerance``, of their size or of 1, whichever is more. NaN is the same as NaN.
+    """
+    match expected:
+        case bool() | None | str():
+            return type(given) is type(expected) and given == expected
+        case int() | float():
+            return type(given) in NUMBERS and _near(expected, given, tolerance)  # type: ignore[arg-type]
+        case list() | tuple():
+            return type(given) is list and _all_same(list(expected), given, tolerance)
+        case set() | frozenset():
+            return isinstance(given, _Unordered) and _matched(list(expected), list(given), tolerance)
+        case dict():
+            pairs = [list(pair) for pair in expected.items()]
+            return isinstance(given, _Pairs) and _matched(pairs, [list(pair) for pair in given], tolerance)
+        case _:
+            raise TypeError(f"a test expects a {type(expected).__name__}, which is no data")
+
+
+def _near(expected: float, given: float, tolerance: float) -> bool:
+    if isinstance(expected, int) and isinstance(given, int) and not tolerance:
+        return expected == given
+    if math.isnan(expected) or math.isnan(given):
+        return math.isnan(expected) and math.isnan(given)
+    if math.isinf(expected) or math.isinf(given):
+        return expected == given
+    return expected == given or abs(expected - given) <= tolerance * max(1.0, abs(expected))
+
+
+def _all_same(expected: list[Any], given: list[Any], tolerance: float) -> bool:
+    return len(expected) == len(given) and all(
+        same(one, other, tolerance) for one, other in zip(expected, given, strict=True)
+    )
+
+
+def _matched(expected: list[Any], given: list[Any], tolerance: float) -> bool:
+    """Whether each of the one is the same as one of the other, in any order."""
+    if len(expected) != len(given):
+        return False
+    left = list(given)
+    for one in expected:
+        found = next((k for k, other in enumerate(left) if same(one, other, tolerance)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True

@@ -1,0 +1,108 @@
+"""A process that answers lines of JSON with lines of JSON, each before a deadline.
+
+Each question has a number that nobody guesses, and an answer without it is none: what a library prints, or a program
+that was let into the process, is not taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from superstep.grade.patience import Patience
+
+PIECE_BYTES = 1 << 16
+
+NUMBER = "number"
+"""The key of a question's number, in the question and in its answer."""
+
+
+class LineProcess:
+    """A process that is asked, and killed where it does not answer in time. One thread at a time may ask."""
+
+    def __init__(self, command: Sequence[str], *, is_heard: bool) -> None:
+        """Starts it.
+
+        Args:
+            command: the program and its arguments.
+            is_heard: whether what it complains of goes to where ours does.
+        """
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if is_heard else subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C on the terminal is the pool's to handle
+        )
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it runs."""
+        return self._child.poll() is None
+
+    def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
+        patience, number = Patience(seconds), secrets.token_hex(8)
+        if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
+            return None
+        line = self._read(patience)
+        try:
+            told = None if line is None else json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return told if isinstance(told, dict) and told.pop(NUMBER, None) == number else None
+
+    def kill(self) -> None:
+        """Kills it, from any thread; who asks it just now is told that it does not answer."""
+        if self._child.poll() is None:
+            with suppress(ProcessLookupError):
+                self._child.kill()
+
+    def end(self) -> None:
+        """Ends it and what it started in its session."""
+        if self._child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, 9)
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _write(self, data: bytes, patience: Patience) -> bool:
+        assert self._child.stdin is not None
+        fd, left = self._child.stdin.fileno(), memoryview(data)
+        while left:
+            if not (wait := patience.step()):
+                return False
+            if not select.select([], [fd], [], wait)[1]:
+                continue
+            try:
+                left = left[os.write(fd, left[:PIECE_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                return False
+        return True
+
+    def _read(self, patience: Patience) -> bytes | None:
+        assert self._child.stdout is not None
+        fd, line = self._child.stdout.fileno(), bytearray()
+        while not line.endswith(b"\n"):
+            if not (wait := patience.step()):
+                return None
+            if not select.select([fd], [], [], wait)[0]:
+                continue
+            piece = os.read(fd, PIECE_BYTES)
+            if not piece:
+                return None
+            line += piece
+        return bytes(line)
