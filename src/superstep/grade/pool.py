@@ -1,0 +1,184 @@
+"""Pool: graders in processes of their own, so many at a time, each with a deadline.
+
+    pool = Pool("tasks.py", GradeConfig())
+    pool.grade(7, seed=0, rollout)          a Verdict; grader_error is tried again before it is one
+    pool.submit(7, seed=0, rollout)         the same, as a Future
+
+A grader that hangs is killed at its deadline, and its process is started anew.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import ConfigError, Fault
+from superstep.grade.config import GradeConfig, checked
+from superstep.grade.lines import LineProcess
+from superstep.grade.sandbox.room import open_sandbox
+from superstep.grade.task import Rollout
+from superstep.grade.verdict import Verdict, from_told, grader_error
+
+START_S = 120.0
+"""How long an environment's file may take to be loaded."""
+
+COMMAND = (sys.executable, "-P", "-m", "superstep.grade.worker")
+
+
+class Pool:
+    """Graders of one environment. May be used from any thread."""
+
+    def __init__(
+        self,
+        source: str | Path,
+        config: GradeConfig,
+        *,
+        retried: Callable[[Verdict], None] | None = None,
+        is_heard: bool = True,
+    ) -> None:
+        """Starts one grader, to see that the file can be loaded; the others start when they are needed.
+
+        Args:
+            source: the environment's file.
+            config: what a grade may take.
+            retried: told of each grader_error that is tried again.
+            is_heard: whether what graders print goes to our stderr.
+
+        Raises:
+            ConfigError: the file or the sandbox cannot be used.
+        """
+        self.config = checked(config)
+        open_sandbox(config)
+        self._retried = retried or (lambda verdict: None)
+        self.workers = config.workers or len(os.sched_getaffinity(0))
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._all = [_Worker(Path(source), config, is_heard=is_heard) for _ in range(self.workers)]
+        self._threads = ThreadPoolExecutor(self.workers, "grade")
+        for worker in self._all:
+            self._idle.put(worker)
+        try:
+            self._threads.submit(self._all[-1].started).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def grade(self, index: int, seed: int, rollout: Rollout) -> Verdict:
+        """The verdict of a rollout of a task; raises as ``submit``'s future does."""
+        return self.submit(index, seed, rollout).result()
+
+    def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
+        """The verdict, once it is there.
+
+        Its ``result`` raises a ConfigError where the file has no such task.
+        """
+        asked = {
+            "index": index,
+            "seed": seed,
+            "turns": [[turn.role, turn.content] for turn in rollout.turns],
+            "finish": rollout.finish,
+        }
+        return self._threads.submit(self._grade, asked)
+
+    def close(self) -> None:
+        """Ends all graders and what they run."""
+        for worker in self._all:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._all:
+            worker.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _grade(self, asked: dict[str, Any]) -> Verdict:
+        worker = self._idle.get()
+        try:
+            verdict = worker.ask(asked)
+            for _ in range(self.config.retries):
+                if verdict.is_decided:
+                    break
+                self._retried(verdict)
+                verdict = worker.ask(asked)
+            return verdict
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One grader's process, as a thread of the pool sees it."""
+
+    def __init__(self, source: Path, config: GradeConfig, *, is_heard: bool) -> None:
+        self._source, self._config, self._is_heard = source, config, is_heard
+        self._process: LineProcess | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def started(self) -> LineProcess:
+        """The process, which is started where there is none.
+
+        Raises:
+            ConfigError: the environment's file cannot be used.
+            Fault: the process does not start.
+        """
+        if self._process is not None and self._process.is_there:
+            return self._process
+        self._end()
+        with self._lock:
+            if self._is_closed:
+                raise Fault("the pool of graders is closed.")
+            process = self._process = LineProcess(COMMAND, is_heard=self._is_heard)
+        told = process.ask({"path": str(self._source), "config": asdict(self._config)}, START_S)
+        if told is None:
+            self._end()
+            raise Fault(f"the grader of {self._source} does not start within {START_S:g} s, or ends at once.")
+        if "refused" in told:
+            self._end()
+            raise ConfigError(told["refused"])
+        return process
+
+    def ask(self, asked: dict[str, Any]) -> Verdict:
+        """One attempt.
+
+        Raises:
+            ConfigError: the file has no such task.
+        """
+        seconds = self._config.grader_timeout_s
+        try:
+            process = self.started()
+        except Fault as error:
+            return grader_error(str(error))
+        told = process.ask(asked, seconds)
+        if told is None:
+            is_there = process.is_there
+            self._end()
+            return grader_error(f"no answer within {seconds:g} s: killed" if is_there else "its process ended")
+        if "refused" in told:
+            raise ConfigError(told["refused"])
+        return from_told(told)
+
+    def kill(self) -> None:
+        """From any thread: ends the process for good. Who waits for it is told so."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process once nobody asks it any more."""
+        self.kill()
+        self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
