@@ -18,6 +18,7 @@ import pytest
 
 from superstep.cli import sample, serve, view
 from superstep.cli.chat import verb as chat
+from superstep.cli.grade import verb as grade
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import verb as measure
 from superstep.cli.options import DEMO
@@ -172,6 +173,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(plan_serve, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
+    monkeypatch.setattr(grade, "Pool", begin)
     monkeypatch.setattr(chat, "Local", begin)
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)

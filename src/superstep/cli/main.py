@@ -71,6 +71,12 @@ VERBS = {
         extra="serve",
         launches=True,
     ),
+    "grade": Verb(
+        "grade the answers to your tasks over HTTP, or attack your grader before training does",
+        "superstep.cli.grade.verb",
+        "superstep.cli.arguments.grade",
+        extra="grade",
+    ),
     "chat": Verb(
         "talk in the terminal to a model that is loaded here, or to a server",
         "superstep.cli.chat.verb",

@@ -1,0 +1,83 @@
+"""What superstep grade is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from superstep.cli.arguments.serve import read_model
+from superstep.cli.options import asks_for_help
+from superstep.errors import ConfigError, did_you_mean
+from superstep.grade.config import GradeConfig, checked
+
+DEEDS = {
+    "serve": "Grade rollouts over HTTP: POST /grade, POST /grade/batch, GET /health, GET /metrics. FILE has the tasks.",
+    "check": "Attack the grader of FILE before training does. Exit status 1 where an answer that is not right scores.",
+}
+COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.workers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where to answer."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; the ordinary one is seen by this machine alone."""
+    port: int = 8100
+    """The port to listen on; 0 takes a free one."""
+    grade: GradeConfig = field(default_factory=GradeConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What to attack."""
+
+    tasks: int = 8
+    """How many tasks each attack is tried on, from index 0."""
+    seed: int = 0
+    """Of the tasks."""
+    grade: GradeConfig = field(default_factory=lambda: GradeConfig(retries=0))
+
+
+def read(argv: Sequence[str]) -> tuple[Path, ServeOptions | CheckOptions]:
+    """The environment's file, and what is done with it.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    words = [word for word in argv[:1] if not word.startswith("-")]
+    if not words and asks_for_help(argv):
+        print(usage())
+        raise SystemExit(0)
+    deed = words[0] if words else ""
+    if deed not in DEEDS:
+        hint = did_you_mean(deed, DEEDS) if deed else "."
+        raise ConfigError(f"grade does not know '{deed}': write superstep grade serve FILE, or check FILE{hint}")
+    options = ServeOptions() if deed == "serve" else CheckOptions()
+    missing = f"name the file that has the tasks: superstep grade {deed} tasks.py."
+    file, options = read_model(
+        options, argv[1:], missing, prog=f"superstep grade {deed} FILE", description=DEEDS[deed], common=COMMON
+    )
+    checked(options.grade)
+    match options:
+        case ServeOptions(port=port) if not 0 <= port <= 65535:
+            raise ConfigError(f"--port = {port} must be from 0 to 65535.")
+        case CheckOptions(tasks=tasks) if not 1 <= tasks <= 1000:
+            raise ConfigError(f"--tasks = {tasks} must be from 1 to 1000.")
+        case _:
+            return Path(file), options
+
+
+def usage() -> str:
+    """The page that names what can be done, as wide as the terminal."""
+    columns = max(24, min(shutil.get_terminal_size().columns, 100))
+    lines = [
+        textwrap.fill(what, columns, initial_indent=f"  {deed:8}", subsequent_indent=" " * 10)
+        for deed, what in DEEDS.items()
+    ]
+    last = textwrap.fill(f"superstep grade {' or '.join(DEEDS)} --help says more.", columns)
+    return "\n".join(["usage: superstep grade DEED FILE ...", "", *lines, "", last])

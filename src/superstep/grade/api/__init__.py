@@ -1,0 +1,1 @@
+"""Grades over HTTP."""

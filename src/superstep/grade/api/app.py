@@ -1,0 +1,134 @@
+"""The application: grades of one environment over HTTP.
+
+    POST /grade          {"index", "seed", "answer"}      ->  {"verdict", "score", "why"}
+    POST /grade/batch    {"items": [...]}                 ->  {"verdicts": [...]}, in the order of the items
+    GET  /health         whether grades are given
+    GET  /metrics        numbers for Prometheus
+
+What is expected of an answer is never sent: the graders make the task anew from its numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from superstep.errors import ConfigError, SuperstepError
+from superstep.grade.api.fields import Batch, Item
+from superstep.grade.api.metrics import Metrics
+from superstep.grade.pool import Pool
+from superstep.grade.task import Rollout
+from superstep.grade.verdict import Verdict
+from superstep.serve.api.limits import Limits, Queue, read_json
+from superstep.serve.api.refusals import Refused
+from superstep.serve.api.strict import read_model
+from superstep.serve.api.wire import Gone, until_gone
+
+QUEUE = 4096
+"""Grades that are under way or wait, of all clients."""
+
+GONE_STATUS = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the handlers share."""
+
+    pool: Pool
+    metrics: Metrics
+    limits: Limits
+    queue: Queue
+
+    async def verdicts(self, items: list[Item], rollouts: list[Rollout]) -> list[Verdict]:
+        """The verdict of each; all wait for the same graders."""
+        with self.queue.place(len(items)), self.metrics.running.track_inprogress():
+            asked = [self._verdict(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+            return list(await asyncio.gather(*asked))
+
+    async def _verdict(self, item: Item, rollout: Rollout) -> Verdict:
+        began = time.monotonic()
+        verdict = await asyncio.wrap_future(self.pool.submit(item.index, item.seed, rollout))
+        self.metrics.graded(verdict, time.monotonic() - began)
+        return verdict
+
+
+def make_app(pool: Pool, metrics: Metrics, *, limits: Limits | None = None, queue: int = QUEUE) -> Starlette:
+    """The application of one pool of graders."""
+    service = Service(pool, metrics, limits or Limits(), Queue(queue))
+    routes = [
+        Route(path, _endpoint(handler, service), methods=[method])
+        for method, path, handler in (
+            ("POST", "/grade", grade),
+            ("POST", "/grade/batch", batch),
+            ("GET", "/health", health),
+            ("GET", "/metrics", numbers),
+        )
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+
+
+async def grade(request: Request, service: Service) -> Response:
+    """One verdict."""
+    item = read_model(Item, await read_json(request, service.limits))
+    (verdict,) = await until_gone(request, service.verdicts([item], [item.rollout()]))
+    return JSONResponse(verdict.told())
+
+
+async def batch(request: Request, service: Service) -> Response:
+    """Many verdicts."""
+    asked = read_model(Batch, await read_json(request, service.limits))
+    verdicts = await until_gone(request, service.verdicts(asked.items, asked.rollouts()))
+    return JSONResponse({"verdicts": [verdict.told() for verdict in verdicts]})
+
+
+async def health(request: Request, service: Service) -> Response:
+    """200 as long as there is anybody to answer it."""
+    told = {"status": "ready", "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
+    return JSONResponse(told)
+
+
+async def numbers(request: Request, service: Service) -> Response:
+    """All numbers, in Prometheus's text form."""
+    return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+
+def _endpoint(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request, service)
+        except Gone:
+            return Response(status_code=GONE_STATUS)
+        except (Refused, SuperstepError) as error:
+            refused = error if isinstance(error, Refused) else _of_file(error)
+            service.metrics.refused.labels(str(refused.status)).inc()
+            return refused.response()
+
+    return answer
+
+
+def _of_file(error: SuperstepError) -> Refused:
+    """The environment has no such task, which is not the client's fault."""
+    is_file = isinstance(error, ConfigError)
+    return Refused(str(error), status=500, code="task_failed" if is_file else "grader_failed")
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"{request.url.path!a} is not served; the paths are: POST /grade, POST /grade/batch, GET /health, "
+        message += "GET /metrics."
+    else:
+        message = f"{request.method} {request.url.path!a}: {error.detail}."
+    return Refused(message, status=error.status_code, code="no_such_path", headers=error.headers).response()
