@@ -6,8 +6,9 @@ import os
 import re
 import struct
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,19 @@ def test_numbers_that_cannot_work_are_refused(config, named):
         checked(config)
 
 
+def test_the_page_has_every_limit_and_its_default():
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "grade.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `grade\.(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    named = set(re.findall(r"`grade\.(\w+)`|--grade\.(\w+)", text))
+    assert {field.name for field in fields(GradeConfig)} == {one or other for one, other in named}
+    units = {"MiB": 1 << 20, "": 1}
+    for name, told in rows.items():
+        value = getattr(GradeConfig(), name)
+        number, _, unit = told.partition(" ")
+        assert value == (int(number) * units[unit] if number.isdigit() else None), name
+    assert len(rows) == 8
+
+
 def test_an_interpreter_out_of_reach_is_not_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(room.os, "geteuid", lambda: 0)
     closed = tmp_path / "closed" / "bin"
@@ -258,6 +272,25 @@ def test_the_number_of_processes_is_bounded():
         answers = open_sandbox(GradeConfig(processes=most)).calls(source, [Call("f")])
         assert answers.how == "done", answers
         assert most - 2 <= answers.told[0]["value"] <= most
+
+
+@needs_bubblewrap
+def test_packages_are_seen_where_a_folder_of_them_is_named():
+    source = "def f():\n    import ours\n    return ours.VALUE"
+    with tempfile.TemporaryDirectory(prefix="packages") as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "ours.py").write_text("VALUE = 7\n", encoding="utf-8")
+        for sandbox in ("bubblewrap", "none"):
+            told = open_sandbox(GradeConfig(packages=folder, sandbox=sandbox)).calls(source, [Call("f")]).told
+            assert told == ({"value": 7},), sandbox
+        told = open_sandbox(GradeConfig()).calls(source, [Call("f")]).told
+        assert "ModuleNotFoundError" in told[0]["raised"]
+        Path(folder).chmod(0o700)
+        if os.geteuid() == 0:
+            with pytest.raises(ConfigError, match=r"grade\.packages = '.*' cannot be reached by user 65534"):
+                open_sandbox(GradeConfig(packages=folder))
+    with pytest.raises(ConfigError, match=r"is no folder; make one with pip install --target"):
+        open_sandbox(GradeConfig(packages=folder))
 
 
 @needs_bubblewrap

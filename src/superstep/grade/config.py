@@ -33,6 +33,9 @@ class GradeConfig:
     """Processes and threads that a program may have at a time."""
     python: str | None = None
     """The interpreter of candidates; where none is named, this one's, or else the system's."""
+    packages: str | None = None
+    """A folder of packages that programs may import, as `pip install --target` makes one; none gives them the standard
+    library alone."""
     workers: int | None = None
     """Graders at a time; where none is given, one for each core."""
     retries: int = 2

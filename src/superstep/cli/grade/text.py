@@ -15,18 +15,26 @@ MEANT = {
 }
 
 
+WORST_FIRST = tuple(MEANT)
+MOST = 20
+"""Weaknesses that are told one by one: one mistake of a grader may be open to every attack."""
+
+
 def report_lines(path: Path, report: Report) -> Iterator[str]:
-    """A line for each weakness, with what was answered, and a line for the whole."""
-    for weakness in report.weaknesses:
+    """Lines for each weakness, with what was answered, and a line for the whole."""
+    found = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
+    for weakness in found[:MOST]:
         yield f"WEAK  {_told(weakness, report.tasks)}"
         yield f"      task {weakness.index}, answered {weakness.answer}"
         if weakness.told.why:
             yield f"      {weakness.told.why}"
+    if found[MOST:]:
+        yield f"      ... and {len(found) - MOST} more"
     if not report.has_solutions:
         yield "No task has a solution, so it was not seen whether right answers score; give Task(solution=...)."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
-    if report.weaknesses:
-        yield f"{path} is WEAK: {len(report.weaknesses)} of {tried}."
+    if found:
+        yield f"{path} is WEAK: {_counted(len(found))}, {tried}."
     else:
         yield f"{path} held: {tried}, none of them paid."
 
@@ -35,3 +43,7 @@ def _told(weakness: Weakness, tasks: int) -> str:
     meant = MEANT[weakness.flaw].format(score=weakness.told.score)
     where = f", on {weakness.tasks} of {tasks} tasks" if weakness.tasks > 1 else ""
     return f"{weakness.attack}: {meant}{where}"
+
+
+def _counted(number: int) -> str:
+    return "1 weakness" if number == 1 else f"{number} weaknesses"

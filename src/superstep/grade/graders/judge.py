@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ FORM = {
 }
 REPLY_BYTES = 1 << 20
 MOST_CHARS = 100_000
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class JudgeError(Exception):
@@ -94,7 +96,7 @@ class Judge:
             raise JudgeError(f"url = {self.url!r} must begin with http:// or https://")
         asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(asked, timeout=seconds) as reply:
+            with _opener(url).open(asked, timeout=seconds) as reply:
                 told: Any = json.loads(reply.read(REPLY_BYTES))
             return str(told["choices"][0]["message"]["content"])
         except urllib.error.HTTPError as error:
@@ -102,6 +104,12 @@ class Judge:
                 raise JudgeError(f"{url} answers {error.code}: {error.read(300).decode('utf-8', 'replace')}") from None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise JudgeError(f"{url} gives no answer that can be read: {error}") from error
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """What opens a URL: through the system's proxy, if there is one, but for this machine itself."""
+    is_here = urllib.parse.urlsplit(url).hostname in LOOPBACK
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 def read_score(reply: str) -> int:

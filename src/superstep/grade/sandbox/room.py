@@ -80,6 +80,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     Raises:
         ConfigError: bubblewrap is not there, or cannot work here.
     """
+    packages = _packages(config)
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
         return Kept(config, None, python)
@@ -92,7 +93,8 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     python, prefix = interpreter(config.python)
     machine = MACHINES.get(platform.machine())
     calls = None if machine is None else filter_bytes(machine)
-    kept = Kept(config, Seen(bwrap=Path(found), python=python, prefix=prefix), python, calls)
+    seen = Seen(bwrap=Path(found), python=python, prefix=prefix, packages=packages)
+    kept = Kept(config, seen, python, calls)
     if probe:
         kept.probe()
     return kept
@@ -147,7 +149,9 @@ class Kept:
         config = self.config
         job = asked | {
             "source": source,
-            "packages": [PACKAGES] if self.seen is not None and self.seen.packages is not None else [],
+            "packages": []
+            if config.packages is None
+            else [PACKAGES if self.seen is not None else str(Path(config.packages).resolve())],
             "output_bytes": config.output_bytes,
             "alone": self.seen is not None,
             "limits": self._limits(),
@@ -163,7 +167,7 @@ class Kept:
     def _limits(self) -> dict[str, int]:
         """What the kernel holds each process to."""
         found = {
-            "cpu_s": math.ceil(self.config.timeout_s) + 1,
+            "cpu_s": math.ceil(self.config.timeout_s) * (os.cpu_count() or 1) + 1,  # of all its threads
             "memory_bytes": self.config.memory_bytes,
             "file_bytes": self.config.disk_bytes,
             "files": OPEN_FILES,
@@ -266,6 +270,25 @@ def interpreter(asked: str | None) -> tuple[Path, Path | None]:
         f"{' and '.join(map(str, found))} cannot be reached by user {UID}, as whom candidates run; apt install "
         "python3, or set grade.python to an interpreter in a folder that everybody may enter."
     )
+
+
+def _packages(config: GradeConfig) -> Path | None:
+    """The folder of packages that programs may import.
+
+    Raises:
+        ConfigError: it is not there, or candidates cannot reach it.
+    """
+    if config.packages is None:
+        return None
+    folder = Path(config.packages).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"grade.packages = '{config.packages}' is no folder; make one with pip install --target.")
+    if config.sandbox != "none" and os.geteuid() == 0 and not _is_open(folder / "package"):
+        raise ConfigError(
+            f"grade.packages = '{config.packages}' cannot be reached by user {UID}, as whom candidates run; name a "
+            "folder that everybody may enter."
+        )
+    return folder
 
 
 def _is_open(path: Path) -> bool:
