@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.sample import read
-from superstep.cli.served_model import newest_checkpoint
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import load_weights
@@ -21,6 +20,7 @@ from superstep.serve.request import Sampling
 from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
+from superstep.train.start import newest_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import read_config
-from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
+from superstep.train.start import newest_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,3 @@ def find_model(path: Path) -> ServedModel:
             "superstep sample draws from it."
         )
     return ServedModel(newest_checkpoint(path), path.resolve().name, config, path)
-
-
-def newest_checkpoint(run: Path) -> Path:
-    """The last checkpoint that a run wrote.
-
-    Raises:
-        StateError: it has none yet.
-    """
-    found = checkpoints(RunFolder(root=run).checkpoints)
-    if not found:
-        raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
-    return found[-1]

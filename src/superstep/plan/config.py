@@ -27,6 +27,8 @@ class ModelConfig:
 
     name: str = "demo"
     """A named size (demo, llama3-8b, qwen3-0.6b, ...) or the path of a Hugging Face config.json."""
+    weights: str | None = None
+    """Weights to begin with: a run, a checkpoint or a Hugging Face folder; none draws them, from `train.seed`."""
     source: str | None = None
     """A Python file of your own, in the place of the named size: its function `units(config)` lists the units."""
     layers: int | None = None

@@ -121,6 +121,11 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
             f"{told('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
             f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
         )
+    if config.model.weights is not None and config.data.tokenizer is None:
+        raise ConfigError(
+            f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
+            "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."
+        )
     plan = _fill(config, outline, world, is_ours=shape is not None)
     rules = rules_of(outline, plan)
     if shape is not None:

@@ -12,6 +12,7 @@ from superstep.cost.program.work import model_flops_per_token
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
+from superstep.model.meta import on_meta
 from superstep.model.source import load_units
 from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.config import RunConfig
@@ -74,6 +75,17 @@ def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
     """The units that a run's configuration names."""
     return load_units(run.config) if run.decoder is None else units(run.decoder)
+
+
+def shapes_of(run: Resolved) -> dict[str, torch.Size]:
+    """The shape of every global tensor of the model, in its order."""
+    found: dict[str, torch.Size] = {}
+    for unit in units_of(run):
+        with on_meta():
+            module = unit.build()
+        for local, spec in unit.params.items():
+            found |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
+    return found
 
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:

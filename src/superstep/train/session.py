@@ -16,7 +16,7 @@ from typing import TypeVar
 from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
 from superstep.data.tokens import open_corpus
-from superstep.errors import Fault
+from superstep.errors import Fault, StateError
 from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
 from superstep.plan.resolve import Resolved
@@ -33,6 +33,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
+from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
@@ -40,6 +41,7 @@ from superstep.train.model import units_of
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.schedule import rate
+from superstep.train.start import weights_of
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2
@@ -137,6 +139,25 @@ class Session:
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))
+
+    def begin(self) -> Position:
+        """Start with the weights that ``model.weights`` names, where it names any. Every rank calls this together.
+
+        Raises:
+            StateError: there are none, or they are not this model's.
+        """
+        named = self.run.config.model.weights
+        if named is not None:
+
+            def unreadable(error: Exception) -> StateError:
+                return StateError(f"model.weights = '{named}' cannot be read ({error}).")
+
+            # One rank says which: another run may be writing the next checkpoint.
+            found = together(self._peers, lambda: weights_of(Path(named)) if not self._peers.rank else None, unreadable)
+            assert found[0] is not None
+            fill(found[0], self._engine.pieces(("weight",)), self._shapes, self._peers)
+            self._engine.loaded(0)
+        return Position()
 
     def load(self, checkpoint: Path) -> Position:
         """Go on from a checkpoint."""

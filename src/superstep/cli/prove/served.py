@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from superstep.cli.describe import layout_text
-from superstep.cli.served_model import newest_checkpoint
 from superstep.cli.serving import kernels_folder
 from superstep.data.stream import Source
 from superstep.plan.resolve import Resolved
@@ -36,6 +35,7 @@ from superstep.train.proof.served import (
     trained_losses,
     ways,
 )
+from superstep.train.start import newest_checkpoint
 
 Texts = list[list[int]]
 T = TypeVar("T")

@@ -37,12 +37,12 @@ from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
-from superstep.state.manifest import Position
 from superstep.train import rundir
 from superstep.train.loop import train
 from superstep.train.model import flops_per_token, operations, resolved, vocab_of
 from superstep.train.run_folder import RunFolder
 from superstep.train.session import Rate, Session
+from superstep.train.start import check_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,8 @@ def _prepared(run: Resolved) -> Iterator[Job | None]:
     nothing left to do.
     """
     run, folder, checkpoint = rundir.choose(run)
+    if checkpoint is None:
+        check_start(run)
     seen = operations(run)
     # torchrun says how many of its ranks are on this host, srun does not.
     local = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" in os.environ else run.plan.mesh.world)
@@ -201,7 +203,7 @@ def _train(world: World, job: Job) -> bool:
     peak = _peak_flops(job.run, world, machine)
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate)
-    position = Position() if job.checkpoint is None else session.load(job.checkpoint)
+    position = session.begin() if job.checkpoint is None else session.load(job.checkpoint)
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
