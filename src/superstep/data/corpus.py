@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.data.passages import Part
-from superstep.data.records import Record, json_lines, parquet_rows
+from superstep.data.records import Fields, Record, json_lines, json_objects, parquet_objects, parquet_rows
 from superstep.data.text_files import UndecodableError, blocks, encoding_of, find_nul
 from superstep.data.unreadable import null_text, refusal, undecodable
 from superstep.plan.config import DataConfig
@@ -166,6 +166,31 @@ def _is_text(file: SourceFile) -> bool:
         except UndecodableError:
             return False
     return True
+
+
+def objects(paths: tuple[str, ...]) -> Iterator[Fields]:
+    """Every record of some .jsonl and .parquet files, whole.
+
+    Raises:
+        DataError: a path is no such file or folder of them, or cannot be read.
+    """
+    for name in paths:
+        has_any = False
+        for file in _files_of(name):
+            path = file.path
+            with _reading(path):
+                match path.suffix.lower():
+                    case ".jsonl":
+                        found = json_objects(path, encoding_of(path))
+                    case ".parquet":
+                        found = parquet_objects(path)
+                    case _:
+                        raise refusal(f"'{path}'", "is neither .jsonl nor .parquet", "name files of records")
+                for record in found:
+                    has_any = True
+                    yield record
+        if not has_any:
+            raise refusal(f"'{name}'", "holds no records", "name files that do")
 
 
 @contextmanager

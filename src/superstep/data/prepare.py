@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from superstep.data.corpus import Reader, source_files
 from superstep.data.passages import PASSAGE_CHARS, Part, passages
@@ -116,13 +116,13 @@ def refuse_others(config: DataConfig, vocab: int, folder: Path) -> None:
 
 
 def _fingerprint(config: DataConfig, vocab: int) -> str:
-    tokenizer = vocab if config.tokenizer is None else _stamp(Path(config.tokenizer))
-    inputs = [_stamp(file.path) for file in source_files(config.corpus)]
+    tokenizer = vocab if config.tokenizer is None else stamp(Path(config.tokenizer))
+    inputs = [stamp(file.path) for file in source_files(config.corpus)]
     shaped_by = [FORMAT, config.text_field, config.nulls, config.validation_fraction, tokenizer, inputs]
     return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
 
 
-def _stamp(path: Path) -> tuple[str, int, int]:
+def stamp(path: Path) -> tuple[str, int, int]:
     """Differs when a file does: its path, bytes and time of change in nanoseconds; a broken link has none."""
     try:
         found = path.stat()
@@ -131,13 +131,33 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     return str(path.absolute()), found.st_size, found.st_mtime_ns
 
 
+def source_bytes(config: DataConfig) -> int:
+    """Of all files of a corpus."""
+    return sum(max(stamp(file.path)[1], 0) for file in source_files(config.corpus))
+
+
+class Files(Protocol):
+    """Files that are being written."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        ...
+
+    def expected_bytes(self, source_bytes: int) -> int:
+        """About how large they will be."""
+        ...
+
+
 class _Preparation:
     """One pass or two over the text of a corpus."""
 
     def __init__(self, config: DataConfig, report: Report) -> None:
         self._config = config
         self._report = report
-        self._total_bytes = sum(max(_stamp(file.path)[1], 0) for file in source_files(config.corpus))
+        self._total_bytes = source_bytes(config)
 
     def build(self, tokenizer: Tokenizer | None, vocab: int, folder: Path) -> None:
         """Writes every file under a partial name, then gives all of them their names."""
@@ -145,7 +165,7 @@ class _Preparation:
         fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
         files = PartialFiles(folder, tokenizer or self._trained(vocab))
         reader = Reader(config)
-        with _writing(files, config):
+        with writing(files, config):
             with ExitStack() as stack:
                 files.open(stack)
                 for block in _blocks(passages(reader.parts(), PASSAGE_CHARS)):
@@ -184,7 +204,7 @@ def _blocks(parts: Iterator[Part]) -> Iterator[list[Passage]]:
 
 
 @contextmanager
-def _writing(files: PartialFiles, config: DataConfig) -> Iterator[None]:
+def writing(files: Files, config: DataConfig) -> Iterator[None]:
     """Discards the partial files after a failure, and turns the system's errors into Faults."""
     try:
         yield
@@ -194,9 +214,8 @@ def _writing(files: PartialFiles, config: DataConfig) -> Iterator[None]:
             raise Fault(f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be.") from None
         existing = next(path for path in (files.folder, *files.folder.absolute().parents) if path.exists())
         free_bytes = shutil.disk_usage(existing).free
-        source_bytes = sum(_stamp(file.path)[1] for file in source_files(config.corpus))
         raise Fault(
-            f"no space left in '{files.folder}': tokens take about {files.expected_bytes(source_bytes)} "
+            f"no space left in '{files.folder}': tokens take about {files.expected_bytes(source_bytes(config))} "
             f"bytes, {free_bytes} are free; set data.cache to a folder on a larger disk."
         ) from None
     except BaseException:

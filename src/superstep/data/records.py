@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ class Record:
     read_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A record whole, where it stands, and the bytes of the file that it was read from, about."""
+
+    where: str
+    values: dict[str, Any]
+    read_bytes: int
+
+
 def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Record]:
     """One record for each line that is not blank.
 
@@ -37,6 +47,18 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Reco
         DataError: a line is not UTF-8 or no object, or its field no text.
         UndecodableError: the file is of another encoding than its mark says.
     """
+    for decoded, where, read_bytes in _decoded_lines(path, encoding):
+        yield Record(_text_of_line(decoded, text_field, where), read_bytes)
+
+
+def json_objects(path: Path, encoding: Encoding) -> Iterator[Fields]:
+    """The object of each line that is not blank; raises as ``json_lines`` does."""
+    for decoded, where, read_bytes in _decoded_lines(path, encoding):
+        yield Fields(where, _object_of_line(decoded, where), read_bytes)
+
+
+def _decoded_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
+    """Each line that is not blank, where it stands, and its bytes."""
     offset = len(encoding.mark)
     for number, line in enumerate(lines(path, encoding, LONGEST_RECORD_BYTES), 1):
         where = f"{path}:{number}"
@@ -50,16 +72,21 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Reco
         del line  # a long one need not be held beside what is made of it
         offset += read_bytes
         if decoded.strip():
-            yield Record(_text_of_line(decoded, text_field, where), read_bytes)
+            yield decoded, where, read_bytes
 
 
-def _text_of_line(line: str, text_field: str, where: str) -> str | None:
+def _object_of_line(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise refusal(f"'{where}'", f"is not JSON ({error})", "put one JSON object on each line") from None
     if not isinstance(record, dict):
         raise refusal(f"'{where}'", f"is {kind(record)}, not an object", "put one JSON object on each line")
+    return record
+
+
+def _text_of_line(line: str, text_field: str, where: str) -> str | None:
+    record = _object_of_line(line, where)
     if text_field not in record:
         raise no_field(text_field, where, list(record))
     text = _checked(record[text_field], text_field, where)
@@ -78,6 +105,25 @@ def parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
     Raises:
         DataError: pyarrow is not there, the file is not sound, or the column is not there or holds no text.
     """
+    with _parquet(path) as table:
+        if text_field not in table.schema_arrow.names:
+            raise no_field(text_field, str(path), table.schema_arrow.names)
+        for block, first, per_row in _blocks(path, table, [text_field]):
+            for row, value in enumerate(block.column(0), first):
+                yield Record(_text_of_cell(value, text_field, f"{path} row {row}"), per_row)
+
+
+def parquet_objects(path: Path) -> Iterator[Fields]:
+    """Each row as an object; raises as ``parquet_rows`` does."""
+    with _parquet(path) as table:
+        for block, first, per_row in _blocks(path, table, None):
+            for row, values in enumerate(block.to_pylist(), first):
+                yield Fields(f"{path} row {row}", values, per_row)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open file; what is wrong with it is told in a line."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -85,19 +131,21 @@ def parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         raise refusal(f"'{path}'", "needs the package pyarrow", mend) from None
     try:
         with parquet.ParquetFile(path, buffer_size=READ_BYTES) as table:
-            if text_field not in table.schema_arrow.names:
-                raise no_field(text_field, str(path), table.schema_arrow.names)
-            per_row = path.stat().st_size // max(table.metadata.num_rows, 1)
-            row = 0
-            for group in range(table.num_row_groups):
-                rows = _rows_at_once(table.metadata.row_group(group))
-                for block in table.iter_batches(rows, row_groups=[group], columns=[text_field], use_threads=False):
-                    for value in block.column(0):
-                        row += 1
-                        yield Record(_text_of_cell(value, text_field, f"{path} row {row}"), per_row)
+            yield table
     except (ArrowException, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise refusal(f"'{path}'", f"is not sound parquet ({reason})", "write the file again") from None
+
+
+def _blocks(path: Path, table: Any, columns: list[str] | None) -> Iterator[tuple[Any, int, int]]:  # noqa: ANN401
+    """Some rows at a time, the number of the first of them, and the bytes of each, about."""
+    per_row = path.stat().st_size // max(table.metadata.num_rows, 1)
+    row = 1
+    for group in range(table.num_row_groups):
+        rows = _rows_at_once(table.metadata.row_group(group))
+        for block in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+            yield block, row, per_row
+            row += block.num_rows
 
 
 def _text_of_cell(cell: Any, text_field: str, where: str) -> str | None:  # noqa: ANN401 - pyarrow has no types

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superstep.data.answers import AnswerCut
 from superstep.data.order import permute
 from superstep.data.tokens import Corpus, Split, SplitName
 from superstep.numerics.loss import IGNORE
@@ -186,8 +187,14 @@ class Stream:
         document_mask: bool = False,
     ) -> None:
         files = corpus.train if split == "train" else corpus.validation
-        packed_cut = PackedCut(files, sequence_tokens, is_masked=document_mask) if packed else None
-        self._cut: Cut = packed_cut or DocumentCut(files, sequence_tokens)
+        packed_cut: PackedCut | AnswerCut | None = None
+        if files.packs is not None:
+            self._cut: Cut = (answer_cut := AnswerCut(files, sequence_tokens))
+            packed_cut = answer_cut if packed else None
+        elif packed:
+            self._cut = packed_cut = PackedCut(files, sequence_tokens, is_masked=document_mask)
+        else:
+            self._cut = DocumentCut(files, sequence_tokens)
         # A sequence that is no packed one has one document, and there is nothing to keep apart.
         self._masked = packed_cut if document_mask else None
         self._padding = corpus.manifest.end_of_text
@@ -204,7 +211,7 @@ class Stream:
 
     def batch(self, sample: int, rows: slice) -> Batch:
         """These rows of the global batch that starts at cursor ``sample``. A batch may span epochs."""
-        numbers = self._numbers(sample)
+        numbers = self.numbers(sample)
         chosen = numbers[rows]
         tokens_BS = np.full((len(chosen), self.sequence_tokens), self._padding, np.int64)
         targets_BS = np.full_like(tokens_BS, IGNORE)
@@ -223,7 +230,19 @@ class Stream:
         rows = [self._masked.starts(int(number)) for number in numbers]
         return torch.from_numpy(np.stack(rows) if rows else np.empty((0, self.sequence_tokens), np.int64))
 
-    def _numbers(self, sample: int) -> NDArray[np.int64]:
+    def owners(self, sample: int) -> tuple[Tensor, int]:
+        """Which conversation each learnt target of the whole global batch belongs to, [batch_sequences, S], from 0; -1
+        where none is learnt. And how many there are.
+        """
+        assert isinstance(self._cut, AnswerCut), "of conversations alone it is known"
+        rows, before = [], 0
+        for number in self.numbers(sample):
+            owners_S, count = self._cut.owners(int(number))
+            rows.append(np.where(owners_S >= 0, owners_S + before, -1))
+            before += count
+        return torch.from_numpy(np.stack(rows)), before
+
+    def numbers(self, sample: int) -> NDArray[np.int64]:
         """The sequence numbers of the global batch: shuffled for training, in plain order for validation."""
         assert sample >= 0, f"cursor {sample} lies before the start"
         epochs, positions = np.divmod(np.arange(sample, sample + self.batch_sequences), self.sequences)

@@ -35,10 +35,20 @@ class Passage:
     is_last: bool
 
 
-def _held_out(document_numbers: list[int], fraction: float) -> list[bool]:
+def held_out(document_numbers: list[int], fraction: float) -> list[bool]:
     """Whether each document is held out: whether the hash of its number is below the fraction."""
     hashes = mix64(np.array(document_numbers, np.uint64))
     return [bool(is_below) for is_below in hashes < np.uint64(int(fraction * 2.0**64))]
+
+
+def publish(folder: Path, names: Sequence[str], suffix: str) -> None:
+    """Give files their names, the manifest's last; until then, and while it happens, the folder holds no corpus."""
+    for name in names:
+        with (folder / f"{name}{suffix}").open("rb+") as file:
+            os.fsync(file.fileno())
+    (folder / "corpus.json").unlink(missing_ok=True)
+    for name in names:
+        (folder / f"{name}{suffix}").replace(folder / name)
 
 
 class PartialFiles:
@@ -78,8 +88,8 @@ class PartialFiles:
     def append(self, block: Sequence[Passage], validation_fraction: float) -> None:
         """Encodes and writes the next passages, each to the split of its document."""
         encoded = run_aside(lambda: self.tokenizer.encode_batch([passage.text for passage in block]))
-        held_out = _held_out([passage.document for passage in block], validation_fraction)
-        for passage, ids, is_held_out in zip(block, encoded, held_out, strict=True):
+        are_held_out = held_out([passage.document for passage in block], validation_fraction)
+        for passage, ids, is_held_out in zip(block, encoded, are_held_out, strict=True):
             split: SplitName = "validation" if is_held_out else "train"
             written = [*ids, self.tokenizer.end_of_text] if passage.is_last else ids
             self._streams[split].write(np.array(written, self.dtype).tobytes())
@@ -120,12 +130,7 @@ class PartialFiles:
 
     def publish(self) -> None:
         """Gives all files their names. A manifest never stands over files that it does not describe."""
-        for name in FILES:
-            with self.path(name).open("rb+") as file:
-                os.fsync(file.fileno())
-        (self.folder / "corpus.json").unlink(missing_ok=True)
-        for name in FILES:
-            self.path(name).replace(self.folder / name)
+        publish(self.folder, FILES, _PARTIAL)
 
     def discard(self) -> None:
         for name in FILES:

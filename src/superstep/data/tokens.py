@@ -26,6 +26,7 @@ from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import DataError
 
 SplitName = Literal["train", "validation"]
+TokenKind = Literal["text", "answers", "pairs"]
 TokenArray = NDArray[np.uint16 | np.uint32]
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
@@ -38,6 +39,15 @@ FILES = (
     "corpus.json",
 )
 """The files of a prepared folder, in the order they are named: the manifest last."""
+
+ANSWER_FILES = (
+    "train.answers",
+    "train.packs",
+    "validation.answers",
+    "validation.packs",
+    "chat.json",
+)
+"""What a prepared folder of conversations holds besides; ``chat.json`` says how they are shown."""
 
 FORMAT = 1
 """Changes when the files do, so that files of an older format are made again."""
@@ -55,6 +65,11 @@ class Manifest:
         unigram_nats: the cross-entropy, in nats per token, of the validation split under the token counts of
             the train split, one added to each. A model that does no better knows nothing of order.
         null_records: passed over because their text is null.
+        kind: whether every token is learnt, or answers alone (``answers.py``), or those are in pairs, the better one
+            first; of answers the figures above are.
+        sequence_tokens: of the sequences that conversations were packed for.
+        dropped: conversations that were too long and are left out.
+        truncated: those of which the end is left out.
     """
 
     format: int
@@ -70,6 +85,10 @@ class Manifest:
     bytes_per_token: float
     unigram_nats: float
     null_records: int = 0
+    kind: TokenKind = "text"
+    sequence_tokens: int | None = None
+    dropped: int = 0
+    truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +98,14 @@ class Split:
     Attributes:
         tokens: every document, each followed by the end of text.
         bounds: document i is ``tokens[bounds[i] : bounds[i + 1]]``.
+        answers: for each token whether the model is to say it; None where it is to say all.
+        packs: of conversations: with which each sequence begins, and the answer tokens before it.
     """
 
     tokens: TokenArray
     bounds: NDArray[np.int64]
+    answers: NDArray[np.uint8] | None = None
+    packs: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,13 @@ def _open_split(folder: Path, split: SplitName, manifest: Manifest) -> Split:
     stated = manifest.train_tokens if split == "train" else manifest.validation_tokens
     if not len(tokens) == bounds[-1] == stated:
         raise ValueError(f"{split} has {len(tokens)} tokens, its index ends at {bounds[-1]}, not at {stated}")
-    return Split(tokens, bounds)
+    if manifest.kind == "text":
+        return Split(tokens, bounds)
+    answers: NDArray[np.uint8] = np.memmap(folder / f"{split}.answers", np.uint8, "r")
+    packs: NDArray[np.int64] = np.load(folder / f"{split}.packs", mmap_mode="r")
+    if len(answers) != len(tokens) or packs[-1, 0] != len(bounds) - 1:
+        raise ValueError(f"{split} has {len(answers)} marks for {len(tokens)} tokens")
+    return Split(tokens, bounds, answers, packs)
 
 
 def is_whole(folder: Path) -> bool:

@@ -54,6 +54,14 @@ class Chat:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A beginning of a chat: its first messages, and whether the beginning of an answer follows them."""
+
+    messages: int
+    is_open: bool
+
+
 class ChatTemplate:
     """A model's template, or its several ones: ``tool_use`` is taken for chats with tools, ``default`` for others.
 
@@ -61,6 +69,11 @@ class ChatTemplate:
         sources: Jinja texts by name; at least ``default``.
         special: values of ``bos_token`` and the like.
         stops: texts that end an answer, where no token does.
+
+    Attributes:
+        sources: as given.
+        special: as given.
+        stops: as given.
     """
 
     def __init__(
@@ -68,7 +81,7 @@ class ChatTemplate:
     ) -> None:
         self.sources = dict(sources)
         self.stops = stops
-        self._special = dict(special or {})
+        self.special = dict(special or {})
         self._processes = {name: ChatProcess(source) for name, source in self.sources.items()}
 
     def source(self, *, has_tools: bool = False) -> str:
@@ -112,7 +125,7 @@ class ChatTemplate:
         variables = self._variables(chat, self.sources[name])
         marks = marks_for(variables, control, self.sources[name], plain)
         marked = marks.put(variables)
-        marked.update(self._special, add_generation_prompt=chat.add_generation_prompt)
+        marked.update(self.special, add_generation_prompt=chat.add_generation_prompt)
         if not chat.continue_final_message:
             return self._processes[name].render(marked), marks
         if chat.add_generation_prompt:
@@ -124,6 +137,30 @@ class ChatTemplate:
         last["content"] += marks.end + " "
         return _cut(self._processes[name].render(marked), marks.end), marks
 
+    def render_turns(
+        self, chat: Chat, turns: Sequence[Turn], control: Sequence[str], plain: Sequence[str] = ()
+    ) -> tuple[list[str], Marks]:
+        """The texts of the beginnings of a chat, all with the same marks.
+
+        Args:
+            chat: whole; whether it opens or continues an answer is not looked at.
+            turns: of each text.
+            control: spellings of control tokens.
+            plain: of added tokens that are control tokens only where the template spells them.
+
+        Raises:
+            ConfigError: as ``render``.
+        """
+        name = self._name(has_tools=bool(chat.tools))
+        variables = self._variables(chat, self.sources[name])
+        marks = marks_for(variables, control, self.sources[name], plain)
+        marked = marks.put(variables) | self.special
+        messages = marked["messages"]
+        each = [
+            {**marked, "messages": messages[: turn.messages], "add_generation_prompt": turn.is_open} for turn in turns
+        ]
+        return self._processes[name].render_all(each), marks
+
     def _name(self, *, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self.sources else "default"
 
@@ -133,7 +170,7 @@ class ChatTemplate:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         check_value(chat.tools, "tools")
         check_value(chat.extra, "chat_template_kwargs")
-        ours = {"messages", "tools", "documents", "add_generation_prompt", *self._special} & set(chat.extra)
+        ours = {"messages", "tools", "documents", "add_generation_prompt", *self.special} & set(chat.extra)
         if ours:
             raise ConfigError(f"chat_template_kwargs.{min(ours)} is given by the server; leave it out.")
         tools = [dict(tool) for tool in chat.tools] or None

@@ -3,8 +3,8 @@
 A template comes with a model from anywhere, and Jinja's sandbox keeps it from attributes, not from work without end. So
 this process has little time for each text and little memory, both kept by the system, and no module of ours.
 
-The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one the variables of a text. An answer is
-``{"text"}`` or ``{"error"}``. Where time runs out, the process ends without an answer.
+The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one a list of the variables of some texts. An
+answer is ``{"texts"}`` or ``{"error"}``. Where the time for one text runs out, the process ends without an answer.
 """
 
 from __future__ import annotations
@@ -136,15 +136,18 @@ def serve() -> None:
     except Exception as error:  # noqa: BLE001 - whatever a template raises is its own fault
         answer({"error": reason(error)})
         return
-    answer({"text": ""})
+    answer({"texts": []})
     allow(0)
     for line in sys.stdin:
-        variables = json.loads(line)
-        allow(task["seconds"])
-        try:
-            told = {"text": render(template, variables, task["chars"])}
-        except Exception as error:  # noqa: BLE001
-            told = {"error": reason(error)}
+        texts: list[str] = []
+        told: dict[str, object] = {"texts": texts}
+        for variables in json.loads(line):
+            allow(task["seconds"])
+            try:
+                texts.append(render(template, variables, task["chars"] - sum(map(len, texts))))
+            except Exception as error:  # noqa: BLE001
+                told = {"error": reason(error)}
+                break
         allow(0)
         answer(told)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -42,11 +42,14 @@ class ChatProcess:
         Raises:
             ConfigError: the template is broken, refuses these messages, or asks for too much time or memory.
         """
-        line = json.dumps(variables)
+        return self.render_all([variables])[0]
+
+    def render_all(self, every: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The text for each of some variables, all of them at one turn; raises as ``render`` does."""
+        line = json.dumps(every)
         with self._lock:
             self._start()
-            told = self._ask(line)
-        return told
+            return self._ask(line)
 
     def check(self) -> None:
         """Sees that the template can be read at all.
@@ -80,7 +83,7 @@ class ChatProcess:
         )
         self._ask(json.dumps({"source": self._source, "seconds": SECONDS, "bytes": BYTES, "chars": MOST_CHARS}))
 
-    def _ask(self, line: str) -> str:
+    def _ask(self, line: str) -> list[str]:
         child = self._child
         assert child is not None
         assert child.stdin is not None
@@ -99,7 +102,7 @@ class ChatProcess:
         told = json.loads(said)
         if "error" in told:
             raise ConfigError(f"chat template cannot be rendered: {told['error']}.")
-        return str(told["text"])
+        return [str(text) for text in told["texts"]]
 
     def _end(self) -> None:
         child, self._child = self._child, None

@@ -6,10 +6,15 @@ system. A template's control tokens are the special ones of the tokenizer, and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import tokenizers
 
 from superstep.data.tokenizer import Tokenizer
-from superstep.serve.text.chat import Chat, ChatTemplate
+from superstep.serve.text.chat import Chat, ChatTemplate, Turn
+from superstep.serve.text.marks import Marks
+
+Part = tuple[list[int], bool]
 
 
 class ChatEncoder:
@@ -18,6 +23,10 @@ class ChatEncoder:
     Args:
         template: of the model.
         tokenizer: of the model.
+
+    Attributes:
+        template: as given.
+        special: ids of the tokenizer's special tokens.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
@@ -28,6 +37,9 @@ class ChatEncoder:
         self._added = tuple(token.content for token in added if not token.special)
         self._core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
         self._core.encode_special_tokens = False
+        self.special = frozenset(
+            id_ for id_, token in tokenizer.core.get_added_tokens_decoder().items() if token.special
+        )
         self._newline = self._encode("\n", is_plain=False)
 
     def tokens(self, chat: Chat) -> list[int]:
@@ -37,15 +49,40 @@ class ChatEncoder:
             ConfigError: for messages that cannot be, or a template that refuses them, is broken, or asks for too much.
         """
         text, marks = self.template.render_marked(chat, self._control, self._added)
-        ids: list[int] = []
+        return [id_ for ids, _ in self._parts(text, marks, is_amid=False) for id_ in ids]
+
+    def turns(self, chat: Chat, turns: Sequence[Turn]) -> tuple[list[str], Marks]:
+        """The texts of the beginnings of a chat, all with the same marks; raises as ``tokens`` does."""
+        return self.template.render_turns(chat, turns, self._control, self._added)
+
+    def parts(self, texts: Sequence[str], marks: Marks) -> list[list[Part]]:
+        """The ids of texts that follow each other, as if the model had been given each before the next one was there.
+
+        Returns:
+            Of each text its parts: their ids, and whether the client wrote them like a control token.
+        """
+        found: list[list[Part]] = []
+        is_amid = False
+        for text in texts:
+            found.append(list(self._parts(text, marks, is_amid=is_amid)))
+            is_amid = is_amid or bool(found[-1])
+        return found
+
+    def plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts that follow each other and that no template made."""
+        found: list[list[int]] = []
+        for text in texts:
+            found.append((self._encode_amid if any(found) else self._encode)(text, is_plain=True))
+        return found
+
+    def _parts(self, text: str, marks: Marks, *, is_amid: bool) -> Iterator[Part]:
         for part, is_marked in marks.split(text):
-            if not part:
-                continue
             # An added token that is not special is found in any text, but not in halves of its spelling.
             halves = (part[:1], part[1:]) if is_marked and part in self._added else (part,)
-            for half in halves:
-                ids += self._encode_amid(half, is_plain=is_marked) if ids else self._encode(half, is_plain=is_marked)
-        return ids
+            for half in filter(None, halves):
+                ids = (self._encode_amid if is_amid else self._encode)(half, is_plain=is_marked)
+                is_amid = is_amid or bool(ids)
+                yield ids, is_marked
 
     def _encode_amid(self, text: str, *, is_plain: bool) -> list[int]:
         """The ids of a text that others precede: after a newline no tokenizer puts a space before it."""
