@@ -41,6 +41,7 @@ from superstep.program.instructions import Program
 from superstep.program.memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
+from superstep.tune.config import USUAL, TuneConfig
 
 DOCS = Path(__file__).parent
 TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"
@@ -155,6 +156,7 @@ def configuration() -> str:
             rows.append((f"`{field.name}`", values(field.hint), literal(field.default), words))
         parts += [f"## [{section.name}]", inspect.cleandoc(cls.__doc__ or "")]
         parts.append(table(("key", "values", "default", "meaning"), rows))
+    parts += _recipes()
     parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
     parts.append(_sizes())
     parts += [
@@ -176,6 +178,28 @@ def configuration() -> str:
         "other key may change the model, and is refused until it is taken out of the file.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _recipes() -> Iterator[str]:
+    """What a recipe of superstep tune says besides a run."""
+    yield "## Recipes"
+    usual = [f"`{table}.{key}` is {literal(value)}" for table, keys in USUAL.items() for key, value in keys.items()]
+    yield (
+        "`superstep tune` reads one file with all of these tables and the following. Some defaults are other ones "
+        f"there: {', '.join(usual)}."
+    )
+    words = {field.name: field for field in described(TuneConfig)}
+    yield table(
+        ("key", "values", "default", "meaning"),
+        [("`start`", values(words["start"].hint), literal(words["start"].default), words["start"].words)],
+    )
+    of_runs = {field.name for field in fields(RunConfig)}
+    hints = typing.get_type_hints(TuneConfig)
+    for name in (field.name for field in fields(TuneConfig) if field.name not in of_runs and field.name != "start"):
+        rows = [(f"`{f.name}`", values(f.hint), literal(f.default), meaning(name, f)) for f in described(hints[name])]
+        yield f"### [{name}]"
+        yield inspect.cleandoc(hints[name].__doc__ or "")
+        yield table(("key", "values", "default", "meaning"), rows)
 
 
 _FAMILIES = [

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from superstep.cli import sample, serve, view
+from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
 from superstep.cli.grade import verb as grade
 from superstep.cli.main import VERBS, main
@@ -25,8 +26,10 @@ from superstep.cli.options import DEMO
 from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
+from superstep.cli.tune import verb as tune
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
+from superstep.data.tokens import ANSWER_FILES
 from superstep.data.tokens import FILES as TOKEN_FILES
 from superstep.data.turn import LOCK
 from superstep.hardware.text import read_cluster
@@ -43,6 +46,7 @@ from superstep.state.tensor_file import FILES
 from superstep.train import rundir
 from superstep.train.model import resolved
 from superstep.train.run_folder import RunFolder
+from superstep.tune.config import read_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -177,6 +181,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(chat, "Local", begin)
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
+    monkeypatch.setattr(tune, "started", begin)
     # A plan is searched; the programs of large models, which take a minute, keep their closed form here.
     monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 1_000)
 
@@ -194,6 +199,7 @@ def call(place, monkeypatch):
 @pytest.mark.parametrize("command", OURS, ids=str)
 def test_a_command_of_a_page_is_accepted(command, call, capsys):
     verb, *argv = command.argv
+    argv = argv[1:] if verb == "tune" else argv
     toml = Path(argv[0]) if argv and argv[0].endswith(".toml") else None
     if toml and not toml.exists():
         assert command.toml is not None, f"{toml} is neither in the repository nor on the page"
@@ -249,6 +255,7 @@ def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
         path.write_text(block, encoding="utf-8")
         # A cluster file says how many chips there are; a run does not.
         read = read_cluster if re.search("^chips = ", block, re.MULTILINE) else lambda run: resolved(read_config(run))
+        read = read_recipe if re.search("^start = ", block, re.MULTILINE) else read
         read(path)
 
 
@@ -362,7 +369,15 @@ def test_every_file_of_a_run_is_described():
     page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
     folder = RunFolder(root=Path("runs/demo"))
     parts = [getattr(folder, name) for name, of in vars(RunFolder).items() if isinstance(of, property)]
-    names = [path.name for path in parts] + [*set(FILES.values()), MANIFEST, MARK, *TOKEN_FILES, LOCK]
+    names = [path.name for path in parts] + [
+        *set(FILES.values()),
+        MANIFEST,
+        MARK,
+        *TOKEN_FILES,
+        *ANSWER_FILES,
+        LOCK,
+        RECIPE,
+    ]
     assert len(names) > 10
     assert [name for name in names if name not in page] == []
 

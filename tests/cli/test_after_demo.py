@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli.train import verb
+from superstep.cli.train import job, verb
 from superstep.plan.config import RunConfig, TrainConfig
 from superstep.plan.toml import write_config
 from superstep.state.manifest import Position
@@ -33,9 +33,9 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
         folder.config.write_text(write_config(replace(before, state=replace(before.state, dir="run"))))
     proofs = []
     monkeypatch.setattr(rundir, "choose", lambda run: (run, folder, None if done is None else Path("checkpoint")))
-    monkeypatch.setattr(verb, "read_position", lambda path: Position(step=done))
+    monkeypatch.setattr(job, "read_position", lambda path: Position(step=done))
     monkeypatch.setattr(verb, "_tokens", lambda run, folder, checkpoint: tmp_path)
-    monkeypatch.setattr(verb, "launch_on", lambda device, world, rank, job: is_stopped)
+    monkeypatch.setattr(job, "launch_on", lambda device, world, rank, job: is_stopped)
     monkeypatch.setattr(verb, "_after_demo", lambda job: proofs.append("proof") or 0)
     flags = ["--state.dir", "run", "--state.existing", "resume", "--train.steps", "90"]
     assert (verb.main(flags), proofs) == wanted

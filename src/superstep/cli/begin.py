@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from superstep.cli.arguments import prove, serve, train
+from superstep.cli.arguments import prove, serve, train, tune
 from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
@@ -21,6 +21,10 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     if verb == "train" and "RANK" not in os.environ:
         if _ranks(train.read(argv).config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
+    elif verb == "tune" and "RANK" not in os.environ:
+        _, recipe = tune.read(argv)
+        if _ranks(recipe.plan) > 1:
+            seed.begin("superstep.cli.tune.verb")
     elif verb == "prove":
         options, _ = prove.read(argv)
         if (options.world or _ranks(options.plan)) > 1:

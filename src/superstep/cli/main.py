@@ -44,6 +44,13 @@ VERBS = {
         "superstep.cli.arguments.train",
         launches=True,
     ),
+    "tune": Verb(
+        "post-train a model: sft learns the answers of conversations, dpo preferences",
+        "superstep.cli.tune.verb",
+        "superstep.cli.arguments.tune",
+        extra="serve",
+        launches=True,
+    ),
     "plan": Verb(
         "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.verb"
     ),

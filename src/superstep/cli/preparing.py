@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 
 from superstep.cli.figures import bytes_text, count_text
-from superstep.data.prepare import Progress, prepare, refuse_others
+from superstep.data.prepare import Progress, Report, prepare, refuse_others
 from superstep.data.tokens import Corpus, Manifest
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
@@ -26,12 +26,20 @@ def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO, *, is_s
     """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log."""
     if is_shared:
         refuse_others(data, vocab, folder)  # before anything is said of preparing
-    _write(stream, f"Preparing the text of {', '.join(data.corpus) or 'the standard library'} in {folder} ...\n")
+    return show(
+        f"the text of {', '.join(data.corpus) or 'the standard library'}",
+        folder,
+        stream,
+        lambda report, tell: prepare(data, vocab, folder, report, tell=tell, is_shared=is_shared),
+    )
+
+
+def show(what: str, folder: Path, stream: TextIO, work: Callable[[Report, Callable[[str], None]], Corpus]) -> Corpus:
+    """What ``work`` prepares, which is given where to report to, and what tells the user a line."""
+    _write(stream, f"Preparing {what} in {folder} ...\n")
     line = ProgressLine(stream)
     try:
-        corpus = prepare(
-            data, vocab, folder, line.show, tell=lambda text: _write(stream, f"{text}\n"), is_shared=is_shared
-        )
+        corpus = work(line.show, lambda text: _write(stream, f"{text}\n"))
     finally:
         line.close()
     _write(stream, f"  {summary(corpus.manifest)}\n")
@@ -87,6 +95,19 @@ def _text(progress: Progress) -> str:
 def summary(manifest: Manifest) -> str:
     """What was prepared, and what was passed over."""
     tokens = manifest.train_tokens + manifest.validation_tokens
+    if manifest.kind != "text":
+        conversations = manifest.train_documents + manifest.validation_documents
+        left = [(manifest.dropped, "dropped"), (manifest.truncated, "truncated")]
+        over = "".join(f"; {count} too long, {what}" for count, what in left if count)
+        return (
+            f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learnt{over}"
+        )
     nulls = manifest.null_records
     over = f"; {nulls} record{'' if nulls == 1 else 's'} of null passed over" if nulls else ""
     return f"{count_text(tokens)} tokens, {bytes_text(manifest.text_bytes)} of text{over}"
+
+
+def _share(manifest: Manifest) -> str:
+    """Answer tokens as a share of all."""
+    learnt = manifest.text_bytes / manifest.bytes_per_token
+    return f"{learnt / max(manifest.train_tokens + manifest.validation_tokens, 1):.0%}"

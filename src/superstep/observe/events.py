@@ -1,6 +1,6 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | RouterSeen | Evaluated | Saved)*  (RunFinished | RunStopped)
+    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Evaluated | Saved)*  (RunFinished | RunStopped)
         │
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -81,6 +81,19 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossTold:
+    """What the loss of a step tells beside itself: of preferences, say, how many were judged right."""
+
+    name: ClassVar[str] = "measures"
+    step: int
+    """Finished steps, this one included."""
+    names: tuple[str, ...]
+    """What is told."""
+    values: tuple[float, ...]
+    """The number of each name: a mean over what counts, or a maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSeen:
     """What the routers of a mixture of experts did in training since they were last reported."""
 
@@ -148,7 +161,7 @@ class RunStopped:
     tokens_seen: int
 
 
-Event = RunStarted | Resumed | StepDone | RouterSeen | Evaluated | Saved | RunFinished | RunStopped
+Event = RunStarted | Resumed | StepDone | LossTold | RouterSeen | Evaluated | Saved | RunFinished | RunStopped
 
 
 class Sink(Protocol):

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
-from superstep.observe.events import Evaluated, Event, Resumed, RouterSeen, StepDone
+from superstep.observe.events import Evaluated, Event, LossTold, Resumed, RouterSeen, StepDone
 from superstep.observe.router_balance import busiest, dropped_share
 
 
@@ -52,7 +52,7 @@ class TensorBoard:
             Fault: the disk is full or broken.
         """
         match event:
-            case StepDone() | RouterSeen() | Evaluated():
+            case StepDone() | LossTold() | RouterSeen() | Evaluated():
                 values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in scalars(event).items()]
                 self._append(event.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
             case Resumed():
@@ -69,7 +69,7 @@ class TensorBoard:
         self._file.close()
 
 
-def scalars(event: StepDone | RouterSeen | Evaluated) -> dict[str, float]:
+def scalars(event: StepDone | LossTold | RouterSeen | Evaluated) -> dict[str, float]:
     """The points that an event adds to the curves, by tag."""
     match event:
         case StepDone():
@@ -84,6 +84,8 @@ def scalars(event: StepDone | RouterSeen | Evaluated) -> dict[str, float]:
                 "memory/peak_bytes": event.memory_bytes,
             }
             return points if event.mfu is None else points | {"speed/mfu": event.mfu}
+        case LossTold():
+            return {f"loss/{name}": value for name, value in zip(event.names, event.values, strict=True)}
         case RouterSeen():
             points = {
                 "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),

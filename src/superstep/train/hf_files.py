@@ -5,9 +5,11 @@ document does.
     generation_config.json   which tokens end a text
     tokenizer.json           text to ids
     tokenizer_config.json    which of its tokens are special
+    chat_template.jinja      how it is shown conversations, where it has learnt them
 
 A run on a foreign ``tokenizer.json`` keeps what lies beside it, and on a ``config.json`` of that vocabulary its ids:
-those that end a text there go on doing so, and the token that ends this run's documents joins them.
+those that end a text there go on doing so, and the token that ends this run's documents joins them, as do those that
+end its answers. How conversations were shown is told by the ``chat.json`` beside the run's tokens.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     Raises:
         ConfigError: a file beside a foreign one cannot be read.
     """
-    loaded = load_tokenizer(tokenizer)
-    found = {
-        "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
-        "tokenizer_config.json": _text(_tokenizer_config(config, shape, loaded.core.id_to_token(loaded.end_of_text))),
-    }
+    loaded, chat = load_tokenizer(tokenizer), _object(tokenizer.with_name("chat.json"))
+    names = _tokenizer_config(config, shape, loaded.core.id_to_token(loaded.end_of_text))
+    found = {"tokenizer.json": tokenizer.read_text(encoding="utf-8")}
+    if chat:
+        names = {**chat["special"], **names, "chat_template": _listed(chat["sources"])}
+        if set(chat["sources"]) == {"default"}:
+            found["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
+    found["tokenizer_config.json"] = _text(names)
     if shape is None:
         return found
     # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
@@ -46,7 +51,9 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     foreign = Path(config.model.name) if is_foreign else None
     told = _object(foreign)
     generation = _object(foreign and foreign.with_name("generation_config.json"))
-    ends = _with(_with(_ends(told), _ends(generation)), [loaded.end_of_text])
+    ends = _ends(told)
+    for more in (_ends(generation), [loaded.end_of_text], chat.get("ends", [])):
+        ends = _with(ends, more)
     ids = {name: told.get(name) for name in TOKEN_IDS} | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
     # generate pads the rows of a batch that ended before others.
     padding = {"pad_token_id": loaded.end_of_text} if ids["pad_token_id"] is None else {}
@@ -66,6 +73,10 @@ def _tokenizer_config(config: RunConfig, shape: ModelShape | None, end: str | No
     if shape is not None:
         ours["model_max_length"] = shape.max_tokens
     return ours | _object(beside)
+
+
+def _listed(sources: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "template": source} for name, source in sources.items()]
 
 
 def _ends(raw: dict[str, Any]) -> list[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 
 from superstep.data.stream import Batch
-from superstep.observe.events import Evaluated, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
+from superstep.observe.events import Evaluated, LossTold, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
 from superstep.state.manifest import Position
 from superstep.train.session import Session
 
@@ -20,6 +20,7 @@ class Done:
     event: StepDone
     position: Position
     is_stop_asked: bool = False
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 def train(session: Session, position: Position, sink: Sink) -> Position:
@@ -33,6 +34,9 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         is_stopped = done.is_stop_asked and position.step < last
         is_saved = is_stopped or position.step % config.state.save_every == 0 or position.step == last
         sink.write(done.event)
+        if done.measures:
+            told = done.measures
+            sink.write(LossTold(step=position.step, names=tuple(told), values=tuple(told.values())))
         # Also where a run may be gone on with, so that no step is lost or counted twice.
         if session.has_routers and (is_saved or position.step % config.observe.log_every == 0):
             sink.write(routers(session, position))
@@ -92,7 +96,7 @@ def steps(
                 elapsed_s=session.elapsed_s(),
                 tokens_seen=position.tokens,
             )
-            yield Done(event, position, result.is_stop_asked)
+            yield Done(event, position, result.is_stop_asked, result.measures)
 
 
 def routers(session: Session, position: Position) -> RouterSeen:

@@ -8,14 +8,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
-from superstep.data.tokens import open_corpus
+from superstep.data.tokens import SplitName, open_corpus
 from superstep.errors import Fault, StateError
 from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
@@ -37,6 +39,7 @@ from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
+from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.model import units_of
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
@@ -98,6 +101,7 @@ class Session:
         corpus: the folder of token files, prepared.
         rate: what MFU is measured by, where it is known.
         through: what the batches of the training stream go through before they are read ahead.
+        lesson: what is learnt of a batch, where that is not each of its targets.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Session:
         rate: Rate,
         *,
         through: Callable[[Source], Source] = lambda stream: stream,
+        lesson: Lesson | None = None,
     ) -> None:
         self.run = run
         self.folder = folder
@@ -122,14 +127,22 @@ class Session:
         self._engine = Engine(run, units_of(run), self._mesh)
         self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)
+        if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
+            verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
+            raise StateError(f"the tokens in {corpus} are those of superstep {verb}; go on with the run by that.")
         self._beside = _beside(run, corpus) if world.rank == 0 else {}
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
-        self._train = through(stream_of(run.config, self._corpus, "train"))
-        self._validation = stream_of(run.config, self._corpus, "validation")
+        self._lesson = lesson
+        self._train = through(self._stream("train"))
+        self._validation = self._stream("validation")
         self._flops_per_token = rate.flops_per_token
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
         self._record: Recorder = HostRecorder()
+
+    def _stream(self, split: SplitName) -> Epochs:
+        stream = stream_of(self.run.config, self._corpus, split)
+        return stream if self._lesson is None else self._lesson.stream(stream, self._corpus.folder, split)
 
     @property
     def transport(self) -> str:
@@ -157,10 +170,14 @@ class Session:
             assert found[0] is not None
             fill(found[0], self._engine.pieces(("weight",)), self._shapes, self._peers)
             self._engine.loaded(0)
+        if self._lesson is not None:
+            self._lesson.remember(self)
         return Position()
 
     def load(self, checkpoint: Path) -> Position:
         """Go on from a checkpoint."""
+        if self._lesson is not None and not self._lesson.is_remembered(self):
+            self.begin()
         position = load(checkpoint, self._engine.pieces(STATE), self._peers)
         self._engine.loaded(position.step)
         return position
@@ -189,7 +206,10 @@ class Session:
         """
         self._record = recorder_for(self._device, is_kept=self._is_saved(step))
         try:
-            return self._engine.train_step(
+            weighed = None
+            if self._lesson is not None:
+                batch, weighed = weigh(self._lesson, self, batch)
+            result = self._engine.train_step(
                 microbatches_of(batch, self.run.plan, self._mesh),
                 valid_tokens=batch.valid_tokens,
                 divisor=batch.divisor,
@@ -197,8 +217,35 @@ class Session:
                 record=self._record,
                 stop=self._stop,
             )
+            if weighed is None:
+                return result
+            loss = weighed.loss / (batch.divisor or batch.valid_tokens)
+            return replace(result, loss=loss, measures={**result.measures, **weighed.measures})
         except RuntimeError as error:
             raise self._fault(error, step) from error
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """The log-probability of each target of a whole global batch, on every rank. Every rank calls this together.
+
+        Args:
+            batch: the rows of this rank.
+        """
+        return self._engine.logprobs(microbatches_of(batch, self.run.plan, self._mesh))
+
+    @property
+    def rows(self) -> slice:
+        """The rows of a global batch that this rank reads."""
+        return rows(self.run.plan, self._mesh)
+
+    @property
+    def corpus(self) -> Path:
+        """The folder of token files."""
+        return self._corpus.folder
+
+    @property
+    def peers(self) -> RankPeers:
+        """The ranks of the run."""
+        return self._peers
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint follows the step, and with it its trace."""
@@ -246,7 +293,11 @@ class Session:
         total, tokens = 0.0, 0.0
         for number in range(count):
             batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
-            loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
+            if self._lesson is not None:
+                loss = self._lesson.weigh(batch, self.logprobs(batch)).loss
+                valid = batch.divisor or batch.valid_tokens
+            else:
+                loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
             total, tokens = total + loss, tokens + valid
         self._memory_bytes = max(gather(self._device.memory_bytes()))
         return total / tokens

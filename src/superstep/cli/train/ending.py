@@ -13,34 +13,34 @@ from superstep.train.run_folder import RunFolder
 INTERRUPTED = 130
 
 
-def ended(error: BaseException, folder: RunFolder) -> int | None:
+def ended(error: BaseException, folder: RunFolder, verb: str = "train") -> int | None:
     """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else."""
     match error:
         case KeyboardInterrupt():
-            return _told("interrupted", folder, INTERRUPTED)
+            return _told("interrupted", folder, INTERRUPTED, verb)
         case SystemExit(code=code) if code == STOPPED:
             has_begun = folder.config.is_file()
-            return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED)
+            return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED, verb)
         case _:
             return None
 
 
-def stopped(folder: RunFolder) -> int:
+def stopped(folder: RunFolder, verb: str = "train") -> int:
     """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
-    return _told("stopped by SIGTERM", folder, STOPPED)
+    return _told("stopped by SIGTERM", folder, STOPPED, verb)
 
 
-def _told(what: str, folder: RunFolder, status: int) -> int:
-    print(f"superstep: {what}. {how_to_go_on(folder)}", file=sys.stderr, flush=True)
+def _told(what: str, folder: RunFolder, status: int, verb: str) -> int:
+    print(f"superstep: {what}. {how_to_go_on(folder, verb)}", file=sys.stderr, flush=True)
     return status
 
 
-def how_to_go_on(folder: RunFolder) -> str:
+def how_to_go_on(folder: RunFolder, verb: str = "train") -> str:
     """The newest checkpoint and the command that goes on from it, as far as there are any."""
     if not folder.config.is_file():
         return "The run had not begun: there is nothing to go on from."
     # The run's own settings are in its folder: the command needs no other flag.
-    command = f"superstep train --state.dir {shlex.quote(str(folder.root))} --state.existing resume"
+    command = f"superstep {verb} --state.dir {shlex.quote(str(folder.root))} --state.existing resume"
     found = checkpoints(folder.checkpoints)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # by torchrun or srun, whose flags are not known here
         newest = f"The newest checkpoint is {found[-1]}" if found else "The run has no checkpoint yet"

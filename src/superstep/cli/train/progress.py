@@ -14,6 +14,7 @@ from superstep.cli.figures import bytes_text, count_text, duration_text, seconds
 from superstep.observe.events import (
     Evaluated,
     Event,
+    LossTold,
     Resumed,
     RouterSeen,
     RunFinished,
@@ -70,7 +71,7 @@ class Progress:
                 self.finished = event
             case RunStopped():
                 self.stopped = event
-            case Resumed():
+            case LossTold() | Resumed():
                 pass
 
     @property
@@ -153,6 +154,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             ]
             if (left_s := progress.left_s(now)) is not None:
                 parts.append(f"left {duration_text(left_s)}")
+        case LossTold():
+            parts = _told(event)
         case RouterSeen():
             parts = ["routers", *_routers(event)]
         case Evaluated():
@@ -297,6 +300,10 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
 
 
 # What both say.
+
+
+def _told(told: LossTold) -> list[str]:
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
 
 
 def _routers(seen: RouterSeen) -> list[str]:

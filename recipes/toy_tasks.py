@@ -1,0 +1,63 @@
+"""Three tasks that a small model learns in minutes, written as conversations for ``superstep tune sft``.
+
+    python recipes/toy_tasks.py reverse sums form --count 4000 --out toy.jsonl
+
+    reverse   letters the other way round       "Reverse: k e p"    ->  "p e k"
+    sums      two numbers below a hundred       "Add: 47 + 8"       ->  "55"
+    form      an answer in JSON                 "As JSON: sun 7"    ->  '{"word": "sun", "number": 7}'
+
+An example is a function of its task, number and seed alone: others may ask for those that nobody has trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+TASKS = ("reverse", "sums", "form")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = ("sun", "moon", "tree", "stone", "river", "bird", "cloud", "lamp", "door", "road", "ship", "star")
+
+
+def example(task: str, number: int, seed: int = 0) -> tuple[str, str]:
+    """A question of a task and its answer."""
+    draw = random.Random(f"{task}:{seed}:{number}")
+    match task:
+        case "reverse":
+            letters = [draw.choice(LETTERS) for _ in range(draw.randint(2, 4))]
+            return f"Reverse: {' '.join(letters)}", " ".join(reversed(letters))
+        case "sums":
+            first, second = draw.randint(0, 99), draw.randint(0, 99)
+            return f"Add: {first} + {second}", str(first + second)
+        case "form":
+            word, count = draw.choice(WORDS), draw.randint(0, 99)
+            return f"As JSON: {word} {count}", json.dumps({"word": word, "number": count})
+        case _:
+            raise ValueError(f"task = '{task}' is none of {', '.join(TASKS)}.")
+
+
+def conversation(task: str, number: int, seed: int = 0) -> dict[str, list[dict[str, str]]]:
+    """The same as a record of messages."""
+    question, answer = example(task, number, seed)
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def main() -> None:
+    """Write a file of records, the tasks in turn."""
+    parser = argparse.ArgumentParser(description="Write conversations of toy tasks.")
+    parser.add_argument("tasks", nargs="+", choices=TASKS)
+    parser.add_argument("--count", type=int, default=4000, help="records in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    records = (
+        conversation(options.tasks[k % len(options.tasks)], k // len(options.tasks), options.seed)
+        for k in range(options.count)
+    )
+    options.out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

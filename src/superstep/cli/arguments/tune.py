@@ -1,0 +1,74 @@
+"""What superstep tune is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from superstep.cli.options import COMMON, asks_for_help, read_flags
+from superstep.errors import ConfigError, UserError, did_you_mean
+from superstep.tune.config import TuneConfig, read_recipe
+
+RECIPE = "recipe.toml"
+"""What a recipe is called in the directory of its run."""
+
+KINDS: Mapping[Literal["sft", "dpo"], str] = {
+    "sft": "learn the answers of conversations, or how prompts go on",
+    "dpo": "make preferred answers likelier than others, next to the model that it begins with",
+}
+
+FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
+"""Fields of a recipe that its help begins with."""
+
+
+def _usage() -> str:
+    """The page that names what can be done, as wide as the terminal."""
+    columns = max(24, min(shutil.get_terminal_size().columns, 100))
+    lines = [
+        textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+        for name, what in KINDS.items()
+    ]
+    usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
+    return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
+
+
+def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
+    """What is to be done, and the recipe that a command line asks for.
+
+    Raises:
+        UserError: nothing, or nothing known, is to be done.
+        ConfigError: the file cannot be used, or a flag is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    if not argv or argv[0].startswith("-"):
+        if asks_for_help(argv):
+            print(_usage())
+            raise SystemExit(0)
+        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(KINDS)}.")
+    kind, *rest = argv
+    for known in KINDS:
+        if kind == known:
+            return known, _recipe(known, rest)
+    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, KINDS)}")
+
+
+def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:
+    if argv and not argv[0].startswith("-"):
+        path = Path(argv[0])
+        if path.is_file() and path.suffix != ".toml":
+            raise ConfigError(f"'{path}' is no .toml file; name a recipe, or the records with --data.corpus {path}.")
+        return _flags(kind, read_recipe(path), argv[1:])
+    config = _flags(kind, TuneConfig(), argv)
+    saved = Path(config.state.dir) / RECIPE
+    if config.state.existing == "resume" and saved.is_file():
+        # A run that goes on keeps its own settings; flags still change them.
+        config = _flags(kind, read_recipe(saved), argv)
+    return config
+
+
+def _flags(kind: Literal["sft", "dpo"], base: TuneConfig, argv: Sequence[str]) -> TuneConfig:
+    description = f"Post-train a model: {KINDS[kind]}."
+    return read_flags(base, argv, prog=f"superstep tune {kind} [recipe.toml]", description=description, common=FIRST)

@@ -1,0 +1,218 @@
+"""A run of the training loop, from its directory to the last step: what every rank is told, and what it does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from superstep.cli.describe import plan_text
+from superstep.cli.train.display import open_display, restore
+from superstep.cli.train.ending import ended, stopped
+from superstep.cli.train.memory_fit import require_fit
+from superstep.cost.device_peak import peak_flops
+from superstep.cost.program.machine import Measured
+from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.predict import predict
+from superstep.cost.program.work import MFU_CONVENTION
+from superstep.data.tokens import Manifest, open_corpus
+from superstep.errors import Fault
+from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
+from superstep.observe.jsonl import JsonLines
+from superstep.observe.tensorboard import TensorBoard
+from superstep.plan.config import DeviceKind
+from superstep.plan.resolve import Resolved
+from superstep.plan.toml import read_config
+from superstep.runtime.device import Device, choose
+from superstep.runtime.launch import World, launch_on
+from superstep.runtime.measure.here import measure_here
+from superstep.runtime.stop import STOPPED, listening
+from superstep.state.checkpoint import read_position
+from superstep.train import rundir
+from superstep.train.lesson import Lesson
+from superstep.train.loop import train
+from superstep.train.model import flops_per_token, operations
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.session import Rate, Session
+from superstep.train.start import check_start
+
+Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
+"""Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank is told."""
+
+    run: Resolved
+    folder: RunFolder
+    corpus: Path
+    checkpoint: Path | None
+    was_complete: bool
+    """Whether it goes on beyond what was its last step: then what follows a demo has been seen."""
+    operations: tuple[UnitOperations, ...] | None
+    """What the units do; None where it cannot be told before they run."""
+    flops_per_token: float | None
+    verb: str = "train"
+    """The words after superstep that go on with the run."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts to write into the run directory, by name."""
+    lesson: Lesson | None = None
+    """What is learnt of a batch, where that is not each of its targets."""
+
+
+def asked_device(job: Job | None) -> DeviceKind | None:
+    """The device that a run asks for."""
+    return None if job is None else job.run.config.plan.device
+
+
+def launched(job: Job) -> int | None:
+    """Train on ranks of this host; the exit status where that was not to the last step."""
+    try:
+        is_stopped = launch_on(asked_device(job), job.run.plan.mesh.world, rank, job)
+    except BaseException as error:
+        restore(sys.stdout)
+        if (status := ended(error, job.folder, job.verb)) is not None:
+            return status
+        raise
+    return stopped(job.folder, job.verb) if is_stopped else None
+
+
+@contextmanager
+def prepared_job(
+    run: Resolved,
+    tokens: Tokens,
+    *,
+    verb: str = "train",
+    files: Mapping[str, str] | None = None,
+    lesson: Lesson | None = None,
+) -> Iterator[Job | None]:
+    """The run's directory, held for the length of the block, and the tokens in their place; None where there is
+    nothing left to do.
+    """
+    run, folder, checkpoint = rundir.choose(run)
+    if checkpoint is None:
+        check_start(run)
+    seen = operations(run)
+    # torchrun says how many of its ranks are on this host, srun does not.
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" in os.environ else run.plan.mesh.world)
+    if choose(run.config.plan.device, int(local)) == "cpu":
+        # What a GPU has left its rank alone can tell: to ask takes a part of it.
+        require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
+    with rundir.hold(folder):
+        step = 0 if checkpoint is None else read_position(checkpoint).step
+        if step >= run.config.train.steps:
+            print(
+                f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.",
+                flush=True,
+            )
+            yield None
+        else:
+            yield Job(
+                run=run,
+                folder=folder,
+                corpus=tokens(run, folder, checkpoint),
+                checkpoint=checkpoint,
+                was_complete=checkpoint is not None and step >= read_config(folder.config).train.steps,
+                operations=seen,
+                flops_per_token=flops_per_token(run, seen),
+                verb=verb,
+                files=files or {},
+                lesson=lesson,
+            )
+
+
+def rank_of_torchrun(world: World, job: Job | None) -> int:
+    """One rank's exit status; rank 0 speaks for all."""
+    if job is None:
+        return 0
+    try:
+        is_stopped = rank(world, job)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if world.rank == 0 and (status := ended(error, job.folder, job.verb)) is not None:
+            return status
+        raise
+    if is_stopped and world.rank == 0:
+        return stopped(job.folder, job.verb)
+    return STOPPED if is_stopped else 0
+
+
+def rank(world: World, job: Job) -> bool:
+    """One rank, from assembly to the last step; whether it was asked to stop before that, and has.
+
+    Raises:
+        Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
+    """
+    try:
+        with listening(world.stop):
+            return _train(world, job)
+    except RuntimeError as error:
+        raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
+
+
+def _train(world: World, job: Job) -> bool:
+    if world.device.kind == "cuda":
+        require_fit(job.run, world.device, job.operations)
+    machine = None if job.operations is None else measure_here(job.run, job.operations, world)
+    peak = _peak_flops(job.run, world, machine)
+    rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
+    session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
+    position = session.begin() if job.checkpoint is None else session.load(job.checkpoint)
+    with ExitStack() as stack:
+        sink: Sink = Fanout(())
+        if world.rank == 0:
+            # Whatever can be refused has been: only now does the directory become, or change, a run.
+            is_resumed = job.checkpoint is not None or job.folder.metrics.exists()
+            rundir.write(job.run, job.folder)
+            for name, text in job.files.items():
+                write_whole(job.folder.root / name, text)
+            session.describe()
+            sink = _sinks(job, stack, peak)
+            sink.write(_started(job, world, session.transport, open_corpus(job.corpus).manifest, machine))
+            if is_resumed:
+                sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
+        position = train(session, position, sink)
+    # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
+    session.close()
+    return position.step < job.run.config.train.steps
+
+
+def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
+    """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
+    if run.config.observe.peak_flops is not None:
+        return run.config.observe.peak_flops
+    if world.device.kind == "cpu":
+        return None if machine is None else machine.gemm_flops_per_s
+    return peak_flops(world.device.name, run.config.numerics.compute)
+
+
+def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
+    observe = job.run.config.observe
+    against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
+    convention = f"{MFU_CONVENTION}; {against}"
+    display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
+    sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
+    if observe.tensorboard:
+        sinks.append(TensorBoard(job.folder.tensorboard))
+    fanout = Fanout(sinks)
+    stack.callback(fanout.close)
+    return fanout
+
+
+def _started(job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None) -> RunStarted:
+    prediction = None if machine is None else predict(job.run, machine, job.operations)
+    return RunStarted(
+        run=str(job.folder.root),
+        plan=plan_text(job.run),
+        parameters=job.run.outline.numel,
+        world=world.size,
+        transport=transport,
+        steps=job.run.config.train.steps,
+        unigram_entropy=manifest.unigram_nats,
+        predicted_step_s=prediction.step_s if prediction else None,
+        predicted_memory_bytes=prediction.memory_bytes if prediction else None,
+        memory="resident" if world.device.kind == "cpu" else "allocated",
+    )

@@ -1,0 +1,219 @@
+"""Direct preference optimisation: of two answers to a prompt the better one is made likelier, next to a reference.
+
+The reference is the model that the run begins with. Its log-probabilities are computed once, before the first step, and
+kept beside the tokens: one fp32 for each place of each sequence, so that no second model is held.
+
+    tokens ──► logprobs of the start ──► train.reference       once
+    batch  ──► logprobs now ──► dpo(now, reference) ──► weights ──► a step of weighted cross entropy
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from superstep.data.prepare import stamp
+from superstep.data.stream import Batch, Stream
+from superstep.data.tokens import SPLITS, SplitName, open_corpus
+from superstep.errors import ConfigError, DataError, Fault
+from superstep.numerics.sequence_policy import Weighed, dpo
+from superstep.state.durable import sync, write_text
+from superstep.state.together import together
+from superstep.train.batches import stream_of
+from superstep.train.lesson import Pupil
+from superstep.tune.config import DpoConfig
+
+MARK = "reference.json"
+"""Says of which weights the references beside it are; written last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch(Batch):
+    """Some rows of a global batch of preferences, and of all its rows what the loss needs.
+
+    Attributes:
+        owners_BS: which answer each target of the whole global batch belongs to: 2 i the chosen one of pair i, 2 i + 1
+            the rejected one, -1 none.
+        reference_BS: log-probabilities of the same targets at the start.
+        pairs: in the whole global batch.
+    """
+
+    owners_BS: Tensor | None = None  # noqa: N815 - the suffix names the dims
+    reference_BS: Tensor | None = None  # noqa: N815
+    pairs: int = 0
+
+
+def lesson_of(config: DpoConfig) -> Dpo:
+    """The lesson that a recipe asks for.
+
+    Raises:
+        ConfigError: a number of it cannot be.
+    """
+    if not config.beta > 0:
+        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it holds the model near the reference; try 0.1.")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise ConfigError(
+            f"dpo.label_smoothing = {config.label_smoothing} must be at least 0 and below 0.5; 0 trusts every label."
+        )
+    return Dpo(beta=config.beta, label_smoothing=config.label_smoothing)
+
+
+class PairStream:
+    """A stream of conversations that lie in pairs.
+
+    Args:
+        stream: of them.
+        path: of the reference of its split; it need not be there before the first batch.
+    """
+
+    def __init__(self, stream: Stream, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self._reference: np.memmap[tuple[int, int], np.dtype[np.float32]] | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Distinct sequences."""
+        return self._stream.sequences
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self._stream.batch_sequences
+
+    def batch(self, sample: int, rows: slice) -> PairBatch:
+        """These rows of the global batch that starts at cursor ``sample``."""
+        if self._reference is None:
+            shape = (self._stream.sequences, self._stream.sequence_tokens)
+            self._reference = np.memmap(self._path, np.float32, "r", shape=shape)
+        plain = self._stream.batch(sample, rows)
+        owners_BS, conversations = self._stream.owners(sample)
+        assert conversations % 2 == 0, "chosen and rejected lie side by side"
+        given = {each.name: getattr(plain, each.name) for each in fields(Batch)} | {
+            "divisor": float(conversations // 2)
+        }
+        reference_BS = torch.from_numpy(self._reference[self._stream.numbers(sample)])
+        return PairBatch(**given, owners_BS=owners_BS, reference_BS=reference_BS, pairs=conversations // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dpo:
+    """The lesson of preferences.
+
+    Attributes:
+        beta: how near the model stays to the reference.
+        label_smoothing: the share of preferences that may be wrong.
+    """
+
+    beta: float
+    label_smoothing: float
+
+    def stream(self, stream: Stream, corpus: Path, split: SplitName) -> PairStream:
+        """Batches of pairs."""
+        return PairStream(stream, _place(corpus, split))
+
+    def weigh(self, batch: Batch, logp: Tensor) -> Weighed:
+        """The loss of a global batch, and the weight of each target in the second pass."""
+        assert isinstance(batch, PairBatch)
+        assert batch.owners_BS is not None
+        assert batch.reference_BS is not None
+        return dpo(
+            logp,
+            batch.reference_BS,
+            batch.owners_BS,
+            batch.pairs,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def is_remembered(self, pupil: Pupil) -> bool:
+        """Whether the references are those of the run's first weights. Every rank calls this together."""
+
+        def look() -> bool:
+            try:
+                told = json.loads((pupil.corpus / MARK).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return False
+            wanted = _mark(pupil)
+            # A run that goes on does not need the weights that it began with.
+            return bool({**wanted, "weights": wanted["weights"] or told.get("weights")} == told)
+
+        return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable)[0]
+
+    def remember(self, pupil: Pupil) -> None:
+        """Compute the references, unless they are there. Every rank calls this together."""
+        if self.is_remembered(pupil):
+            return
+        # Until both splits are there the folder says of none whose they are.
+        forget = partial((pupil.corpus / MARK).unlink, missing_ok=True)
+        together(pupil.peers, forget if pupil.peers.rank == 0 else _nothing, _unwritable)
+        corpus = open_corpus(pupil.corpus)
+        for split in SPLITS:
+            _write_reference(pupil, stream_of(pupil.run.config, corpus, split), _place(pupil.corpus, split))
+
+        def mark() -> None:
+            if pupil.peers.rank == 0:
+                write_text(pupil.corpus / MARK, json.dumps(_mark(pupil), indent=1) + "\n")
+
+        together(pupil.peers, mark, _unwritable)
+
+
+def _place(corpus: Path, split: SplitName) -> Path:
+    return corpus / f"{split}.reference"
+
+
+def _write_reference(pupil: Pupil, stream: Stream, path: Path) -> None:
+    """Compute the references of a split; rank 0 writes them beside, and gives the file its name: who has the one open
+    that was there goes on reading it.
+    """
+    beside = path.with_name(path.name + ".partial")
+    is_writing = pupil.peers.rank == 0
+    row_bytes = 4 * stream.sequence_tokens
+
+    def put(numbers: NDArray[np.int64], logp_BS: Tensor) -> None:
+        with beside.open("r+b" if beside.exists() else "w+b") as file:
+            for number, row in zip(numbers.tolist(), logp_BS.cpu().numpy(), strict=True):
+                file.seek(number * row_bytes)
+                file.write(row.astype("<f4").tobytes())
+
+    def finish() -> None:
+        sync(beside)
+        beside.replace(path)
+
+    together(pupil.peers, lambda: beside.unlink(missing_ok=True) if is_writing else None, _unwritable)
+    for sample in range(0, stream.sequences, stream.batch_sequences):
+        logp_BS = pupil.logprobs(stream.batch(sample, pupil.rows))
+        numbers = stream.numbers(sample)
+        together(pupil.peers, partial(put, numbers, logp_BS) if is_writing else _nothing, _unwritable)
+    together(pupil.peers, finish if is_writing else _nothing, _unwritable)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _mark(pupil: Pupil) -> dict[str, Any]:
+    """What the references depend on: the tokens, the first weights, and how log-probabilities are computed."""
+    config = pupil.run.config
+    weights = sorted(Path(str(config.model.weights)).glob("*.safetensors"))
+    return {
+        "tokens": open_corpus(pupil.corpus).manifest.fingerprint,
+        "weights": [list(stamp(path)) for path in weights if "optimizer" not in path.name],
+        "numerics": asdict(config.numerics),
+    }
+
+
+def _unreadable(error: Exception) -> DataError:
+    return DataError(f"the references of the preferences cannot be read ({error}); delete {MARK} beside the tokens.")
+
+
+def _unwritable(error: Exception) -> Fault:
+    return Fault(f"the references of the preferences cannot be written beside the tokens: {error}.")

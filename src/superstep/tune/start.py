@@ -1,0 +1,45 @@
+"""What a tuned run takes from what it starts with: weights, shape, tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.errors import ConfigError, StateError
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.toml import read_config
+from superstep.train.run_folder import RunFolder
+from superstep.train.start import weights_of
+from superstep.tune.config import TuneConfig
+
+
+def started(config: TuneConfig) -> RunConfig:
+    """The run that a recipe describes, with the model of ``start``.
+
+    Raises:
+        ConfigError: the recipe names no start, or another model besides.
+        StateError: there is no model.
+    """
+    if not config.start:
+        raise ConfigError(
+            "start is left out; name a run, a checkpoint or a Hugging Face folder: superstep tune sft recipe.toml "
+            "--start runs/demo."
+        )
+    if config.model != ModelConfig():
+        raise ConfigError(
+            f"[model] is given beside start = '{config.start}', whose model is tuned as it is; leave the table out."
+        )
+    if config.data.packed and not config.data.document_mask:
+        raise ConfigError(
+            "data.document_mask = false would show a conversation those beside it; leave it out, or set data.packed to "
+            "false for one conversation in each sequence."
+        )
+    root = Path(config.start)
+    folder = weights_of(root)
+    if RunFolder(root=root).config.is_file() and read_config(RunFolder(root=root).config).model.source is not None:
+        raise ConfigError(f"start = '{root}' is of a model of your own, which has no config.json to begin with.")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise StateError(f"start = '{root}' has no {name}; name a run, a checkpoint or a Hugging Face folder.")
+    data = replace(config.data, tokenizer=config.data.tokenizer or str(folder / "tokenizer.json"))
+    return replace(config.run, model=ModelConfig(name=str(folder / "config.json"), weights=str(folder)), data=data)
