@@ -26,7 +26,7 @@ from superstep.cli.options import DEMO
 from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
-from superstep.cli.tune import verb as tune
+from superstep.cli.tune import learn as tune
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
 from superstep.data.tokens import ANSWER_FILES
