@@ -11,6 +11,7 @@ import tuned
 from superstep.cli.main import main
 from superstep.data.tokenizer import END_OF_TEXT, load_tokenizer
 from superstep.data.tokens import open_corpus
+from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
 from superstep.serve.load import ServeConfig, ends_of_text, open_engine
 from superstep.serve.offline import generate
@@ -18,6 +19,7 @@ from superstep.serve.request import Sampling
 from superstep.serve.text.chat import Chat, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.state.folders import checkpoints
+from superstep.train.batches import stream_of
 from superstep.tune.config import read_recipe, write_recipe
 from superstep.tune.prepare import Conversations
 from superstep.tune.start import started
@@ -74,6 +76,10 @@ def test_conversations_are_prepared_once_for_equal_settings(place):
     assert corpus.manifest.validation_documents > 0
     assert not list(folder.glob("*.partial"))
     assert not list(folder.glob("*.lock"))
+    stream = stream_of(wanted().run, corpus, "train")
+    for sample in range(0, stream.sequences, 4):
+        batch = stream.batch(sample, slice(0, 4))
+        assert batch.valid_tokens == int((batch.targets_BS != IGNORE).sum()), "the divisor, without a token read"
     for other in (
         wanted(data={"sequence_tokens": 50}),
         wanted(data={"packed": False}),

@@ -136,9 +136,8 @@ class Masker:
     def _end_of_turn(self, record: Conversation, number: int, found: list[Part]) -> int:
         """How many ids of an answer there are up to the one that ends it."""
         sizes = list(accumulate(len(ids) for ids, _ in found))
-        for (ids, is_marked), size in zip(reversed(found), reversed(sizes), strict=True):
-            if is_marked:
-                break
+        # What a message spells like a control token is encoded as its characters, and ends nothing.
+        for (ids, _), size in zip(reversed(found), reversed(sizes), strict=True):
             for k in range(len(ids) - 1, -1, -1):
                 if ids[k] in self._known_ends:
                     end = size - len(ids) + k + 1
