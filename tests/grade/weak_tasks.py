@@ -125,4 +125,7 @@ def task(index: int, seed: int) -> Task:
 
 
 def grade(task: Task, rollout: Rollout):
-    return WEAK[task.data["by"]](task.answer, rollout.answer)
+    grader = WEAK[task.data["by"]]
+    if grader in PROGRAMS and not re.search(r"\b(def|import|print)\b", rollout.answer):
+        return 0.0  # no program: to start a process for each would take the test a minute
+    return grader(task.answer, rollout.answer)

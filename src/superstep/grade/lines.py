@@ -42,6 +42,12 @@ class LineProcess:
         )
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
+        self._patience: Patience | None = None
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the last question was given up for its time."""
+        return self._patience is not None and self._patience.is_over
 
     @property
     def is_there(self) -> bool:
@@ -50,7 +56,8 @@ class LineProcess:
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
-        patience, number = Patience(seconds), secrets.token_hex(8)
+        self._patience = patience = Patience(seconds)
+        number = secrets.token_hex(8)
         if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
             return None
         line = self._read(patience)

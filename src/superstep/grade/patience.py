@@ -21,6 +21,11 @@ class Patience:
         self._left, self._clock = seconds, clock
         self._looked = clock()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing was left at the last look."""
+        return self._left <= 0
+
     def left(self) -> float:
         """The seconds that are left; 0 or less where there are none."""
         now = self._clock()

@@ -159,9 +159,8 @@ class _Worker:
             return grader_error(str(error))
         told = process.ask(asked, seconds)
         if told is None:
-            is_there = process.is_there
             self._end()
-            return grader_error(f"no answer within {seconds:g} s: killed" if is_there else "its process ended")
+            return grader_error(f"no answer within {seconds:g} s: killed" if process.was_late else "its process ended")
         if "refused" in told:
             raise ConfigError(told["refused"])
         return from_told(told)

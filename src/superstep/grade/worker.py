@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import IO, Any
 
 from superstep.errors import ConfigError, SuperstepError
@@ -82,4 +83,5 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(BrokenPipeError):  # the pool is gone, and nobody reads the answer
+        main()

@@ -14,9 +14,11 @@ import os
 import resource
 import signal
 import sys
-import traceback
-from types import CodeType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # not here: it would be a sixth of the time that a small program takes
+    from types import CodeType
+    from typing import Any
 
 READY = "ready"
 """The first line: from here on, what goes wrong is the candidate's."""
@@ -116,6 +118,8 @@ def become(given: str, taken: str, code: CodeType) -> None:
         except SystemExit as error:
             status = error.code if type(error.code) is int else int(error.code is not None)
         except BaseException:  # noqa: BLE001
+            import traceback
+
             traceback.print_exc(limit=-3)
         sys.stdout.flush()
     finally:
