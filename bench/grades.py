@@ -3,8 +3,7 @@
     python -m bench.grades
 
 A ratio is of one round: grades/s with the sandbox over grades/s without. The tasks are those of
-`recipes/graded_tasks.py`, the answers their solutions, of which each must get the full score. Processor seconds of all
-that a grade starts are beside: on a machine that others use they say more.
+`recipes/graded_tasks.py`, the answers their solutions, of which each must get the full score.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-
-import psutil
 
 from bench.machine import write_result
 from superstep.grade.config import GradeConfig
@@ -37,22 +34,16 @@ class Side:
         self._environment = load_environment(TASKS)
         self.run(2 * self.pool.workers)  # every grader has begun
 
-    def run(self, count: int) -> tuple[float, float]:
-        """Grades per second of the clock, and processor seconds of a grade."""
+    def run(self, count: int) -> float:
+        """Grades per second."""
         indices = [3 * k + self._kind for k in range(count)]
         solutions = [self._environment.task(index, 0).solution or "" for index in indices]
-        before, began = processor_s(), time.perf_counter()
+        began = time.perf_counter()
         asked = [self.pool.submit(index, 0, answered(text)) for index, text in zip(indices, solutions, strict=True)]
         verdicts = [future.result() for future in asked]
         seconds = time.perf_counter() - began
         assert all(verdict.score == 1.0 for verdict in verdicts), verdicts
-        return count / seconds, (processor_s() - before) / count
-
-
-def processor_s() -> float:
-    """Of this process, of those below it, and of those that they waited for."""
-    own = psutil.Process()
-    return sum(sum(each.cpu_times()[:4]) for each in (own, *own.children(recursive=True)))
+        return count / seconds
 
 
 def main() -> None:
@@ -67,7 +58,7 @@ def main() -> None:
     bare = Side("programs without a sandbox", PROGRAM, GradeConfig(workers=options.workers, sandbox="none"))
     sums = Side("sums", SUM, GradeConfig(workers=options.workers))
     sides = (boxed, bare, sums)
-    found: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
+    found: dict[str, list[float]] = {side.name: [] for side in sides}
     try:
         for _ in range(options.rounds):
             for side in sides:
@@ -75,21 +66,17 @@ def main() -> None:
     finally:
         for side in sides:
             side.pool.close()
-    ratios = [one / other for (one, _), (other, _) in zip(found[boxed.name], found[bare.name], strict=True)]
-    for name, rounds in found.items():
-        rates, costs = zip(*rounds, strict=True)
+    ratios = [one / other for one, other in zip(found[boxed.name], found[bare.name], strict=True)]
+    for name, rates in found.items():
         spread = f"{min(rates):.1f} to {max(rates):.1f}"
-        print(f"{name:28} {statistics.median(rates):8.1f} grades/s ({spread}), {statistics.median(costs):.4f} s of CPU")
+        print(f"{name:28} {statistics.median(rates):8.1f} grades/s ({spread})")
     print(f"with the sandbox over without: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     write_result(
         ROOT / "bench" / "results" / "grades.json",
         workers=boxed.pool.workers,
         grades=options.grades,
         ratio_boxed_to_bare={"median": statistics.median(ratios), "all": ratios},
-        sides={
-            name: {"grades_per_s": [rate for rate, _ in rounds], "processor_s_per_grade": [cost for _, cost in rounds]}
-            for name, rounds in found.items()
-        },
+        grades_per_s=found,
     )
 
 
