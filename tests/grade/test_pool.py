@@ -85,6 +85,11 @@ def test_what_a_grader_prints_is_no_answer(pool):
         assert pool.grade(0, 0, answered(answer)).kind == "wrong"
 
 
+def test_an_answer_without_the_number_of_its_question_is_none(pool):
+    kinds = {pool.grade(0, 0, answered(f"forge {fd}")).kind for fd in range(3, 8)}
+    assert kinds == {"grader_error"}
+
+
 def test_graders_work_at_the_same_time_and_each_answer_is_its_own(pool):
     asked = [
         (index, pool.submit(index, 1, answered(str(index + 1 + index % 2))))
