@@ -273,14 +273,14 @@ def test_an_off_policy_bandit_converges_with_a_correction_and_not_without():
         ({"clip_low": -0.1}, "clip_low = -0.1 must be in 0 to 1"),
         ({"clip_low": 1.5}, "clip_low = 1.5"),
         ({"clip_high": -1.0}, "clip_high = -1.0 must be at least 0"),
-        ({"dual_clip": 1.1}, "dual_clip = 1.1 must be above 1 + clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip = 1.0 must be above 1"),
         ({"cap": 0.0}, "cap = 0.0 must be above 0"),
         ({"floor": 3.0}, "floor = 3.0 must be at least 0 and below cap"),
         ({"kl_coef": -1.0}, "kl_coef = -1.0 must be at least 0"),
     ],
 )
 def test_a_number_that_means_nothing_is_refused(wrong, said):
-    with pytest.raises(ConfigError, match=said.replace("+", r"\+")):
+    with pytest.raises(ConfigError, match=said):
         PolicyLoss(**wrong)
 
 

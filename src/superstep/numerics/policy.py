@@ -86,7 +86,7 @@ class PolicyLoss:
         rules = {
             "clip_low": (0 <= self.clip_low <= 1, "in 0 to 1: a ratio is never below 0"),
             "clip_high": (self.clip_high >= 0, "at least 0"),
-            "dual_clip": (self.dual_clip is None or self.dual_clip > 1 + self.clip_high, "above 1 + clip_high"),
+            "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "above 1"),
             "cap": (self.cap > 0, "above 0: it is the largest factor of a token"),
             "floor": (0 <= self.floor < self.cap, "at least 0 and below cap"),
             "kl_coef": (self.kl_coef >= 0, "at least 0: it holds the policy near the reference"),
