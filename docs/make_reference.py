@@ -35,7 +35,7 @@ from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanC
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved, resolve
-from superstep.plan.toml import table_entry
+from superstep.plan.toml import section_of, table_entry
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
 from superstep.program.memory import forwards_in_flight
@@ -130,7 +130,7 @@ def literal(value: object) -> str:
         case str():
             return f'`"{value}"`'
         case tuple():
-            return "`[]`"
+            return f"`{json.dumps(list(value))}`"
         case _:
             return f"`{value}`"
 
@@ -149,7 +149,8 @@ def configuration() -> str:
         "[run directory](run-directory.md).",
     ]
     for section in fields(RunConfig):
-        cls = typing.get_type_hints(RunConfig)[section.name]
+        cls = section_of(typing.get_type_hints(RunConfig)[section.name])
+        assert cls is not None
         rows = []
         for field in described(cls):
             words = meaning(section.name, field)

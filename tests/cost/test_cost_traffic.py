@@ -15,7 +15,7 @@ from superstep.cost.program.traffic import traffic
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.runtime import collectives, executor
+from superstep.runtime import collectives, executor, sharing
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
@@ -66,7 +66,7 @@ class Counted:
         counting(dist, "all_reduce")
         counting(dist, "all_to_all_single", tensor=1)
         counting(collectives, "_scatter_single", tensor=1)
-        counting(executor, "all_gather", group=1)
+        counting(sharing, "all_gather", group=1)
         counting(executor, "send", group=1)
         counting(ring_attention._Hop, "start", group=1)
         stack = collectives.stack_ranks

@@ -118,7 +118,7 @@ def meshes(draw):
 def held_by(mesh, family, rank):
     """Which parameters of a family a rank has, before they are sharded: its stage, and its part of each."""
     at = mesh.at(rank)
-    return at.pp, at.tp if family == "dense" else mesh.expert_place(at)
+    return at.pp, at.tp if family != "experts" else mesh.expert_place(at)
 
 
 @examples(100)

@@ -17,7 +17,7 @@ import plant_data
 import plant_seams
 import plant_sums
 import small
-from superstep.runtime import executor
+from superstep.runtime import sharing
 from superstep.runtime.parallel import tensor
 
 
@@ -55,12 +55,12 @@ PIPES = {"microbatch": 1}
 
 FAULTS: dict[str, Fault] = {
     "gradients not summed over dp": Fault(
-        plant=lambda: mock.patch.object(executor, "all_reduce", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sharing, "all_reduce", plant_seams.no_reduction),
         plan={"dp": 2, "zero": 0},
         first="gradient",
     ),
     "gradients not summed into shards": Fault(
-        plant=lambda: mock.patch.object(executor, "reduce_scatter", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sharing, "reduce_scatter", plant_seams.no_reduction),
         plan={"dp": 2, "zero": 2},
         first="gradient",
     ),
@@ -114,13 +114,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "every gradient half": Fault(plant=plant_sums.half_the_scale, plan={"dp": 2}, first="gradient", says="ratio 0.500"),
     "one unit not reduced": Fault(
-        plant=lambda: plant_sums.one_unit_not_reduced("_reduce"),
+        plant=lambda: plant_sums.one_unit_not_reduced("reduce"),
         plan={"dp": 2, "zero": 1},
         first="gradient",
         says="reduce u2",
     ),
     "one unit's replicas apart": Fault(
-        plant=lambda: plant_sums.one_unit_not_reduced("_reduce_replicas"),
+        plant=lambda: plant_sums.one_unit_not_reduced("reduce_replicas"),
         plan={"dp": 4, "zero": 1, "replicas": 2},
         first="gradient",
         says="reduce-replicas u2",
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = {
         plant=plant_seams.targets_of_the_whole, plan={"cp": 2}, first="loss"
     ),
     "gradients not summed over cp": Fault(
-        plant=lambda: mock.patch.object(executor, "reduce_scatter", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sharing, "reduce_scatter", plant_seams.no_reduction),
         plan={"cp": 2, "zero": 3},
         first="gradient",
     ),

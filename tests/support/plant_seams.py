@@ -11,7 +11,7 @@ import torch.distributed as dist
 import small
 from superstep.plan.split.sequence import blocks
 from superstep.program.instructions import BackwardWeight
-from superstep.runtime import attention, buffers, collectives, executor, modules, optimizer
+from superstep.runtime import attention, buffers, collectives, executor, modules, optimizer, sharing
 from superstep.runtime.engine import Engine
 from superstep.runtime.executor import Executor
 from superstep.runtime.parallel import expert, ring, tensor, ulysses
@@ -44,16 +44,16 @@ def shifted_rows():
 
 
 def stale_parameters():
-    return mock.patch.object(executor, "all_gather", no_reduction)
+    return mock.patch.object(sharing, "all_gather", no_reduction)
 
 
 def untied():
     # Only the tie sums over a group of two pipeline ranks here.
-    return mock.patch.object(executor, "all_reduce", no_reduction)
+    return mock.patch.object(sharing, "all_reduce", no_reduction)
 
 
 def no_partial_sum():
-    return mock.patch.object(executor.Executor, "_reduce_partial")
+    return mock.patch.object(executor, "reduce_partial")
 
 
 def own_norm():
@@ -122,7 +122,7 @@ def own_seed():
 
 
 def replicas_apart():
-    return mock.patch.object(executor.Executor, "_reduce_replicas")
+    return mock.patch.object(executor, "reduce_replicas", return_value=collectives.DONE)
 
 
 def lost_put_off_sum():

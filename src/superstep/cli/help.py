@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
-from superstep.plan.toml import alternatives, table_entry
+from superstep.plan.toml import alternatives, section_of, table_entry
 
 INDENT = 2
 WIDEST = 100
@@ -46,14 +46,15 @@ def _sections(base: Any, prefix: str) -> Iterator[tuple[str, dict[str, tuple[str
             _meaning(docs.get(field.name, ""), getattr(base, field.name)),
         )
         for field in fields(base)
-        if not is_dataclass(hints[field.name])
+        if section_of(hints[field.name]) is None
     }
     about = inspect.getdoc(type(base)) or ""
     title = about.partition("\n")[0]
     yield f"{prefix.rstrip('.')}: {title}" if prefix else title, own
     for field in fields(base):
-        if is_dataclass(hints[field.name]):
-            yield from _sections(getattr(base, field.name), f"{prefix}{field.name}.")
+        section = section_of(hints[field.name])
+        if section is not None:
+            yield from _sections(getattr(base, field.name) or section(), f"{prefix}{field.name}.")
 
 
 def _group(title: str, entries: dict[str, tuple[str, str]], width: int) -> Iterator[str]:

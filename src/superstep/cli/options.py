@@ -12,7 +12,7 @@ import argparse
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -21,7 +21,7 @@ from superstep.cli.help import write_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import alternatives, describe_type, read_config, table_entry
+from superstep.plan.toml import alternatives, describe_type, read_config, section_of, table_entry
 
 T = TypeVar("T")
 
@@ -142,8 +142,9 @@ def _hints(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         hint = hints[field.name]
-        if is_dataclass(hint):
-            yield from _hints(typing.cast(type, hint), f"{prefix}{field.name}.")
+        section = section_of(hint)
+        if section is not None:
+            yield from _hints(section, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hint
 
@@ -231,4 +232,9 @@ def _entered(base: Any, table: str, key: str, value: object) -> tuple[tuple[str,
 
 def _with(base: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401
     name, *rest = path
-    return replace(base, **{name: _with(getattr(base, name), rest, value) if rest else value})
+    if not rest:
+        return replace(base, **{name: value})
+    section = getattr(base, name)
+    if section is None:  # a flag of a table that was left out turns it on
+        section = typing.cast(type, section_of(typing.get_type_hints(type(base))[name]))()
+    return replace(base, **{name: _with(section, rest, value)})

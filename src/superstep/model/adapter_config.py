@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from superstep.errors import ConfigError, StateError
+from superstep.plan.lora import ALL_LINEAR, is_named
 
 T = TypeVar("T")
 
@@ -51,8 +52,6 @@ WITHOUT_EFFECT = frozenset(
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """First values that leave the model's own weights as they are; the others take a part out of them."""
-
-ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,7 @@ def _of_pattern(patterns: Mapping[str, T], name: str) -> Iterator[T]:
 def _matches(named: str | Sequence[str], name: str) -> bool:
     if isinstance(named, str):
         return re.fullmatch(named, name) is not None
-    return any(name == end or name.endswith(f".{end}") for end in named)
+    return is_named(named, name)
 
 
 def read_config(text: bytes, file: Path) -> AdapterConfig:

@@ -45,11 +45,12 @@ class _EagerRMSNorm(torch.autograd.Function):
         return (wide * r).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, r = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         wide, grad, weight_wide = x.float(), grad.float(), weight.float()
         scratch = grad * wide
         shift = (scratch @ weight_wide).unsqueeze(-1) * r**3 / -x.shape[-1]
-        dweight = r.flatten() @ scratch.flatten(0, -2)
+        _, is_trained, _ = cast("tuple[bool, ...]", ctx.needs_input_grad)
+        dweight = (r.flatten() @ scratch.flatten(0, -2)).to(weight.dtype) if is_trained else None
         dx = torch.mul(grad, weight_wide, out=scratch).mul_(r).addcmul_(wide, shift)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight, None

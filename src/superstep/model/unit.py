@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.decoder import flash
+from superstep.plan.model.outline import Factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,10 @@ class ParamSpec:
     """The first values are normal(0, std); None means ones, 0 zeros."""
     values: Tensor | None = field(default=None, compare=False)
     """The first values themselves, where they are given: the same on every rank."""
+    bound: float | None = None
+    """The first values are uniform between -bound and bound, where there is one, in the place of ``std``."""
+    factor: Factor | None = None
+    """Which factor of an adapter it is; None where it is the model's own."""
     stack: tuple[str, ...] = ()
     """Where the parameter is many global tensors of one shape along its first dim, the experts' say: the name of
     each. None of them is called ``name`` then."""
@@ -76,11 +81,14 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
         return spec.values.detach().to("cpu", torch.float32)
     if spec.stack:
         return torch.stack([initial(one, shape[1:], seed) for one in spec.each])
-    if spec.std is None:
+    if spec.std is None and spec.bound is None:
         return torch.ones(tuple(shape), dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
     values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+    if spec.bound is not None:
+        return values.uniform_(-spec.bound, spec.bound, generator=generator)
+    assert spec.std is not None
     return values.normal_(0.0, spec.std, generator=generator)
 
 

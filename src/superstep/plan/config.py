@@ -197,6 +197,20 @@ class NumericsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank additions to linears, which are trained in the place of the model's own weights (LoRA, Hu 2021). The
+    table turns it on, be it empty."""
+
+    rank: int = 8
+    """Rows of the first factor, columns of the second (PEFT's r)."""
+    alpha: float = 16.0
+    """The strength: the product of the factors is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Which linears, by the ends of their names, as PEFT has them (q_proj, v_proj, ...); all-linear means every one of
+    the blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateConfig:
     """Where the run lives, and what is kept of it."""
 
@@ -231,6 +245,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    lora: LoraConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 

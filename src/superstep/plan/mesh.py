@@ -13,9 +13,10 @@ from typing import Literal
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-Family = Literal["dense", "experts"]
-"""Parameters that lie on the same ranks: those of experts are cut over ep, all others over tp."""
-FAMILIES: tuple[Family, ...] = ("dense", "experts")
+Family = Literal["dense", "experts", "adapters"]
+"""Parameters that are stored alike: those of experts are cut over ep, all others over tp. The factors of adapters lie
+on the same ranks as the dense ones, in buffers of their own: where there are some, nothing else is trained."""
+FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,11 @@ class MeshShape:
 
     def sharers(self, family: Family) -> int:
         """Ranks that hold the same parameters of a family."""
-        return self.data if family == "dense" else self.data * self.tp // self.ep
+        return self.data * self.tp // self.ep if family == "experts" else self.data
 
     def sharer(self, family: Family, at: Coordinate) -> int:
         """A rank's number among them."""
-        return at.dp * self.cp + at.cp if family == "dense" else self._within_stage(at) // self.ep
+        return self._within_stage(at) // self.ep if family == "experts" else at.dp * self.cp + at.cp
 
     def shards(self, family: Family) -> int:
         """Ranks that share out one copy of a family's parameters."""
@@ -121,7 +122,7 @@ class MeshShape:
         return self._grouped(lambda at: (*self._parameters(family, at), self.sharer(family, at) % shards))
 
     def _parameters(self, family: Family, at: Coordinate) -> tuple[int, int]:
-        return at.pp, at.tp if family == "dense" else self.expert_place(at)
+        return at.pp, self.expert_place(at) if family == "experts" else at.tp
 
     def _within_stage(self, at: Coordinate) -> int:
         return (at.dp * self.cp + at.cp) * self.tp + at.tp

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
+from superstep.plan.lora import adapted
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.named import shape_of
@@ -30,7 +31,7 @@ class Plan:
         microbatches: microbatches of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
         grain: exact mode's pieces; None in fast mode.
-        families: those that the model's parameters are of.
+        families: those that the model's parameters are of. With adapters they alone are trained.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
@@ -57,6 +58,10 @@ class Plan:
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
     recomputed: tuple[bool, ...]
+
+    def trains(self, family: Family) -> bool:
+        """Whether a family's parameters are trained: with adapters all others stay as they are."""
+        return family == "adapters" or "adapters" not in self.families
 
     def padded(self, parameter: Parameter) -> tuple[int, ...]:
         """A parameter's dims over all ranks together: the model's, but for padding."""
@@ -116,6 +121,9 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     shape = shape_of(config.model) if outline is None else None
     outline = outline or outline_of(shape_of(config.model))
     _check_ranges(config)
+    if config.lora is not None:
+        _check_lora(config, shape)
+        outline = adapted(outline, config.lora)
     if shape is not None and config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
             f"{told('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
@@ -158,12 +166,25 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         rules=rules,
         padding=padding,
         grain=grain,
-        families=FAMILIES if shape and shape.moe else FAMILIES[:1],
+        families=_families(config, shape),
         units=outline.names,
         params=outline.reads,
         recomputed=outline.recomputed,
     )
     return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)
+
+
+def _families(config: RunConfig, shape: ModelShape | None) -> tuple[Family, ...]:
+    has = {"dense": True, "experts": bool(shape and shape.moe), "adapters": config.lora is not None}
+    return tuple(family for family in FAMILIES if has[family])
+
+
+def _check_lora(config: RunConfig, shape: ModelShape | None) -> None:
+    if shape is not None and shape.moe is not None:
+        raise ConfigError(
+            f"lora with model.experts = {shape.moe.experts}: adapters are trained beside the linears of dense models "
+            "only; leave [lora] out, or choose a model without experts."
+        )
 
 
 def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:

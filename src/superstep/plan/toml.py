@@ -54,10 +54,11 @@ def build(cls: type[T], raw: Mapping[str, Any], prefix: str = "", base: T | None
         if key not in known:
             raise ConfigError(f"unknown key '{name}'{did_you_mean(key, known)}")
         hint = hints[key]
-        if is_dataclass(hint):
+        section = section_of(hint)
+        if section is not None:
             if not isinstance(value, dict):
                 raise ConfigError(f"{name} = {value!r} must be a table: write [{name}].")
-            values[key] = build(hint, value, f"{name}.")  # type: ignore[arg-type]
+            values[key] = build(section, value, f"{name}.")
         else:
             values[key] = _convert(name, value, hint)
     if base is not None:
@@ -108,6 +109,12 @@ def alternatives(hint: object) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+def section_of(hint: object) -> type[Any] | None:
+    """The dataclass that a field holds as a table of its own, be it one that may be left out; None of other fields."""
+    first: object = alternatives(hint)[0]
+    return first if isinstance(first, type) and is_dataclass(first) else None
+
+
 def table_entry(hint: object) -> object | None:
     """What the values of a table must be; None where the field is no table.
 
@@ -140,7 +147,9 @@ def write_config(config: RunConfig) -> str:
     """The TOML text that ``read_config`` reads back as an equal value; None and empty tables are left out."""
     lines: list[str] = []
     for section in fields(config):
-        lines += [f"[{section.name}]", *write_fields(getattr(config, section.name)), ""]
+        value = getattr(config, section.name)
+        if value is not None:
+            lines += [f"[{section.name}]", *write_fields(value), ""]
     return "\n".join(lines)
 
 

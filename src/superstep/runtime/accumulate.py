@@ -151,9 +151,12 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
 
 def accumulate_straight(module: nn.Module, sums: Sums) -> None:
     """Change the forward of the module's plain linears and embeddings so; layers with a forward, hooks or options of
-    their own keep autograd's gradient. Their weights' ``.grad`` must be there.
+    their own keep autograd's gradient. Their weights' ``.grad`` must be there; what is not trained stays as it is.
     """
     for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
+            continue
         if is_plain_linear(layer):
             replace_forward(layer, _linear(cast(nn.Linear, layer), sums))
         elif is_plain_embedding(layer):

@@ -75,6 +75,7 @@ def assemble(
     return Machine(
         mesh=mesh,
         buffers=buffers,
+        trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
         compute=compute,
         parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
         sums=sums,
@@ -113,7 +114,7 @@ def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: Exchange) -> Co
 def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
     """For each parameter, what adds a gradient to its buffer."""
     for param in module.parameters():
-        if exact is not None:
+        if exact is not None and param.requires_grad:
             yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
         elif param.grad is not None:
             yield param, param.grad.add_
@@ -135,7 +136,7 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Exce
         chunks=grain.chunks // shape.cp,
         parts=grain.parts // (shape.cp * shape.tp),
         group=mesh.tp,
-        sinks={param: sink(b, local) for b in every for local, param in b.params.items()},
+        sinks={param: sink(b, local) for b in every if not b.is_frozen for local, param in b.params.items()},
     )
 
 

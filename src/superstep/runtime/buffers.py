@@ -10,6 +10,9 @@ In fp32 the master weights are not a copy: they are the own part of ``full`` (ze
 modules see are views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the
 memory that is reduced. Dropping a buffer empties its storage and keeps the views, so the graph may hold on to a
 parameter across a free and a fetch.
+
+What is frozen, as a model's own weights beside adapters, has the parameters alone, in the compute dtype: no gradient,
+no master weights, no moments. They never change, so that all stages but the third keep them whole.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class UnitBuffers:
         device: where the buffers lie.
         seed: of the first values.
         is_exact: gradients are integers on a fixed grid, as exact mode sums them.
+        is_frozen: the parameters are not trained.
     """
 
     def __init__(  # noqa: PLR0913
@@ -61,9 +65,11 @@ class UnitBuffers:
         device: Device,
         seed: int,
         is_exact: bool = False,
+        is_frozen: bool = False,
     ) -> None:
         self.layout = layout
-        self.zero = zero if shards > 1 else 0
+        self.is_frozen = is_frozen
+        self.zero = zero if shards > 1 and not (is_frozen and zero < 3) else 0
         self._share = layout.padded // shards if self.zero else layout.padded
         self.start = place * self._share if self.zero else 0
         self.stop = self.start + self._share
@@ -73,25 +79,27 @@ class UnitBuffers:
             full[slot.start : slot.held] = values.to(full)
         self.full = full
         self.master = self._first_master(seed)
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.exp_avg = self._beside_master()
+        self.exp_avg_sq = self._beside_master()
         self._is_exact = is_exact
         summed = torch.int64 if is_exact else torch.float32
-        self.gradient = torch.zeros(layout.padded, dtype=summed, device=device.torch)
-        self.gradient_shard = (
-            torch.zeros_like(self.master, dtype=summed) if self.zero >= 2 else self._part(self.gradient)
-        )
-        self.reduced = torch.zeros_like(self.master) if is_exact else self.gradient_shard
+        self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
+        self.gradient_shard = self._beside_master(summed) if self.zero >= 2 else self._part(self.gradient)
+        self.reduced = self._beside_master() if is_exact else self.gradient_shard
         self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
-        self.sinks = {slot.local: self._sink(slot) for slot in layout.slots}
+        self.sinks = {} if is_frozen else {slot.local: self._sink(slot) for slot in layout.slots}
         self._is_gradient_there = True
         if self.zero >= 2:
             self.drop_gradient()
         if self.zero == 3:
             self.drop_full()
 
+    def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros for the share that this rank trains."""
+        return torch.zeros(0 if self.is_frozen else self._share, dtype=dtype, device=self.full.device)
+
     def _first_master(self, seed: int) -> Tensor:
-        if self.full.dtype == torch.float32:
+        if self.full.dtype == torch.float32 or self.is_frozen:
             part = self._part(self.full)
             return part.clone() if self.zero == 3 else part
         master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
@@ -110,7 +118,10 @@ class UnitBuffers:
     def _parameter(self, slot: Slot) -> nn.Parameter:
         # .data gives the view a version counter of its own: a fetch between forward and backward is no change that
         # autograd should complain of.
-        param = nn.Parameter(self.full.data[slot.start : slot.stop].view(slot.local_shape))
+        values = self.full.data[slot.start : slot.stop].view(slot.local_shape)
+        param = nn.Parameter(values, requires_grad=not self.is_frozen)
+        if self.is_frozen:
+            return param
         param.grad_dtype = torch.float32
         if not self._is_exact:
             param.grad = self._sink(slot)
@@ -180,13 +191,13 @@ class UnitBuffers:
         return shard[offset + low : offset + high]
 
     def bytes(self) -> Bytes:
-        """What the buffers hold now. Master weights that are no copy count as parameters."""
+        """What the buffers hold now. Master weights that are no copy count as parameters; all that is frozen does."""
         full = self.full.untyped_storage().nbytes()
         is_copy = self.master.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
         master = self.master.untyped_storage().nbytes() if is_copy else 0
         gradient = self.gradient.untyped_storage().nbytes()
         moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
-        is_weight = self.zero == 3 and self.full.dtype == torch.float32
+        is_weight = self.zero == 3 and (self.full.dtype == torch.float32 or self.is_frozen)
         return Bytes(
             params=master if is_weight else (0 if self.zero == 3 else full),
             gradients=self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient,

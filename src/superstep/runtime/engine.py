@@ -90,6 +90,7 @@ class Engine:
             plan.rules,
             sequence_parallel=plan.sequence_parallel,
             padding=plan.padding,
+            is_exact=plan.grain is not None,
         )
         self.buffers = {
             unit: tuple(
@@ -102,13 +103,14 @@ class Engine:
                     device=mesh.device,
                     seed=config.train.seed,
                     is_exact=plan.grain is not None,
+                    is_frozen=not plan.trains(layout.family),
                 )
                 for layout in layouts[unit]
             )
             for unit in self.step_program.held_by(mesh.at.pp)
         }
         self.optimizer = AdamW(
-            [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each()],
+            [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
             Hyper(
                 beta1=config.train.beta1,
                 beta2=config.train.beta2,
@@ -192,7 +194,8 @@ class Engine:
         self._divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
         self._watch = self._watching(objective, microbatches)
         for _, b in self._each():
-            b.zero_gradient()
+            if not b.is_frozen:
+                b.zero_gradient()
         scale = 1.0 / self._divisor
         self._executor.run(self.step_program, microbatches, scale=scale, watch=self._watch, record=record)
         if self.routers is not None:
@@ -311,8 +314,17 @@ class Engine:
         return sum_over(whole, self.mesh.world)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
-        """What this rank holds of the state, piece by piece, in the order of the units."""
+        """What this rank holds of the state, piece by piece, in the order of the units: of all that is trained."""
+        return self._pieces(kinds, is_frozen=False)
+
+    def frozen_pieces(self) -> Iterator[Piece]:
+        """What this rank holds of the weights that are not trained, in the compute dtype."""
+        return self._pieces(("weight",), is_frozen=True)
+
+    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[Piece]:
         for unit, b in self._each():
+            if b.is_frozen != is_frozen:
+                continue
             owned = set(self._owned_ranges(unit, b))
             for kind in kinds:
                 buffer = {

@@ -38,20 +38,12 @@ from superstep.program.instructions import (
 from superstep.runtime.accumulate import Adder, Sum, Sums, input_gradient
 from superstep.runtime.attention import Sight
 from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.collectives import (
-    DONE,
-    Pending,
-    all_gather,
-    all_reduce,
-    receive,
-    reduce_scatter,
-    send,
-    together,
-)
+from superstep.runtime.collectives import DONE, Pending, receive, send, together
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.microbatch import Microbatch
 from superstep.runtime.modules import Compute, Loss
 from superstep.runtime.recorder import Recorder
+from superstep.runtime.sharing import fetch, reduce, reduce_partial, reduce_replicas, tie
 from superstep.runtime.watch import Watch
 
 Key = tuple[int, int]
@@ -64,6 +56,7 @@ class Machine:
     Attributes:
         mesh: place and groups.
         buffers: of every unit this rank holds, one for each family of its parameters.
+        trained: those of them that have gradients.
         compute: unit number to its module, for the units this rank computes.
         parameters: of each of these modules, and what adds to the gradient of each.
         sums: where their layers leave what is added to gradient buffers.
@@ -78,6 +71,7 @@ class Machine:
 
     mesh: Mesh
     buffers: Mapping[int, tuple[UnitBuffers, ...]]
+    trained: Mapping[int, tuple[UnitBuffers, ...]]
     compute: Mapping[int, Compute]
     parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
     sums: Sums
@@ -201,23 +195,22 @@ class Executor:
             case Recv(wire, unit, m, peer):
                 self._recv(wire, unit, m, peer)
             case Fetch(unit):
-                self._fetch(unit)
+                self._flight.fetching[unit] = fetch(self._machine.buffers[unit], self._machine.mesh, unit)
             case Free(unit):
                 for buffers in self._machine.buffers[unit]:
                     buffers.drop_full()
             case Reduce(unit):
-                self._reduce(unit)
+                self._flight.reducing[unit] = reduce(self._machine.trained[unit], self._machine.mesh, unit)
             case ReduceReplicas(unit):
-                self._reduce_replicas(unit)
+                self._flight.reducing[unit] = reduce_replicas(self._machine.trained[unit], self._machine.mesh)
             case Settle(unit):
-                for buffers in self._machine.buffers[unit]:
+                for buffers in self._machine.trained[unit]:
                     buffers.settle()
             case Tie(unit):
-                group = self._machine.mesh.ties[self._holders(unit)]
-                for buffers in self._machine.buffers[unit]:
-                    all_reduce(buffers.gradient_shard, group).wait()
+                tie(self._machine.trained[unit], self._machine.mesh.ties[self._holders(unit)])
             case ReducePartial():
-                self._reduce_partial()
+                assert self._machine.mesh.tp is not None
+                reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
             case Step():
                 self._step()
 
@@ -239,7 +232,7 @@ class Executor:
         flight = self._flight
         x = self._input(m) if unit == 0 else flight.inputs.pop((unit, m))
         y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
-        flight.kept[unit, m] = (x, get_gradient_edge(y) if keeps_graph else None)
+        flight.kept[unit, m] = (x, _edge(y) if keeps_graph else None)
         if unit == self._last_unit:
             self.loss += y.detach()
         else:
@@ -267,12 +260,13 @@ class Executor:
     def _recompute(self, unit: int, m: int) -> None:
         x, _ = self._flight.kept[unit, m]
         y = self._compute(unit, m, x, keeps_graph=True, is_selective=False, is_again=True)
-        self._flight.kept[unit, m] = (x, get_gradient_edge(y))
+        self._flight.kept[unit, m] = (x, _edge(y))
 
     def _backward(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)
         x, edge, gradient = self._going_back(unit, m)
-        torch.autograd.backward(edge, gradient)
+        if edge is not None:
+            torch.autograd.backward(edge, gradient)
         if unit > 0:
             assert x.grad is not None
             self._flight.gradients[unit, m] = x.grad
@@ -280,10 +274,12 @@ class Executor:
 
     def _backward_input(self, unit: int, m: int) -> None:
         x, edge, gradient = self._going_back(unit, m)
-        found, later = input_gradient(x, edge, gradient, self._machine.parameters[unit], self._machine.sums)
-        if found is not None:
-            self._flight.gradients[unit, m] = found
-        self._flight.put_off[unit, m] = later
+        self._flight.put_off[unit, m] = []
+        if edge is not None:
+            parts = self._machine.parameters[unit], self._machine.sums
+            found, self._flight.put_off[unit, m] = input_gradient(x, edge, gradient, *parts)
+            if found is not None:
+                self._flight.gradients[unit, m] = found
 
     def _backward_weight(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)
@@ -293,14 +289,13 @@ class Executor:
 
     def _ready_gradients(self, unit: int) -> None:
         for read in self._reads[unit]:
-            for buffers in self._machine.buffers[read]:
+            for buffers in self._machine.trained[read]:
                 buffers.ready_gradient()
 
-    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge, Tensor]:
-        """The unit's input, where its graph ends, and the gradient there."""
+    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge | None, Tensor]:
+        """The unit's input, where its graph ends if anything in it has a gradient, and the gradient there."""
         self._machine.begin(m)
         x, edge = self._flight.kept.pop((unit, m))
-        assert edge is not None, "check lets no backward through without its forward"
         gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
         return x, edge, gradient
 
@@ -332,52 +327,12 @@ class Executor:
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
         return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
 
-    def _fetch(self, unit: int) -> None:
-        started: list[Pending] = []
-        for buffers in self._machine.buffers[unit]:
-            group = self._machine.mesh.sharers[buffers.layout.family].fetch
-            if buffers.zero and group is not None:
-                buffers.restore_full()
-                buffers.refresh()
-                started.append(all_gather(buffers.full, group, tag=unit))
-        self._flight.fetching[unit] = together(started)
-
     def _arrived(self, unit: int) -> None:
         """Wait for the parameters that the unit reads."""
         for read in self._reads[unit]:
             self._flight.fetching.pop(read, DONE).wait()
 
-    def _reduce(self, unit: int) -> None:
-        started: list[Pending] = []
-        for buffers in self._machine.buffers[unit]:
-            group = self._machine.mesh.sharers[buffers.layout.family].reduce
-            if group is not None and buffers.zero:
-                started.append(reduce_scatter(buffers.gradient, group, tag=unit))
-            elif group is not None:
-                started.append(all_reduce(buffers.gradient, group))
-        self._flight.reducing[unit] = together(started)
 
-    def _reduce_replicas(self, unit: int) -> None:
-        started: list[Pending] = []
-        for buffers in self._machine.buffers[unit]:
-            group = self._machine.mesh.sharers[buffers.layout.family].replicas
-            if group is not None:
-                started.append(all_reduce(buffers.gradient_shard, group))
-        self._flight.reducing[unit] = together(started)
-
-    def _reduce_partial(self) -> None:
-        """One sum over tp for all units: their partial gradients are few and small."""
-        mesh = self._machine.mesh
-        assert mesh.tp is not None
-        pieces = []
-        for buffers in (b for unit in self._machine.buffers.values() for b in unit):
-            first, last = buffers.layout.partial
-            low, high = max(first, buffers.start) - buffers.start, min(last, buffers.stop) - buffers.start
-            if low < high:
-                pieces.append(buffers.gradient_shard[low:high])
-        if not pieces:
-            return
-        total = torch.cat(pieces)
-        all_reduce(total, mesh.tp).wait()
-        for piece, summed in zip(pieces, total.split([len(p) for p in pieces]), strict=True):
-            piece.copy_(summed)
+def _edge(y: Tensor) -> GradientEdge | None:
+    """Where a unit's graph ends; a first unit that is frozen has none."""
+    return get_gradient_edge(y) if y.requires_grad else None

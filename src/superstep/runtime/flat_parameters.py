@@ -21,6 +21,7 @@ from torch import nn
 from superstep.errors import ConfigError
 from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.plan.lora import ENDS
 from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
 from superstep.plan.rules import Rules
 from superstep.plan.split.padding import padded
@@ -104,6 +105,7 @@ def lay_out(
     *,
     sequence_parallel: bool,
     padding: Sequence[tuple[str, int]] = (),
+    is_exact: bool = False,
 ) -> tuple[tuple[BufferLayout, ...], ...]:
     """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
 
@@ -114,6 +116,7 @@ def lay_out(
         rules: what is cut.
         sequence_parallel: whether the stream between is split over tp.
         padding: for each padded axis, the rows of its parameters over all ranks.
+        is_exact: exact mode, where what is summed over tp is whole on every rank.
 
     Raises:
         ConfigError: a dim of a parameter does not split as the rules ask, or of the units that share a whole parameter
@@ -121,7 +124,9 @@ def lay_out(
     """
     owned: set[str] = set()
     layouts = []
-    partial = partial_names(specs, rules, sequence_parallel=sequence_parallel) if mesh.tp > 1 else frozenset()
+    partial: frozenset[str] = frozenset()
+    if mesh.tp > 1:
+        partial = partial_names(specs, rules, sequence_parallel=sequence_parallel, is_exact=is_exact)
     for spec in specs:
         shapes = {name: tuple(p.shape) for name, p in _parameters(spec)}
         fresh = {local: param for local, param in spec.params.items() if param.name not in owned}
@@ -140,9 +145,15 @@ def lay_out(
         ]
         families: dict[Family, list[Slot]] = {family: [] for family in FAMILIES}
         for slot in slots:
-            families["experts" if "ep" in map(rules.cut, slot.spec.axes) else "dense"].append(slot)
+            families[_family(slot.spec, rules)].append(slot)
         layouts.append(tuple(_pack(family, members, mesh) for family, members in families.items() if members))
     return tuple(layouts)
+
+
+def _family(spec: ParamSpec, rules: Rules) -> Family:
+    if spec.factor is not None:
+        return "adapters"
+    return "experts" if "ep" in map(rules.cut, spec.axes) else "dense"
 
 
 def _parameters(spec: UnitSpec) -> list[tuple[str, nn.Parameter]]:
@@ -155,7 +166,9 @@ def is_cut(spec: UnitSpec, rules: Rules) -> bool:
     return any("tp" in map(rules.cut, param.axes) for param in spec.params.values())
 
 
-def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool) -> frozenset[str]:
+def partial_names(
+    specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool, is_exact: bool = False
+) -> frozenset[str]:
     """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them.
 
     Raises:
@@ -165,7 +178,7 @@ def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel:
     for unit, spec in enumerate(specs):
         sees_part = sequence_parallel and (unit > 0 or not is_cut(spec, rules))
         for local, param in spec.params.items():
-            is_partial = _is_partial(spec, local, rules, sees_part=sees_part)
+            is_partial = _is_partial(spec, local, rules, sees_part=sees_part, is_exact=is_exact)
             if found.setdefault(param.name, is_partial) != is_partial:
                 raise ConfigError(
                     f"{param.name} is whole and shared by units of which '{spec.name}' sees other tokens of a split "
@@ -174,8 +187,11 @@ def partial_names(specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel:
     return frozenset(name for name, is_partial in found.items() if is_partial)
 
 
-def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool) -> bool:
+def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is_exact: bool) -> bool:
     """Whether a tp rank sees only a part of a parameter's gradient.
+
+    Of a linear that is cut, one factor of an adapter is whole, and meets the part of the other that lies here: what a
+    rank then knows of its gradient is what its own columns or rows bring, but in exact mode, which sums them at once.
 
     Routers and shared experts see their rank's tokens, and with a split sequence so does all that is whole; but for a
     first unit that is cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of
@@ -184,12 +200,20 @@ def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool) ->
     axes = spec.params[local].axes
     if rules.cuts_any(axes):
         return False
+    if (linear := linear_of(spec, local)) is not None and rules.cuts_any(linear.axes):
+        return not is_exact
     if sees_part or "router" in axes or "shared_ffn" in axes:
         return True
     beside = local.rpartition(".")[0].rpartition(".")[0]
     return "head_dim" in axes and any(
         rules.cuts_any(other.axes) for name, other in spec.params.items() if name.startswith(f"{beside}.")
     )
+
+
+def linear_of(spec: UnitSpec, local: str) -> ParamSpec | None:
+    """The weight of the linear that a factor of an adapter stands beside; None of other parameters."""
+    factor = spec.params[local].factor
+    return None if factor is None else spec.params[f"{local.removesuffix(ENDS[factor])}.weight"]
 
 
 def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:

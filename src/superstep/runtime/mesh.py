@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
+from superstep.plan.mesh import Coordinate, Family, MeshShape
 from superstep.plan.resolve import Plan
 from superstep.program.issue import Channel
 from superstep.program.rendezvous import routes
@@ -91,7 +91,8 @@ class Mesh:
 
     def destroy(self) -> None:
         """Give the groups back."""
-        shared = [g for s in self.sharers.values() for g in (s.fetch, s.reduce, s.replicas)]
+        # Adapters share the groups of the dense parameters.
+        shared = [g for f, s in self.sharers.items() if f != "adapters" for g in (s.fetch, s.reduce, s.replicas)]
         groups = [
             self.world if self.transport.shared is not None else None,
             *shared,
@@ -136,7 +137,9 @@ def build_mesh(
         )
 
     # Without experts their groups would only cost connections.
-    shared = {family: sharers(family) for family in (FAMILIES if has_experts else FAMILIES[:1])}
+    shared: dict[Family, Sharers] = {f: sharers(f) for f in plan.families if f != "adapters"}
+    if "adapters" in plan.families:
+        shared["adapters"] = shared["dense"]
     has_channels = groups.transport.has_channels
     return Mesh(
         shape=shape,

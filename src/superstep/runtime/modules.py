@@ -27,6 +27,7 @@ from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.attention import Sight
 from superstep.runtime.exact.modules import Exact, make_exact
+from superstep.runtime.low_rank import adapt_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.expert import split_tokens
 from superstep.runtime.parallel.sequence_split import part
@@ -64,6 +65,7 @@ def build_module(  # noqa: PLR0913
         accumulate_after(module)
     else:
         accumulate_straight(module, sums)
+        adapt_straight(module, sums)
     if tp is not None:
         seams = OVER_TP if exact is None else EXACT_OVER_TP
         split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)

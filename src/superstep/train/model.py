@@ -12,6 +12,7 @@ from superstep.cost.program.work import model_flops_per_token
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
+from superstep.model.low_rank import adapt
 from superstep.model.meta import on_meta
 from superstep.model.source import load_units
 from superstep.model.unit import GIVEN, UnitSpec
@@ -73,8 +74,9 @@ def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
-    """The units that a run's configuration names."""
-    return load_units(run.config) if run.decoder is None else units(run.decoder)
+    """The units that a run's configuration names, with the adapters that it asks for."""
+    specs = load_units(run.config) if run.decoder is None else units(run.decoder)
+    return specs if run.config.lora is None else adapt(specs, run.outline, run.config.lora)
 
 
 def shapes_of(run: Resolved) -> dict[str, torch.Size]:

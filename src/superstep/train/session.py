@@ -77,12 +77,11 @@ class RankPeers:
 
 
 def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The shape of every global tensor, in the order of the model. Every rank calls this together."""
+    """The shape of every global tensor that is trained, in the order of the model. Every rank calls this together."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
         shapes |= part
-    names = global_specs(engine.specs)
-    return {name: shapes[name] for name in names}
+    return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}
 
 
 def _beside(run: Resolved, corpus: Path) -> dict[str, str]:

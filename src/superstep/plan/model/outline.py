@@ -15,6 +15,9 @@ from superstep.plan.rules import Rules
 Layer = Literal["linear", "embedding", "other"]
 """What a parameter does as far as cutting goes: it multiplies (or is the bias of such), is looked up, or neither."""
 
+Factor = Literal["a", "b"]
+"""Of an adapter: the first factor, [rank, inputs], or the second, [outputs, rank]."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
@@ -26,6 +29,7 @@ class Parameter:
         dims: the global tensor's shape.
         layer: the kind of the layer that has it.
         is_plain: whether that layer has no forward, hooks or options of its own, so that it can be cut.
+        factor: which factor of an adapter it is; None where it is the model's own.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Parameter:
     dims: tuple[int, ...]
     layer: Layer
     is_plain: bool = True
+    factor: Factor | None = None
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements of it on one tensor-parallel rank."""

@@ -51,10 +51,10 @@ class Cut:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(x_BSI, weight_OI)
+    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(None if sink is None else x_BSI, weight_OI)
         ctx.sink, ctx.cut = sink, cut
-        return _forward(x_BSI, weight_OI, cut)
+        return forward_product(x_BSI, weight_OI, cut)
 
     @staticmethod
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
@@ -62,11 +62,13 @@ class _Linear(torch.autograd.Function):
         cut: Cut = ctx.cut
         dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
         dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
-        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI, cut.chunks))
-        return dx.to(x_BSI.dtype).view(x_BSI.shape), None, None, None
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI, cut.chunks))
+        return dx.to(grad_BSO.dtype).view(*grad_BSO.shape[:-1], -1), None, None, None
 
 
-def _forward(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
+def forward_product(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
+    """x · weightᵀ, rounded to the dtype of x."""
     y = product(x_BSI.flatten(0, -2), weight_OI.t(), cells=cut.cells_in)
     y = cut.over_ranks(y, is_cut=cut.is_cut_in)
     return y.to(x_BSI.dtype).view(*x_BSI.shape[:-1], -1)
@@ -78,14 +80,16 @@ def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
-def exact_linear(layer: nn.Linear, sink: Sink, cut: Cut, bias_sink: Sink | None) -> Any:  # noqa: ANN401
-    """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks."""
+def exact_linear(layer: nn.Linear, sink: Sink | None, cut: Cut, bias_sink: Sink | None) -> Any:  # noqa: ANN401
+    """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks. What is
+    frozen has none.
+    """
     bias = layer.bias
 
     def forward(x_BSI: Tensor) -> Tensor:
         y_BSO = linear(x_BSI, layer.weight, sink, cut)
         if bias_sink is None:
-            return y_BSO
+            return y_BSO if bias is None else y_BSO + bias
         out: Tensor = _Bias.apply(y_BSO, bias, bias_sink)  # type: ignore[no-untyped-call]
         return out
 
@@ -106,10 +110,10 @@ class _Bias(torch.autograd.Function):
         return grad, None, None
 
 
-def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink, cut: Cut) -> Tensor:
-    """x · weightᵀ; the weight's gradient goes to ``sink``."""
+def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:
+    """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
     if not torch.is_grad_enabled():
-        return _forward(x_BSI, weight_OI, cut)
+        return forward_product(x_BSI, weight_OI, cut)
     # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
     out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
     return out
@@ -151,7 +155,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, eps: float) -> Tensor:  # noqa: ANN401
         out, r = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
         ctx.sink = sink
@@ -163,7 +167,8 @@ class _Norm(torch.autograd.Function):
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
         shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
-        ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
         dx = grad * weight.float() * r + wide * shift
         return dx.to(x.dtype), None, None, None
 
@@ -179,8 +184,8 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * r * weight.float()).to(x.dtype), r
 
 
-def exact_norm(weight: Tensor, sink: Sink, eps: float) -> Any:  # noqa: ANN401
-    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``."""
+def exact_norm(weight: Tensor, sink: Sink | None, eps: float) -> Any:  # noqa: ANN401
+    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``, if there is one."""
 
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

@@ -21,9 +21,11 @@ from superstep.runtime.accumulate import Sink
 from superstep.runtime.exact.linear import Cut, add_weight_gradient
 
 
-def exact_loss(h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: Sink, cut: Cut, vocab: int) -> Tensor:
-    """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``.
-    Columns beyond ``vocab`` have no probability.
+def exact_loss(
+    h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: Sink | None, cut: Cut, vocab: int
+) -> Tensor:
+    """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
+    there is one. Columns beyond ``vocab`` have no probability.
     """
     out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
     return out
@@ -37,7 +39,7 @@ class _Loss(torch.autograd.Function):
         weight_WD: Tensor,
         aim: Aim,
         scale: float,
-        sink: Sink,
+        sink: Sink | None,
         cut: Cut,
         vocab: int,
     ) -> Tensor:
@@ -73,7 +75,8 @@ class _Loss(torch.autograd.Function):
         cut: Cut = ctx.cut
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
-        ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
         return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
 
 

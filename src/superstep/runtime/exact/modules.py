@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from superstep.errors import ConfigError
 from superstep.model.decoder import Head
 from superstep.model.experts import GroupedLinear
+from superstep.model.low_rank import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
@@ -25,6 +26,7 @@ from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
 from superstep.numerics.objective import Aim
 from superstep.numerics.self_check import first_difference
 from superstep.plan.exact_pieces import Grain
+from superstep.plan.lora import ENDS
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink, hands_to, replace_forward
@@ -32,6 +34,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm, exact_silu
 from superstep.runtime.exact.loss import exact_loss
+from superstep.runtime.exact.low_rank import exact_adapted
 from superstep.runtime.mesh import Group
 
 
@@ -45,7 +48,7 @@ class Exact:
         chunks: chunks of the sequence that this rank holds.
         parts: parts of the sequence that this rank brings to a mixture of experts, which tp shares out too.
         group: the tp ranks; None where tp = 1.
-        sinks: for each parameter, where its gradient is added: int64, of its shape.
+        sinks: for each parameter that is trained, where its gradient is added: int64, of its shape.
     """
 
     grain: Grain
@@ -113,24 +116,26 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
     for local, param in spec.params.items():
         layer = module.get_submodule(local.rpartition(".")[0])
         weight = module.get_parameter(local)
-        sink = exact.sinks[weight]
-        if layer in linears and weight is layer.weight:
+        if param.factor is not None:
+            continue  # its linear computes with it
+        if isinstance(layer, AdaptedLinear):
+            if weight is layer.weight:
+                _adapt(layer, local, spec, exact)
+        elif layer in linears and weight is layer.weight:
             linear = linears[layer]
-            bias_sink = None if linear.bias is None else exact.sinks[linear.bias]
-            replace_forward(linear, exact_linear(linear, sink, exact.cut(param), bias_sink))
+            bias_sink = None if linear.bias is None else exact.sinks.get(linear.bias)
+            replace_forward(linear, exact_linear(linear, exact.sinks.get(weight), exact.cut(param), bias_sink))
+        elif isinstance(layer, RMSNorm):
+            replace_forward(layer, exact_norm(weight, exact.sinks.get(weight), layer.eps))
         elif layer in linears:
             assert exact.rules.cut(param.axes[0]) == "tp", "a bias of what is summed over tp is added once, not here"
-        elif is_plain_embedding(layer):
-            replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
-        elif isinstance(layer, GroupedLinear):
-            replace_forward(layer, exact_grouped_linear(layer, sink))
-        elif isinstance(layer, Gate):
-            sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
-            replace_forward(layer, exact_gate(layer, sinks, exact.parts))
-        elif isinstance(layer, RMSNorm):
-            replace_forward(layer, exact_norm(weight, sink, layer.eps))
-        else:
-            weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+        elif weight in exact.sinks:  # what is frozen and has no sum of ours is computed as it is
+            _sum_into(layer, weight, exact)
+    _make_parts_exact(module)
+
+
+def _make_parts_exact(module: nn.Module) -> None:
+    """Change what has no parameters of its own, and the head's product."""
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             replace_forward(layer, exact_silu)
@@ -141,13 +146,36 @@ def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
         replace_forward(module.lm_head, _same)
 
 
+def _sum_into(layer: nn.Module, weight: nn.Parameter, exact: Exact) -> None:
+    """Have the gradient of a parameter that is neither a linear's nor a norm's go to its sink."""
+    sink = exact.sinks[weight]
+    if is_plain_embedding(layer):
+        replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
+    elif isinstance(layer, GroupedLinear):
+        replace_forward(layer, exact_grouped_linear(layer, sink))
+    elif isinstance(layer, Gate):
+        sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
+        replace_forward(layer, exact_gate(layer, sinks, exact.parts))
+    else:
+        weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+
+
+def _adapt(layer: AdaptedLinear, local: str, spec: UnitSpec, exact: Exact) -> None:
+    path = local.removesuffix(".weight")
+    a, b = f"{path}{ENDS['a']}", f"{path}{ENDS['b']}"
+    params = dict(layer.named_parameters())
+    sinks = exact.sinks[params["lora_A.weight"]], exact.sinks[params["lora_B.weight"]]
+    cuts = exact.cut(spec.params[local]), exact.cut(spec.params[a]), exact.cut(spec.params[b])
+    replace_forward(layer, exact_adapted(layer, cuts, sinks))
+
+
 def build_exact_loss(
     head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
 ) -> Callable[[Tensor, Aim, float], Tensor]:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64."""
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
-    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks[weight]
+    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
 
     def loss(h: Tensor, aim: Aim, scale: float) -> Tensor:
         return exact_loss(h, weight, aim, scale, sink, cut, vocab)

@@ -184,7 +184,8 @@ def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
         cut = [dim for dim, axis in enumerate(param.axes) if rules.cut(axis) == "tp"]
-        if leaf == "weight" and cut:
+        # An adapter's factors are within the layer that enters or leaves.
+        if leaf == "weight" and cut and param.factor is None:
             found[path] = cut[0]
     return found
 

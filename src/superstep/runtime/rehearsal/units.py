@@ -24,7 +24,7 @@ from superstep.model.exchange import Now
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
-from superstep.plan.mesh import FAMILIES, Coordinate
+from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import Resolved
 from superstep.runtime.accumulate import input_gradient
 from superstep.runtime.assemble import assemble
@@ -75,7 +75,7 @@ def _alone(run: Resolved) -> Iterator[Mesh]:
             device=Device("cpu"),
             transport=GLOO,
             world=None,
-            sharers={f: _sharers(shape.shards(f)) for f in (FAMILIES if has_experts else FAMILIES[:1])},
+            sharers={f: _sharers(shape.shards(f)) for f in run.plan.families},
             cp=group(shape.cp),
             tp=group(shape.tp),
             ep=group(shape.ep) if has_experts else None,
@@ -117,6 +117,7 @@ def _machine(
         plan.rules,
         sequence_parallel=plan.sequence_parallel,
         padding=plan.padding,
+        is_exact=plan.grain is not None,
     )
     needed = sorted({owner for unit in seen for owner in plan.params[unit]})
     buffers = {
@@ -130,6 +131,7 @@ def _machine(
                 device=mesh.device,
                 seed=0,
                 is_exact=plan.grain is not None,
+                is_frozen=not plan.trains(layout.family),
             )
             for layout in layouts[unit]
         )

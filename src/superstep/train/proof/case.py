@@ -71,7 +71,8 @@ class Cases:
         folder = self._root / kind
         if folder not in self._clips:
             folder.mkdir(parents=True)
-            clipped = write_reference(run.decoder or units_of(run), train, batches, folder, clips=True)
+            model = units_of(run) if run.decoder is None or config.lora is not None else run.decoder
+            clipped = write_reference(model, train, batches, folder, clips=True)
             self._clips[folder] = clipped.clip_norm
         train = replace(train, clip_norm=self._clips[folder])
         lowered = replace(run, config=replace(config, train=train))

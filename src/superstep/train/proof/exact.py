@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.data.stream import Batch
-from superstep.model.axes import units
 from superstep.plan.resolve import Resolved
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
@@ -26,6 +25,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
 from superstep.train.batches import microbatches_of, rows
+from superstep.train.model import units_of
 from superstep.train.schedule import rate
 from superstep.train.session import RankPeers, tensor_shapes
 
@@ -103,7 +103,7 @@ def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Pa
     checkpoint = folder / "checkpoint"
     mesh = _mesh(world, run)
     try:
-        engine = Engine(run, units(run.shape), mesh)
+        engine = Engine(run, units_of(run), mesh)
         for step, batch in enumerate(batches):
             found: dict[str, Tensor] = {}
             result = _step(engine, mesh, run, batch, step, found)
@@ -135,8 +135,8 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
     """
     mesh = _mesh(world, run)
     try:
-        compared, found = _follow(Engine(run, units(run.shape), mesh), mesh, run, batches, folder, 0, world, relay)
-        resumed = Engine(run, units(run.shape), mesh)
+        compared, found = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
+        resumed = Engine(run, units_of(run), mesh)
         position = load(relay.take, resumed.pieces(STATE), RankPeers(world.rank, world.size))
         resumed.loaded(position.step)
         again, found_again = _follow(resumed, mesh, run, batches, folder, relay.step, world, None)

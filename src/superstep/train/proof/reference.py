@@ -82,16 +82,18 @@ def unit_steps(
     specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
 ) -> Iterator[ReferenceStep]:
     """The same for units of anyone's: each row's input goes through them one after the other. What a loss of their own
-    divides by, the batch says.
+    divides by, the batch says. Where units have adapters, nothing else is trained.
     """
     model = Row(specs, train.seed)
+    parts = list(model.parts.values())
+    trained = [part for part in parts if part[0].factor is not None] or parts
     loss_sum = specs[-1].loss or _nats
 
     def forward(x: Tensor, now: Now, sight: Mapping[str, Any]) -> Tensor:
         out: Tensor = model(x, **sight)
         return out
 
-    yield from _steps(forward, list(model.parts.values()), loss_sum, train, batches, clips=clips)
+    yield from _steps(forward, trained, loss_sum, train, batches, clips=clips)
 
 
 def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:

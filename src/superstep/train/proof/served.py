@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from superstep.data.stream import Batch
-from superstep.model.axes import units
 from superstep.plan.resolve import Resolved
 from superstep.runtime.engine import Engine as Trainer
 from superstep.runtime.launch import World, gather
@@ -33,6 +32,7 @@ from superstep.serve.speculate import Asked
 from superstep.state.checkpoint import load
 from superstep.state.piece import STATE
 from superstep.train.batches import microbatches, microbatches_of, rows
+from superstep.train.model import units_of
 from superstep.train.session import RankPeers
 
 
@@ -42,7 +42,7 @@ def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Seque
     """
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
     try:
-        engine = Trainer(run, units(run.shape), mesh)
+        engine = Trainer(run, units_of(run), mesh)
         position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
         engine.loaded(position.step)
         found = []

@@ -1,0 +1,178 @@
+"""Adapters in the trainer: every layout computes what one device computes, and exact mode the same bits on all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+from superstep.model.unit import initial
+from superstep.plan.config import LoraConfig
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.model import units_of
+from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.exact import Relay, prove_exact, write_bits
+
+pytestmark = pytest.mark.multiproc
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+TOKENS = 32
+
+
+def config(*, lora=LORA, bias=False, **found):
+    """A run of few layers; ``bias`` makes it a Qwen2, with biases on queries, keys and values."""
+    made = small.config(
+        layers=small.layers_for(found), packed=False, microbatch=small.microbatch_for(found), qk_norm=not bias, **found
+    )
+    return replace(made, lora=lora)
+
+
+def _both_at_work(run):
+    """The run's units, whose B starts with other values than zeros: else A has no gradient."""
+    found = []
+    for unit in units_of(run):
+        params = dict(unit.params)
+        for local, param in params.items():
+            if param.factor == "b":
+                shape = next(p.dims for u in run.outline.units for p in u.parameters if p.name == param.name)
+                params[local] = replace(param, values=initial(replace(param, std=0.3), shape, 1))
+        found.append(replace(unit, params=params))
+    return found
+
+
+def _write(rank, world, run, folder):
+    torch.set_num_threads(1)
+    write_reference(_both_at_work(run), run.config.train, small.batches(packed=False), Path(folder))
+
+
+def _prove(rank, world, cases):
+    found = []
+    for run, folder in cases:
+        specs, batches = _both_at_work(run), small.batches(packed=False)
+        found.append(prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=specs))
+    return found
+
+
+LAYOUTS = {
+    1: [{"recompute": "full"}, {"recompute": "selective"}, {"chunks": 2, "schedule": "interleaved"}, {"tied": False}],
+    2: [
+        {"dp": 2},
+        {"dp": 2, "zero": 1},
+        {"dp": 2, "zero": 2},
+        {"dp": 2, "zero": 3, "recompute": "full"},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": False, "recompute": "selective"},
+        {"tp": 2, "tied": False, "rules": (("ffn", "none"),)},
+        {"cp": 2, "zero": 3},
+        {"cp": 2, "context": "ulysses"},
+        {"pp": 2},
+        {"pp": 2, "stages": (1, 5)},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 2, "chunks": 2, "schedule": "zb-v"},
+    ],
+    4: [
+        {"dp": 2, "tp": 2, "zero": 3},
+        {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": False},
+        {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+        {"dp": 4, "zero": 3, "replicas": 2},
+        {"pp": 2, "dp": 2, "zero": 2, "chunks": 2, "schedule": "breadth-first"},
+        {"cp": 2, "tp": 2, "zero": 1},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory):
+    """The folder of one process's steps, of each number of layers, tied or not."""
+    folders = {}
+
+    def folder(run):
+        key = (run.shape.layers, run.shape.tied)
+        if key not in folders:
+            folders[key] = str(tmp_path_factory.mktemp("reference"))
+            pool.run(1, _write, run, folders[key])
+        return folders[key]
+
+    return folder
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_layouts_train_what_one_process_trains(pool, reference, world):
+    runs = [resolve(config(**plan)) for plan in LAYOUTS[world]]
+    verdicts = pool.run(world, _prove, [(run, reference(run)) for run in runs], timeout_s=300)[0]
+    for plan, run, verdict in zip(LAYOUTS[world], runs, verdicts, strict=True):
+        assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
+        # Of every factor gradients, moments and updates; of nothing else.
+        assert verdict.compared >= 2 * 5 * run.shape.layers * 4
+
+
+EXACT = {
+    1: [("fp32", {"recompute": "selective"})],
+    2: [
+        ("fp32", {"tp": 2}),
+        ("fp32", {"tp": 2, "sequence_parallel": False}),
+        ("fp32", {"dp": 2, "zero": 3}),
+        ("fp32", {"cp": 2}),
+        ("fp32", {"pp": 2, "schedule": "zb-h1"}),
+        ("bf16", {"tp": 2}),
+    ],
+    4: [("fp32", {"tp": 4}), ("bf16", {"dp": 2, "tp": 2, "zero": 2}), ("bf16", {"pp": 2, "cp": 2})],
+}
+
+
+def exact(compute, **plan):
+    found = config(compute=compute, **plan)
+    return resolve(
+        replace(
+            found,
+            data=replace(found.data, sequence_tokens=TOKENS),
+            numerics=replace(found.numerics, exact=True, exact_chunks=8),
+        )
+    )
+
+
+def _exact_batches():
+    return small.batches(steps=3, packed=False, tokens=TOKENS)
+
+
+def _write_bits(rank, world, run, folder):
+    return str(write_bits(World(rank, world, Device("cpu")), run, _exact_batches(), Path(folder), stop=1))
+
+
+def _prove_bits(rank, world, cases, root):
+    verdicts = []
+    for number, (run, folder) in enumerate(cases):
+        relay = Relay(take=Path(folder) / "checkpoint", leave=Path(root) / f"{world}-{number}", step=1)
+        verdicts.append(prove_exact(World(rank, world, Device("cpu")), run, _exact_batches(), Path(folder), relay))
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def bits(pool, tmp_path_factory):
+    """The folder of one rank's bits, of each dtype, number of layers and microbatch."""
+    folders = {}
+
+    def folder(compute, run):
+        key = (compute, run.shape.layers, run.plan.microbatch)
+        if key not in folders:
+            folders[key] = str(tmp_path_factory.mktemp("bits"))
+            found = run.config
+            alone = replace(found, plan=replace(config().plan, microbatch=run.plan.microbatch))
+            pool.run(1, _write_bits, resolve(alone), folders[key])
+        return folders[key]
+
+    return folder
+
+
+@pytest.mark.parametrize("world", EXACT)
+def test_exact_mode_has_the_same_bits_on_every_layout(pool, bits, tmp_path, world):
+    runs = [(compute, exact(compute, **plan)) for compute, plan in EXACT[world]]
+    cases = [(run, bits(compute, run)) for compute, run in runs]
+    verdicts = pool.run(world, _prove_bits, cases, str(tmp_path), timeout_s=400)[0]
+    for (compute, plan), verdict in zip(EXACT[world], verdicts, strict=True):
+        told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
+        assert verdict.is_proven, (compute, plan, told)
+        assert verdict.compared > 5_000
