@@ -18,11 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from superstep.cost.program.memory import rank_bytes, unit_bytes
-from superstep.model.axes import units
 from superstep.model.exchange import Local, Now
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
-from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    NumericsConfig,
+    PlanConfig,
+    RunConfig,
+    TrainConfig,
+)
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.named import shape_of
@@ -34,6 +41,7 @@ from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.device import Device
 from superstep.runtime.flat_parameters import lay_out
 from superstep.runtime.modules import build_loss, build_module, on_part, selective
+from superstep.train.model import units_of
 
 # Sizes at which no buffer is a multiple of the alignment by itself.
 ODD = ModelConfig(name="tiny", layers=3, width=36, heads=4, kv_heads=2, head_dim=10, ffn=50, vocab=102)
@@ -41,7 +49,7 @@ MODEL = ModelConfig(name="tiny", layers=2)
 FFN, VOCAB = (("ffn", "none"),), (("vocab", "none"),)
 
 
-def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, **layout):
+def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, lora=None, **layout):
     layout.setdefault("microbatch", 2)
     return resolve(
         RunConfig(
@@ -50,6 +58,7 @@ def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, **layout):
             train=TrainConfig(batch_sequences=2 * layout.get("dp", 1) * layout["microbatch"]),
             plan=PlanConfig(**layout),
             numerics=NumericsConfig(compute=compute),
+            lora=lora,
         )
     )
 
@@ -59,8 +68,11 @@ def runs(draw):
     moe = draw(st.sampled_from([{}, {"experts": 3, "router": "noisy-topk", "shared_experts": 1}]))
     model = replace(ODD, tied=draw(st.booleans()), qk_norm=draw(st.booleans()), **moe)
     model = replace(model, vocab=draw(st.sampled_from([101, 102])))
+    targets = st.sampled_from([("all-linear",), ("q_proj",), ("o_proj", "up_proj"), ("down_proj", "k_proj")])
+    lora = None if model.experts else draw(st.none() | st.builds(LoraConfig, rank=st.integers(1, 5), targets=targets))
     return run_of(
         model=model,
+        lora=lora,
         compute=draw(st.sampled_from(["fp32", "bf16"])),
         pp=draw(st.sampled_from([1, 2, 3])),
         dp=draw(st.sampled_from([1, 2, 3])),
@@ -75,7 +87,7 @@ def buffers(run, at, unit):
     """A unit's buffers as the rank at ``at`` has them: one for each family of its parameters."""
     plan = run.plan
     layouts = lay_out(
-        units(run.shape),
+        units_of(run),
         plan.mesh,
         at,
         plan.rules,
@@ -91,6 +103,7 @@ def buffers(run, at, unit):
             compute=DTYPES[run.config.numerics.compute],
             device=Device("cpu"),
             seed=0,
+            is_frozen=not plan.trains(layout.family),
         )
         for layout in layouts[unit]
     ]
@@ -175,7 +188,7 @@ def built(run, unit, *, group=None, is_selective=False):
     for b in made:
         b.restore_full()
         b.ready_gradient()
-    spec = units(run.shape)[unit]
+    spec = units_of(run)[unit]
     shared = {slot.spec.name: b.params[slot.local] for b in made for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
     sums = Sums()

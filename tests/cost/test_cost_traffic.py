@@ -12,7 +12,7 @@ import torch.distributed as dist
 import small
 from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.traffic import traffic
-from superstep.model.axes import units
+from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.runtime import collectives, executor, sharing
@@ -22,12 +22,14 @@ from superstep.runtime.mesh import build_mesh
 from superstep.runtime.parallel import ring as ring_attention
 from superstep.runtime.rehearsal.units import operations_of
 from superstep.train.batches import microbatches
+from superstep.train.model import units_of
 
 pytestmark = pytest.mark.multiproc
 
 
-def run_of(*, moe=False, **layout):
+def run_of(*, moe=False, lora=None, **layout):
     config = small.config(**{"layers": 3, "microbatch": 2} | layout)
+    config = replace(config, lora=lora and LoraConfig(rank=3, targets=lora))
     if moe:
         config = replace(config, model=replace(config.model, experts=4, experts_per_token=2))
     return resolve(config)
@@ -83,7 +85,7 @@ def count(rank, world, layout):
     """One rank's bytes by axis in one step."""
     run = run_of(**layout)
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
-    engine = Engine(run, units(run.shape), mesh)
+    engine = Engine(run, units_of(run), mesh)
     (batch,) = small.batches(steps=1)
     mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
     counted = Counted(mesh)
@@ -95,6 +97,10 @@ def count(rank, world, layout):
 
 
 LAYOUTS = [
+    {"lora": ("all-linear",), "dp": 2, "zero": 1},
+    {"lora": ("q_proj", "down_proj"), "dp": 2, "tp": 2, "zero": 3},
+    {"lora": ("all-linear",), "tp": 2, "sequence_parallel": False, "rules": (("ffn", "none"),)},
+    {"lora": ("v_proj",), "pp": 2, "dp": 2, "zero": 2, "replicas": 1, "compute": "bf16"},
     {"dp": 2},
     {"dp": 2, "zero": 1},
     {"dp": 2, "zero": 2, "compute": "bf16"},
@@ -130,4 +136,4 @@ def test_the_bytes_over_each_axis_are_those_that_ranks_hand_over(pool, layout):
     counted = sum(pool.run(run.plan.mesh.world, count, layout), Counter())
     assert counted
     assert everywhere(run, decoder_operations(run)) == counted
-    assert everywhere(run, operations_of(run, units(run.shape))) == counted
+    assert everywhere(run, operations_of(run, units_of(run))) == counted

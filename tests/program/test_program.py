@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from golden import FOLDER, GOLDEN
 from plans import examples, plan_of, plans
 from superstep.errors import UserError
+from superstep.plan.config import LoraConfig
 from superstep.program.check import check
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import (
@@ -42,6 +43,11 @@ any_plan = examples(25)
 def of(program, kind):
     """Every instruction of a kind, on all ranks."""
     return [i for instructions in program.ranks for i in instructions if isinstance(i, kind)]
+
+
+def trained_by(program, rank):
+    """The units that a rank holds and that have gradients."""
+    return [unit for unit in program.held_by(rank) if unit not in program.frozen]
 
 
 def is_shared(plan):
@@ -124,7 +130,7 @@ def test_recomputing_in_full_computes_every_block_twice(plan):
 @given(plans(zero=1) | plans(zero=0))
 def test_zero_0_and_1_reduce_and_fetch_a_unit_once_a_step(plan):
     program = compile_step(plan)
-    held = [(rank, unit) for rank in range(plan.mesh.pp) for unit in program.held_by(rank)]
+    held = [(rank, unit) for rank in range(plan.mesh.pp) for unit in trained_by(program, rank)]
     assert len(of(program, Reduce)) == (len(held) if is_shared(plan) else 0)
     assert len(of(program, Fetch)) == (len(held) if is_shared(plan) and plan.zero else 0)
 
@@ -137,7 +143,7 @@ def test_replicas_are_summed_once_a_step_of_what_is_settled_for_good(plan):
     for rank, instructions in enumerate(program.ranks):
         at = {i: k for k, i in enumerate(instructions)}  # a unit's last Settle and BackwardWeight
         assert Counter(i.unit for i in instructions if isinstance(i, ReduceReplicas)) == (
-            dict.fromkeys(program.held_by(rank), 1) if plan.mesh.replicas > 1 else {}
+            dict.fromkeys(trained_by(program, rank), 1) if plan.mesh.replicas > 1 else {}
         )
         for i, k in at.items():
             if isinstance(i, ReduceReplicas):
@@ -151,7 +157,7 @@ def test_zero_2_reduces_a_unit_after_every_microbatch(plan):
     program = compile_step(plan)
     for rank, instructions in enumerate(program.ranks):
         reduced = Counter(i.unit for i in instructions if isinstance(i, Reduce))
-        assert reduced == dict.fromkeys(program.held_by(rank), plan.microbatches)
+        assert reduced == dict.fromkeys(trained_by(program, rank), plan.microbatches)
 
 
 @any_plan
@@ -160,7 +166,16 @@ def test_breadth_first_reduces_a_unit_once_a_group(plan):
     program = compile_step(plan)
     for rank, instructions in enumerate(program.ranks):
         reduced = Counter(i.unit for i in instructions if isinstance(i, Reduce))
-        assert reduced == dict.fromkeys(program.held_by(rank), plan.microbatches // plan.microbatch_group)
+        assert reduced == dict.fromkeys(trained_by(program, rank), plan.microbatches // plan.microbatch_group)
+
+
+@any_plan
+@given(plans(lora=LoraConfig(), experts=None, ep=1))
+def test_what_has_no_adapter_is_frozen_and_nothing_of_it_is_summed(plan):
+    program = compile_step(plan)
+    assert program.frozen == (0, len(plan.units) - 1)
+    assert not {i.unit for i in of(program, Reduce | Settle | ReduceReplicas | Tie)} & set(program.frozen)
+    assert compile_evaluation(plan).frozen == program.frozen
 
 
 @any_plan
@@ -177,7 +192,7 @@ def test_zero_3_fetches_twice_a_microbatch_but_at_the_turns(layers, m, prefetch)
 def test_a_tied_head_is_tied_where_its_parameters_live_on_two_ranks(plan):
     program = compile_step(plan)
     holders = {plan.placement[0], plan.placement[-1]}
-    expected = holders if len(holders) > 1 else set()
+    expected = holders if len(holders) > 1 and 0 not in program.frozen else set()
     assert {rank for rank, r in enumerate(program.ranks) if Tie(0) in r} == expected
     assert len(of(program, Tie)) == len(expected)
 

@@ -9,15 +9,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import small
+from superstep.cost.program.adapters import adapted_linears
 from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.memory import has_fused_loss, unit_bytes
 from superstep.cost.program.operation import Attention, Message, Pass, Product, collected, flops
 from superstep.cost.program.work import rank_flops
 from superstep.model.any import as_units
-from superstep.model.axes import units
 from superstep.model.inspect import outline_of
+from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.rehearsal.units import operations_of
+from superstep.train.model import units_of
 
 LAYOUTS = [
     {},
@@ -30,6 +32,11 @@ LAYOUTS = [
     {"tp": 2, "vocab": 61, "tied": False, "sequence_parallel": False},
     {"dp": 2, "zero": 2, "recompute": "selective"},
     {"cp": 2, "context": "ulysses"},
+    {"lora": ("all-linear",)},
+    {"lora": ("q_proj", "o_proj"), "tp": 2, "dp": 2, "zero": 3},
+    {"lora": ("down_proj",), "tp": 2, "sequence_parallel": False, "tied": False, "vocab": 61},
+    {"lora": ("gate_proj", "v_proj"), "tp": 2, "rules": (("ffn", "none"), ("vocab", "none")), "dp": 2, "zero": 2},
+    {"lora": ("all-linear",), "cp": 2, "context": "ulysses", "recompute": "selective"},
     {"experts": 4, "experts_per_token": 2},
     {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
     {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
@@ -39,16 +46,21 @@ OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts
 
 def run_of(**layout):
     model = {name: layout.pop(name) for name in OF_MODEL if name in layout}
+    targets = layout.pop("lora", None)
     config = small.config(**{"layers": 2, "microbatch": 2} | layout)
-    return resolve(replace(config, model=replace(config.model, **model)))
+    lora = LoraConfig(rank=3, targets=targets) if targets else None
+    return resolve(replace(config, model=replace(config.model, **model), lora=lora))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(layout):
     run = run_of(**layout)
-    seen = operations_of(run, units(run.shape))
-    # A fused head makes its two gradients in the forward pass.
-    expected = [*rank_flops(run)[:-1], rank_flops(run)[-1] * (3 if has_fused_loss(run) else 1)]
+    seen = operations_of(run, units_of(run))
+    # A fused head makes its two gradients in the forward pass; a frozen one has one.
+    gradients = 2 if run.config.lora is None else 1
+    embed, *blocks, head = rank_flops(run)
+    factors = sum(one.forward_flops for one in adapted_linears(run))
+    expected = [embed, *(block + factors for block in blocks), head * (1 + gradients if has_fused_loss(run) else 1)]
     assert [flops(unit.forward) for unit in seen] == expected
     assert [flops(unit.forward) for unit in decoder_operations(run)] == expected
 
@@ -56,21 +68,22 @@ def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(layout):
 def test_exact_mode_is_rehearsed_as_fast_mode():
     run = run_of(tp=2)
     exact = replace(run.config, numerics=replace(run.config.numerics, exact=True))
-    assert operations_of(resolve(exact), units(run.shape)) == operations_of(run, units(run.shape))
+    assert operations_of(resolve(exact), units_of(run)) == operations_of(run, units_of(run))
 
 
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.get("recompute") != "selective"], ids=str)
 def test_every_unit_keeps_the_bytes_of_the_formulas(layout):
     run = run_of(**layout)
-    for seen, sizes in zip(operations_of(run, units(run.shape)), unit_bytes(run), strict=True):
+    for seen, sizes in zip(operations_of(run, units_of(run)), unit_bytes(run), strict=True):
         assert seen.kept_bytes == pytest.approx(sizes.kept_all, rel=0.01)
         assert seen.between_bytes >= 0
         assert seen.peak_bytes + seen.input_bytes >= seen.kept_bytes
 
 
-def test_selective_recomputation_keeps_less_and_does_no_product_again():
-    plain, selective = (run_of(recompute=recompute) for recompute in ("none", "selective"))
-    all_kept, few_kept = (operations_of(run, units(run.shape))[1] for run in (plain, selective))
+@pytest.mark.parametrize("layout", [{}, {"lora": ("q_proj", "o_proj", "down_proj")}], ids=str)
+def test_selective_recomputation_keeps_less_and_does_no_product_again(layout):
+    plain, selective = (run_of(recompute=recompute, **layout) for recompute in ("none", "selective"))
+    all_kept, few_kept = (operations_of(run, units_of(run))[1] for run in (plain, selective))
     assert few_kept.kept_bytes == pytest.approx(unit_bytes(selective)[1].kept_selective, rel=0.01)
     assert few_kept.kept_bytes < all_kept.kept_bytes
 
@@ -126,7 +139,7 @@ def test_equal_operations_are_counted_together():
 @pytest.mark.parametrize("plan", [{}, {"cp": 2}, {"cp": 2, "context": "ulysses"}, {"recompute": "selective"}], ids=str)
 def test_documents_count_as_if_each_sequence_was_one(plan):
     plain, masked = (
-        [attention for unit in operations_of(run, units(run.shape)) for attention in _attention(unit)]
+        [attention for unit in operations_of(run, units_of(run)) for attention in _attention(unit)]
         for run in (resolve(small.config(masked=masked, **{"dp": 1} | plan)) for masked in (False, True))
     )
     assert masked == plain

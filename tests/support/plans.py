@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig
+from superstep.plan.config import LoraConfig, ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig
 from superstep.plan.resolve import Plan, resolve
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -21,7 +21,13 @@ def examples(count: int) -> settings:
 
 
 def plan_of(
-    *, layers: int = 4, microbatches: int = 4, tied: bool = False, experts: int | None = None, **layout: Any
+    *,
+    layers: int = 4,
+    microbatches: int = 4,
+    tied: bool = False,
+    experts: int | None = None,
+    lora: LoraConfig | None = None,
+    **layout: Any,
 ) -> Plan:
     """The plan of a small model; ``layout`` are fields of PlanConfig.
 
@@ -33,6 +39,7 @@ def plan_of(
         model=ModelConfig(name="demo", layers=layers, tied=tied, vocab=16, experts=experts),
         train=TrainConfig(batch_sequences=batch),
         plan=PlanConfig(**layout),
+        lora=lora,
     )
     return resolve(config).plan
 
@@ -77,6 +84,7 @@ def plans(draw: st.DrawFn, **fixed: Any) -> Plan:
         tp=tp,
         ep=ep,
         experts=experts,
+        lora=pick("lora", st.none() | st.just(LoraConfig())) if experts is None else None,
         zero=zero,
         replicas=pick("replicas", st.sampled_from(copies or [1])),
         schedule=schedule,

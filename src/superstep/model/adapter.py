@@ -26,13 +26,13 @@ from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
 from superstep.model.adapter_config import AdapterConfig, read_config
+from superstep.plan.lora import ENDS, PREFIX
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.shape import ModelShape
 
 CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B = ENDS["a"], ENDS["b"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,35 @@ def _part(name: str, a_RI: Tensor, b_OR: Tensor, config: AdapterConfig, size: tu
     return LowRank(a_RI, b_OR, config.alpha(name))
 
 
+def config_text(strengths: Mapping[str, tuple[int, float]], *, is_stabilized: bool, base: str | None) -> str:
+    """An adapter's configuration as peft reads it.
+
+    Args:
+        strengths: rank and alpha of each linear, which is named in full.
+        is_stabilized: whether alpha is divided by the root of the rank.
+        base: the name or the folder of the model that it adds to.
+    """
+    rank, _ = Counter(rank for rank, _ in strengths.values()).most_common(1)[0]
+    alpha, _ = Counter(alpha for _, alpha in strengths.values()).most_common(1)[0]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": is_stabilized,
+        "target_modules": sorted(strengths),
+        "rank_pattern": {name: other for name, (other, _) in strengths.items() if other != rank},
+        "alpha_pattern": {name: other for name, (_, other) in strengths.items() if other != alpha},
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
 def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) -> None:
     """Write an adapter as peft reads it: each linear is named in full, so that no other is meant.
 
@@ -190,25 +219,8 @@ def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) ->
         base: the name or the folder of the model that it adds to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = Counter(part.rank for part in adapter.parts.values())
-    alphas = Counter(part.alpha for part in adapter.parts.values())
-    rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": adapter.is_stabilized,
-        "target_modules": sorted(adapter.parts),
-        "rank_pattern": {name: part.rank for name, part in adapter.parts.items() if part.rank != rank},
-        "alpha_pattern": {name: part.alpha for name, part in adapter.parts.items() if part.alpha != alpha},
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-    }
+    strengths = {name: (part.rank, part.alpha) for name, part in adapter.parts.items()}
+    config = config_text(strengths, is_stabilized=adapter.is_stabilized, base=base)
     tensors = {
         f"{PREFIX}{name}{end}": factor.detach().cpu().contiguous()
         for name, part in adapter.parts.items()
@@ -216,7 +228,7 @@ def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) ->
     }
     # A reader sees whole files only.
     for name, data in (
-        (CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
+        (CONFIG, config.encode()),
         (FILE, save(tensors, {"format": "pt"})),
     ):
         unfinished = folder / f"{name}.unfinished"

@@ -21,8 +21,9 @@ from superstep.plan.config import LoraConfig
 from superstep.plan.model.outline import Factor, Outline, Parameter
 
 ALL_LINEAR = "all-linear"
+PREFIX = "base_model.model."
 ENDS: dict[Factor, str] = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-"""How the names of the factors end; before it stands the linear's."""
+"""How the names of the factors end. Between PREFIX and it stands the linear's, as PEFT has it in its files."""
 
 
 def is_named(ends: Sequence[str], linear: str) -> bool:
@@ -32,7 +33,7 @@ def is_named(ends: Sequence[str], linear: str) -> bool:
 
 def factor_names(linear: str) -> dict[Factor, str]:
     """The names of the factors beside a linear."""
-    return {factor: f"{linear}{end}" for factor, end in ENDS.items()}
+    return {factor: f"{PREFIX}{linear}{end}" for factor, end in ENDS.items()}
 
 
 def takes_adapters(outline: Outline) -> tuple[str, ...]:
@@ -90,6 +91,11 @@ def adapted(outline: Outline, lora: LoraConfig) -> Outline:
         for unit in outline.units
     ]
     return Outline(tuple(units))
+
+
+def without_adapters(outline: Outline) -> tuple[int, ...]:
+    """The units of an adapted outline that have no factor: nothing in them is trained."""
+    return tuple(n for n, unit in enumerate(outline.units) if all(p.factor is None for p in unit.parameters))
 
 
 def _factors(parameters: Sequence[Parameter], targets: set[str], rank: int) -> Iterator[Parameter]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
-from superstep.plan.lora import adapted
+from superstep.plan.lora import adapted, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.named import shape_of
@@ -33,6 +33,7 @@ class Plan:
         grain: exact mode's pieces; None in fast mode.
         families: those that the model's parameters are of. With adapters they alone are trained.
         params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
+        frozen: units of which no parameter is trained.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
         padding: for each axis that has more rows on the ranks than in the model, how many over all of them.
@@ -57,6 +58,7 @@ class Plan:
     families: tuple[Family, ...]
     units: tuple[str, ...]
     params: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
     recomputed: tuple[bool, ...]
 
     def trains(self, family: Family) -> bool:
@@ -169,6 +171,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         families=_families(config, shape),
         units=outline.names,
         params=outline.reads,
+        frozen=() if config.lora is None else without_adapters(outline),
         recomputed=outline.recomputed,
     )
     return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)

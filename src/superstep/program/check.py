@@ -132,10 +132,11 @@ class _Rank:
         if "reductions" in passes and self.is_reduced:
             yield from (f"the gradient of u{u} is never reduced" for u in sorted(self.dirty))
         if "reductions" in passes and self.is_replicated:
-            missing = sorted(self.held - self.replicated)
+            missing = sorted(self.held - self.replicated - set(self.program.frozen))
             yield from (f"the gradient of u{u} is never summed over replicas" for u in missing)
         if "reductions" in passes and self.is_training:
-            shared = {u for u in self.held if len(self.program.holders(u)) > 1}
+            held = self.held - set(self.program.frozen)
+            shared = {u for u in held if len(self.program.holders(u)) > 1}
             yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
         if "step" in passes and not self.is_stepped:
             yield "the step is missing"
@@ -156,7 +157,8 @@ class _Rank:
     def _unit(self, unit: int, m: int) -> str:
         if broken := self._known(unit, m):
             return broken
-        if self.is_fetched and not set(self.program.params[unit]) <= self.resident:
+        read = self.program.params[unit] if self.program.zero == 3 else self.program.trained(unit)
+        if self.is_fetched and not set(read) <= self.resident:
             return "the unit's parameters are not resident"
         return ""
 
@@ -216,7 +218,7 @@ class _Rank:
         if is_later:
             self.deferred.add((unit, m))
             return ""
-        params = set(self.program.params[unit])
+        params = set(self.program.trained(unit))
         if busy := self.reducing & params:
             return f"the gradient of u{min(busy)} is being reduced"
         if done := self.final & params:

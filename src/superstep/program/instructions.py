@@ -175,6 +175,7 @@ class Program:
         zero: the ZeRO stage whose fetches and reductions the program has.
         passes: the passes applied so far; ``check`` asks of a program only what its passes promise.
         ranks: the instructions of each pipeline rank, in order.
+        frozen: the units that have no gradient, so that nothing of them is reduced.
     """
 
     units: tuple[str, ...]
@@ -185,6 +186,11 @@ class Program:
     zero: int
     passes: tuple[str, ...]
     ranks: tuple[tuple[Instruction, ...], ...]
+    frozen: tuple[int, ...] = ()
+
+    def trained(self, unit: int) -> tuple[int, ...]:
+        """The units whose gradients a backward pass of ``unit`` adds to."""
+        return tuple(u for u in self.params[unit] if u not in self.frozen)
 
     @property
     def pp(self) -> int:

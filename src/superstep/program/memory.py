@@ -187,7 +187,7 @@ class _Held:
                 self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
 
     def _put_gradients(self, unit: int) -> None:
-        for u in self.program.params[unit] if self.are_gradients_transient else ():
+        for u in self.program.trained(unit) if self.are_gradients_transient else ():
             self.put("gradient", u, size=self.sizes[u].gradient)
 
     def _put_input_gradient(self, unit: int, m: int) -> None:

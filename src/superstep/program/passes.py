@@ -76,6 +76,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         zero=plan.zero,
         passes=("lower",),
         ranks=tuple(tuple(i for task in tasks for i in instructions(task)) for tasks in order),
+        frozen=plan.frozen,
     )
 
 
@@ -162,7 +163,7 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
         finals = _finals(program, instructions)
         waiting: list[int] = []
         for at, i in enumerate(instructions):
-            added = program.params[i.unit] if isinstance(i, Backward | BackwardWeight) else ()
+            added = program.trained(i.unit) if isinstance(i, Backward | BackwardWeight) else ()
             if program.zero >= 2 and set(added) & set(waiting):
                 yield from (Settle(w) for w in waiting)
                 waiting.clear()
@@ -182,7 +183,8 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
             yield i
             if isinstance(i, Settle) and last.get(i.unit) == at:
                 yield ReduceReplicas(i.unit)
-        yield from (Tie(u) for u in program.held_by(number) if len(program.holders(u)) > 1)
+        held = [u for u in program.held_by(number) if u not in program.frozen]
+        yield from (Tie(u) for u in held if len(program.holders(u)) > 1)
         if tp > 1:
             yield ReducePartial()
 
@@ -206,7 +208,7 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
         now = (stage_of[i.unit], 0 if has_chunks else i.microbatch)
         run += now != before
         before = now
-        for unit in program.params[i.unit]:
+        for unit in program.trained(i.unit):
             if program.zero >= 2 and run_of.get(unit, run) != run:
                 finals.setdefault(last[unit], []).append(unit)
             last[unit], run_of[unit] = at, run
@@ -219,8 +221,8 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
     """Parameters come from the shards before they are used.
 
     ZeRO 1 and 2 keep whole parameters, which the step before left stale outside the own shard: each unit is
-    fetched once, all of them issued at the start in the order of use. ZeRO 3 fetches the next ``prefetch``
-    units ahead of their use, and frees a unit when its next use lies further off.
+    fetched once, all of them issued at the start in the order of use; what is frozen is never stale. ZeRO 3 fetches
+    the next ``prefetch`` units ahead of their use, and frees a unit when its next use lies further off.
     """
     if dp == 1 or program.zero == 0:
         return _done(program, "fetch", list(program.ranks))
@@ -230,7 +232,8 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
 
 
 def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[Instruction]:
-    return [Fetch(u) for u in dict.fromkeys(u for units in _uses(program, instructions) for u in units)]
+    used = dict.fromkeys(u for units in _uses(program, instructions) for u in units)
+    return [Fetch(u) for u in used if u not in program.frozen]
 
 
 def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:

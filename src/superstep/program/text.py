@@ -71,6 +71,7 @@ def write_program(program: Program) -> str:
         f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}",
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
+            + (" frozen" if u in program.frozen else "")
             for u, name in enumerate(program.units)
         ),
     ]
@@ -138,11 +139,13 @@ def read_program(text: str) -> Program:
     params: list[tuple[int, ...]] = []
     stages: dict[int, list[int]] = {}
     ranks: list[list[Instruction]] = []
+    frozen: list[int] = []
     for number, line in enumerate(lines[1:], start=2):
-        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)", line):
+        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( frozen)?", line):
             names.append(unit[2])
             params.append(tuple(int(p) for p in unit[3].split(",")))
             stages.setdefault(int(unit[4]), []).append(int(unit[1]))
+            frozen += [int(unit[1])] if unit[5] else []
         elif line == f"rank {len(ranks)}":
             ranks.append([])
         elif line.startswith("  ") and ranks:
@@ -161,4 +164,5 @@ def read_program(text: str) -> Program:
         zero=int(head[1]),
         passes=tuple(p for p in head[4].split(",") if p),
         ranks=tuple(tuple(r) for r in ranks),
+        frozen=tuple(frozen),
     )

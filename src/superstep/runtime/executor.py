@@ -142,7 +142,7 @@ class Executor:
         self._flight = _Flight()
         self._last_unit = len(program.units) - 1
         self._holders = program.holders
-        self._reads = program.params
+        self._reads, self._trained = program.params, program.trained
         for instruction in program.ranks[self._machine.mesh.at.pp]:
             self._ready(instruction)
             if record is not None:
@@ -288,7 +288,7 @@ class Executor:
                 add()
 
     def _ready_gradients(self, unit: int) -> None:
-        for read in self._reads[unit]:
+        for read in self._trained(unit):
             for buffers in self._machine.trained[read]:
                 buffers.ready_gradient()
 

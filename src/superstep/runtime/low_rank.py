@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.model.low_rank import AdaptedLinear
@@ -42,10 +41,19 @@ def _sum(
     x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The layer's output, and A(x): [T, R]."""
-    y = F.linear(x, weight_OI, bias_O)
-    h_TR = x.flatten(0, -2) @ a_RI.t()
-    # Not in place: what selective recomputation has kept must not change.
-    return torch.addmm(y.flatten(0, -2), h_TR, b_OR.t(), alpha=scale).view_as(y), h_TR
+    x_TI = x.flatten(0, -2)
+    h_TR = _narrow(x_TI, a_RI.t())
+    added_TO = _narrow(h_TR, b_OR.t(), scale)
+    if bias_O is not None:
+        added_TO += bias_O
+    return torch.addmm(added_TO, x_TI, weight_OI.t()).view(*x.shape[:-1], -1), h_TR
+
+
+def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """scale · left · right, by an operation that selective recomputation does again: it keeps what wide products gave,
+    and the sum of both is one.
+    """
+    return torch.baddbmm(left.new_empty(()), left[None], right[None], beta=0, alpha=scale)[0]
 
 
 class _Adapted(torch.autograd.Function):

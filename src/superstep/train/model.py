@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from superstep.cost.program import adapters
 from superstep.cost.program.operation import UnitOperations, flops
 from superstep.cost.program.work import model_flops_per_token
 from superstep.errors import ConfigError
@@ -80,12 +81,14 @@ def units_of(run: Resolved) -> Sequence[UnitSpec]:
 
 
 def shapes_of(run: Resolved) -> dict[str, torch.Size]:
-    """The shape of every global tensor of the model, in its order."""
+    """The shape of every global tensor of the model, in its order, without those of adapters."""
     found: dict[str, torch.Size] = {}
     for unit in units_of(run):
         with on_meta():
             module = unit.build()
         for local, spec in unit.params.items():
+            if spec.factor is not None:
+                continue
             found |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
     return found
 
@@ -106,6 +109,8 @@ def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> flo
     the user's own as they were seen to do it, None where they were not.
     """
     tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
+    if run.decoder is not None and run.config.lora is not None:
+        return adapters.flops_per_token(run)
     if run.decoder is not None:
         return model_flops_per_token(run.decoder, tokens)
     if seen is not None and mesh.tp * mesh.cp > 1:

@@ -77,6 +77,11 @@ def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:
         raise ConfigError(f"model.source = '{config.model.source}': its steps are not predicted; leave it out.")
     if config.numerics.exact:
         raise ConfigError("numerics.exact = true: steps of exact mode are not predicted; set it to false.")
+    if config.lora is not None:
+        raise ConfigError(
+            "lora: layouts are ranked for training every weight; leave [lora] out, or price one layout: superstep view "
+            f"{model}."
+        )
     if config.plan.rules:
         raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
     shape = shape_of(config.model)

@@ -14,6 +14,7 @@ from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cost.device_peak import peak_flops
+from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
@@ -192,7 +193,7 @@ def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float 
 def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     observe = job.run.config.observe
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
-    convention = f"{MFU_CONVENTION}; {against}"
+    convention = f"{MFU_CONVENTION if job.run.config.lora is None else adapters.CONVENTION}; {against}"
     display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
     sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
     if observe.tensorboard:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from superstep.cost.program.adapters import adapted_linears, kept_outputs
 from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.operation import Attention, Message, Operation, Operations, Pass, Product, UnitOperations
 from superstep.cost.program.work import LocalDims, local_dims, rank_parameters
@@ -35,6 +36,10 @@ def _embedding(run: Resolved) -> UnitOperations:
     stream = 2 * d.T * d.D * e
     backward = Pass(kernel="gather", bytes=2 * stream)
     forward: Operations = (Pass(kernel="gather", bytes=stream),)
+    if not run.plan.trains("dense"):
+        cut = run.plan.rules.cut("vocab") is not None and run.plan.mesh.tp > 1
+        leave = _seam(run, d.T * d.D * e)[1] if cut else ()
+        return UnitOperations(forward=(*forward, *leave), backward=(), weight=(), input_bytes=TOKEN * d.T)
     if run.plan.rules.cut("vocab") is None or run.plan.mesh.tp == 1:
         return UnitOperations(forward=forward, backward=(backward,), weight=(backward,), input_bytes=TOKEN * d.T)
     enter, leave = _seam(run, d.T * d.D * e)
@@ -62,7 +67,7 @@ def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
 
 def _block(run: Resolved) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    linears = tuple(_linears(run, d))
+    linears, factors = tuple(_linears(run, d)), tuple(_factors(run))
     attention = _attention(run, d)
     heads = d.T * (d.N + d.K) * d.H
     moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
@@ -70,16 +75,18 @@ def _block(run: Resolved) -> UnitOperations:
     sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
     owned = rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
+    if factors:
+        matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * kept_outputs(run)
     added = Pass(kernel="copy", bytes=2 * FP32 * matrices)
     plain = Pass(kernel="copy", bytes=e * moved)
-    weight: Operations = (*map(_weight_gradient, linears), added)
+    weight: Operations = (*map(_weight_gradient, factors or linears), added)
     # Selective recomputation does everything again but the products and attention.
     again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
     return UnitOperations(
-        forward=(*linears, attention, plain, *sent),
+        forward=(*linears, *factors, attention, plain, *sent),
         backward=(
             *again,
-            *map(_input_gradient, linears),
+            *map(_input_gradient, (*linears, *factors)),
             _back(attention),
             *weight,
             Pass(kernel="copy", bytes=2 * e * moved),
@@ -111,6 +118,12 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
         inner = shape.moe.shared_experts * d.F
         yield Product(rows=d.m, inner=d.D, width=inner, count=2)
         yield Product(rows=d.m, inner=inner, width=d.D)
+
+
+def _factors(run: Resolved) -> Iterator[Product]:
+    for one in adapted_linears(run):
+        yield Product(rows=one.rows, inner=one.inputs, width=one.rank)
+        yield Product(rows=one.rows, inner=one.rank, width=one.outputs)
 
 
 def _attention(run: Resolved, d: LocalDims) -> Attention:
@@ -186,7 +199,9 @@ def _head(run: Resolved) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
     logits = Product(rows=d.Tv, inner=d.D, width=d.V)
-    back = (_input_gradient(logits), _weight_gradient(logits))
+    is_trained = run.plan.trains("dense")
+    back = (_input_gradient(logits), *((_weight_gradient(logits),) if is_trained else ()))
+    matrix = matrix if is_trained else 0
 
     def moved(size: int) -> Pass:
         return Pass(kernel="copy", bytes=size)
@@ -210,6 +225,6 @@ def _head(run: Resolved) -> UnitOperations:
     return UnitOperations(
         forward=(*(enter if run.plan.sequence_parallel else ()), logits, moved(norm + loss), *over_vocab),
         backward=(*back, moved(2 * (norm + loss)), added, *_seam(run, d.T * d.D * e)[1]),
-        weight=(back[1], added),
+        weight=(*back[1:], added) if is_trained else (),
         input_bytes=d.t * d.D * e,
     )

@@ -85,10 +85,12 @@ def _unit(run: Resolved, program: Program, source: Source, unit: int, owned: Uni
     holders = Ranks(len(program.holders(unit)), stage)
     fetch_s = reduce_s = replicas_s = 0.0
     for family, elements in held:
-        shards = Ranks(mesh.shards(family), mesh.tp if family == "dense" else mesh.ep)
+        shards = Ranks(mesh.shards(family), mesh.ep if family == "experts" else mesh.tp)
         copies = Ranks(mesh.replicas, shards.stride * shards.count)
         gradients = source.gradient_bytes * elements
         fetch_s += source.collective_s("all-gather", source.parameter_bytes * elements, shards)
+        if not run.plan.trains(family):
+            continue
         reduce_s += source.collective_s(
             "reduce-scatter" if zero_stage(run, family) else "all-reduce", gradients, shards
         )
@@ -108,6 +110,8 @@ def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
     """Elements on a rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that
     is whole.
     """
+    if run.config.lora is not None:
+        return sum(unit.whole_factors if run.plan.sequence_parallel else unit.partial_factors for unit in units)
     if run.plan.sequence_parallel:
         return sum(unit.vectors + unit.whole for unit in units)
     if run.plan.rules.cut("heads") is None or run.decoder is None:

@@ -59,6 +59,9 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
     embed
       tokens; the gradient of what they gave                                              T·8; T·D·e
 
+With adapters the linears keep what ``cost.program.adapters`` says, a frozen head no input, and nothing goes back to
+the embedding.
+
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; the rotary tables, which
 with ``data.document_mask`` each microbatch has for itself until the step ends, 2·T·H·e; a collective's own
 buffers; the batch read ahead; torch itself; what exact mode has besides (gradients of 8 bytes, attention in fp32).
@@ -71,10 +74,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from superstep.cost.program.adapters import kept_inner, kept_inputs, kept_outputs
 from superstep.cost.program.work import LocalDims, UnitParameters, local_dims, rank_parameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
-from superstep.plan.model.shape import ModelShape, MoeShape
+from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.padding import padded
 from superstep.program.instructions import Program
@@ -120,7 +124,11 @@ def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | Non
 def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     """Elements of a unit's whole flat buffer of one family on one rank; 0 where it has none."""
     mesh = run.plan.mesh
-    numel = unit.dense_on_rank(mesh.tp) if family == "dense" else unit.experts // mesh.ep
+    numel = {
+        "dense": unit.dense_on_rank(mesh.tp),
+        "experts": unit.experts // mesh.ep,
+        "adapters": unit.adapters_on_rank(mesh.tp),
+    }[family]
     return padded(numel, mesh.shards(family)) if numel else 0
 
 
@@ -129,18 +137,35 @@ def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
     return sum(family_numel(run, unit, family) for family in FAMILIES)
 
 
+def trained_families(run: Resolved) -> tuple[Family, ...]:
+    """Those that have gradients."""
+    return tuple(family for family in run.plan.families if run.plan.trains(family))
+
+
+def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Elements of a unit's whole gradients on one rank."""
+    return sum(family_numel(run, unit, family) for family in trained_families(run))
+
+
 def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:
-    """Elements of them that one rank updates."""
-    mesh = run.plan.mesh
-    return sum(
-        family_numel(run, unit, family) // (mesh.shards(family) if zero_stage(run, family) else 1)
-        for family in families
-    )
+    """Elements of them that one rank updates; of ``families``, those that are trained."""
+    trained = trained_families(run)
+    return sum(_held_numel(run, unit, family) for family in families if family in trained)
 
 
-def zero_stage(run: Resolved, family: Family = "dense") -> int:
-    """The ZeRO stage in effect: a lone shard has nobody to share with."""
-    return run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
+def _held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
+    """Elements of a unit's buffer of one family that are this rank's."""
+    shards = run.plan.mesh.shards(family) if zero_stage(run, family) else 1
+    return family_numel(run, unit, family) // shards
+
+
+def zero_stage(run: Resolved, family: Family | None = None) -> int:
+    """The ZeRO stage in effect, of gradients where no family is named: a lone shard has nobody to share with, and what
+    is frozen is cut by the third stage alone.
+    """
+    family = family or trained_families(run)[0]
+    zero = run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
+    return zero if run.plan.trains(family) or zero == 3 else 0
 
 
 def has_fused_loss(run: Resolved) -> bool:
@@ -155,10 +180,13 @@ def _is_vocabulary_cut(run: Resolved) -> bool:
 def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
     params = gradients = optimizer = 0
     compute = run.config.numerics.compute
-    for family in FAMILIES:
+    for family in run.plan.families:
         zero = zero_stage(run, family)
         whole = sum(family_numel(run, unit, family) for unit in held)
-        share = sum(share_numel(run, unit, (family,)) for unit in held)
+        share = sum(_held_numel(run, unit, family) for unit in held)
+        if not run.plan.trains(family):
+            params += ELEMENT_BYTES[compute] * (share if zero == 3 else whole)
+            continue
         # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
         # is.
         master = FP32 * share if compute != "fp32" else 0
@@ -174,26 +202,20 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     boundary = d.t * d.D * e
     tokens = TOKEN * d.T
-    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) else tokens
+    # Of a frozen table nothing goes back.
+    is_trained = run.plan.trains("dense")
+    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and is_trained else tokens
     head = _head(run, d, e)
+    block = _block(d, e, run), _block_selective(d, e, run), boundary, boundary, _block_products(d, e, run)
     kept = [
-        (embed, embed, tokens, 0, (tokens, d.T * d.D * e)),
-        *[
-            (
-                _block(d, e, run),
-                _block_selective(d, e, run.shape.moe),
-                boundary,
-                boundary,
-                _block_products(d, e, run.shape),
-            )
-        ]
-        * run.shape.layers,
-        (head, head, boundary, boundary, _head_products(run, d, e)),
+        (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if is_trained else (0, 0)),
+        *[block] * run.shape.layers,
+        (head, head, boundary, boundary, _head_products(run, d, e) if is_trained else (0, 0)),
     ]
     return tuple(
         UnitBytes(
             params=e * buffer_numel(run, unit),
-            gradient=FP32 * buffer_numel(run, unit),
+            gradient=FP32 * gradient_numel(run, unit),
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,
@@ -207,11 +229,20 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
 
 def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
-    stream = 2 * d.t * d.D * e + d.T * d.D * e + 2 * d.t * FP32
+    inputs = kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
+    stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
-    feed_forward = d.Tf * (d.D + 4 * d.F) * e if shape.moe is None else _mixture(d, e, shape.moe, run.plan.mesh)
-    return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward
+    if shape.moe is None:
+        feed_forward = (3 * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
+    else:
+        feed_forward = _mixture(d, e, shape.moe, run.plan.mesh)
+    return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward + kept_inner(run) * e
+
+
+def _inner_inputs(d: LocalDims) -> dict[str, int]:
+    """Elements of what a feed-forward multiplies."""
+    return {"second norm": d.Tf * d.D, "gate": d.Tf * d.F}
 
 
 def _sliding(d: LocalDims, e: int, window: int | None) -> int:
@@ -250,7 +281,8 @@ def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
     return kept + tokens // d.S * E * FP32
 
 
-def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
+def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
+    moe = run.shape.moe
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     kept = d.t * d.D * e + attention + d.T * d.D * e
     if moe is None:
@@ -260,8 +292,12 @@ def _block_selective(d: LocalDims, e: int, moe: MoeShape | None) -> int:
     return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
 
 
-def _block_products(d: LocalDims, e: int, shape: ModelShape) -> tuple[int, int]:
+def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
     """Inputs of the products, and gradients of their outputs."""
+    shape = run.shape
+    if run.config.lora:
+        inner = kept_inner(run)
+        return (sum(kept_inputs(run).values()) + inner) * e, (kept_outputs(run) + inner) * e
     vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0) + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
@@ -282,6 +318,7 @@ def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
     stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
+    is_trained = run.plan.trains("dense")
     if has_fused_loss(run):
-        return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
-    return stream + d.T * d.V * FP32 + (TOKEN + 2) * d.T
+        return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 and is_trained else 0)
+    return stream - (0 if is_trained else d.Tv * d.D * e) + d.T * d.V * FP32 + (TOKEN + 2) * d.T

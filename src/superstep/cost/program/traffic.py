@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from superstep.cost.program.instruction_seconds import partial_elements
-from superstep.cost.program.memory import ELEMENT_BYTES, FP32, family_numel, share_numel, zero_stage
+from superstep.cost.program.memory import ELEMENT_BYTES, FP32, family_numel, share_numel, trained_families, zero_stage
 from superstep.cost.program.operation import Axis, Operations, UnitOperations, messages
 from superstep.cost.program.work import rank_parameters
 from superstep.plan.resolve import Resolved
@@ -94,6 +94,6 @@ def _within(operations: Operations) -> Iterator[Carried]:
 def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[Carried]:
     owned = rank_parameters(run)[unit]
     element = ELEMENT_BYTES[run.config.numerics.compute] if is_fetch else FP32
-    for family in run.plan.families:
+    for family in run.plan.families if is_fetch else trained_families(run):
         if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family) or not is_fetch):
             yield Carried("shards", element * family_numel(run, owned, family))

@@ -31,7 +31,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from superstep.plan.model.outline import Factor
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
 from superstep.plan.rules import Rules
@@ -57,20 +59,30 @@ class UnitParameters:
         vectors: weights of norms, whole on each tp rank.
         whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
         experts: matrices of experts, cut over ep.
+        factors: of adapters, cut over tp.
+        whole_factors: those that are whole on each tp rank.
+        partial_factors: those of them whose linear is cut.
     """
 
     matrices: int
     vectors: int = 0
     whole: int = 0
     experts: int = 0
+    factors: int = 0
+    whole_factors: int = 0
+    partial_factors: int = 0
 
     def dense_on_rank(self, tp: int) -> int:
-        """What one tensor-parallel rank holds of all but the experts."""
+        """What one tensor-parallel rank holds of all but experts and adapters."""
         return self.matrices // tp + self.whole + self.vectors
+
+    def adapters_on_rank(self, tp: int) -> int:
+        """What it holds of adapters."""
+        return self.factors // tp + self.whole_factors
 
     def on_rank(self, tp: int, ep: int = 1) -> int:
         """What one rank holds."""
-        return self.dense_on_rank(tp) + self.experts // ep
+        return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,10 @@ class LocalDims:
     V: int
 
 
+_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None]
+"""A parameter without its name: axes, dims, factor."""
+
+
 def local_dims(run: Resolved) -> LocalDims:
     """The dims of a run's microbatch as a tensor-parallel rank sees them."""
     shape, plan = run.shape, run.plan
@@ -141,20 +157,32 @@ def local_dims(run: Resolved) -> LocalDims:
 
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order, as the run's rules cut it and pad it."""
-    found: dict[tuple[tuple[tuple[str | None, ...], tuple[int, ...]], ...], UnitParameters] = {}
-    kinds = [tuple((p.axes, run.plan.padded(p)) for p in owned) for owned in run.outline.owned]
+    found: dict[tuple[_Kind, ...], UnitParameters] = {}
+    kinds = [tuple((p.axes, run.plan.padded(p), p.factor) for p in owned) for owned in run.outline.owned]
     for kind in kinds:  # blocks are alike
         if kind not in found:
             found[kind] = _parameters(run.plan.rules, kind)
     return tuple(found[kind] for kind in kinds)
 
 
-def _parameters(rules: Rules, owned: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]]) -> UnitParameters:
+def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
+    own = [(axes, dims) for axes, dims, factor in owned if factor is None]
+    factors = [(axes, math.prod(dims)) for axes, dims, factor in owned if factor is not None]
+    whole = [not rules.cuts_any(axes) for axes, _ in factors]
+    # Two for each linear, one after the other: where one is cut, the other meets a part of it.
+    beside = [whole[at ^ 1] for at in range(len(whole))]
     return UnitParameters(
-        matrices=sum(math.prod(dims) for axes, dims in owned if "tp" in map(rules.cut, axes)),
-        experts=sum(math.prod(dims) for axes, dims in owned if "ep" in map(rules.cut, axes)),
-        vectors=sum(math.prod(dims) for axes, dims in owned if len(dims) < 2 and not rules.cuts_any(axes)),
-        whole=sum(math.prod(dims) for axes, dims in owned if len(dims) > 1 and not rules.cuts_any(axes)),
+        matrices=sum(math.prod(dims) for axes, dims in own if "tp" in map(rules.cut, axes)),
+        experts=sum(math.prod(dims) for axes, dims in own if "ep" in map(rules.cut, axes)),
+        vectors=sum(math.prod(dims) for axes, dims in own if len(dims) < 2 and not rules.cuts_any(axes)),
+        whole=sum(math.prod(dims) for axes, dims in own if len(dims) > 1 and not rules.cuts_any(axes)),
+        factors=sum(size for (_, size), is_whole in zip(factors, whole, strict=True) if not is_whole),
+        whole_factors=sum(size for (_, size), is_whole in zip(factors, whole, strict=True) if is_whole),
+        partial_factors=sum(
+            size
+            for (_, size), is_whole, is_beside_whole in zip(factors, whole, beside, strict=True)
+            if is_whole and not is_beside_whole
+        ),
     )
 
 

@@ -177,10 +177,20 @@ class _Unit:
         once, end = self._forward()
         kept_bytes = once.x.nbytes + once.noted.alive_bytes(but=self._own(once))
         gradient = torch.ones_like(once.y)
+        if end is None:
+            return UnitOperations(
+                forward=once.noted.operations,
+                backward=(),
+                weight=(),
+                input_bytes=once.x.nbytes,
+                kept_bytes=once.x.nbytes,
+                peak_bytes=once.noted.peak_bytes,
+            )
         with self._recorder.noting() as backward:
             torch.autograd.backward(end, gradient)
         # The other way to go back: first the input's gradient, then the weights'.
         again, end = self._forward()
+        assert end is not None
         parameters, sums = self._machine.parameters[self._unit], self._machine.sums
         with self._recorder.noting() as halfway:
             found, later = input_gradient(again.x, end, gradient, parameters, sums)
@@ -200,8 +210,8 @@ class _Unit:
             between_bytes=between_bytes,
         )
 
-    def _forward(self) -> tuple[_Passed, GradientEdge]:
-        """A forward pass, and where its graph ends."""
+    def _forward(self) -> tuple[_Passed, GradientEdge | None]:
+        """A forward pass, and where its graph ends; a first unit that is frozen has none."""
         passed = self._machine.boundaries[self._unit]
         x = torch.zeros(passed.shape, dtype=passed.dtype)
         if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
@@ -211,7 +221,7 @@ class _Unit:
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, Aim(self._targets), 1.0)
         self._exchange.told()  # lets go of the counts, which stay until they are asked for
-        return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y)
+        return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
 
     def _own(self, passed: _Passed) -> list[Tensor]:
         """What is there anyway, and what has its own place in the account."""
