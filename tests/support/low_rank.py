@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from superstep.plan.model.named import shape_of
 VOCAB = 64
 
 
-def shape(**model):
+def shape(*, qkv_bias=False, **model):
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": VOCAB}
-    return shape_of(ModelConfig(name="tiny", **sizes | model))
+    return replace(shape_of(ModelConfig(name="tiny", **sizes | model)), qkv_bias=qkv_bias)
 
 
 def tensors_of(model_shape):
@@ -28,6 +29,8 @@ def tensors_of(model_shape):
     with torch.no_grad():
         for spec, param in parameters(decoder, units(model_shape)).values():
             param.copy_(initial(spec, param.shape, 0) * (8 if param.dim() > 1 else 1))
+            if spec.name.endswith(".bias"):
+                param.copy_(torch.linspace(-0.5, 0.5, param.numel()))
     return global_tensors(decoder, units(model_shape))
 
 

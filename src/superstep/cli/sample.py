@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.sample import read
+from superstep.cli.served_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import load_weights
@@ -68,8 +69,10 @@ def _found(run: Path) -> tuple[RunConfig, Path]:
         raise StateError(f"'{run}' is not there; name the folder that train wrote.")
     if not folder.config.is_file():
         raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
-    checkpoint = newest_checkpoint(run)
-    return read_config(folder.config), checkpoint
+    config = read_config(folder.config)
+    if config.lora is not None:
+        refuse_adapter(run)
+    return config, newest_checkpoint(run)
 
 
 def _drawn(

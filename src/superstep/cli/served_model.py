@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import read_config
+from superstep.train.base import read_base
 from superstep.train.run_folder import RunFolder
 from superstep.train.start import newest_checkpoint
 
@@ -47,4 +49,20 @@ def find_model(path: Path) -> ServedModel:
             f"'{path}' is of a model of your own ({config.model.source}): the engine keeps keys of the decoder alone; "
             "superstep sample draws from it."
         )
+    if config.lora is not None:
+        refuse_adapter(path)
     return ServedModel(newest_checkpoint(path), path.resolve().name, config, path)
+
+
+def refuse_adapter(run: Path) -> NoReturn:
+    """A run that trained an adapter is no model.
+
+    Raises:
+        ConfigError: saying what is.
+    """
+    newest = newest_checkpoint(run)
+    named = f"{run.resolve().name}={newest}"
+    raise ConfigError(
+        f"'{run}' trained an adapter, which is no model by itself: serve its base with it, superstep serve "
+        f"{read_base(newest).folder} --serve.adapters {named}, or merge both, superstep tune merge {run} --out DIR."
+    )

@@ -1,7 +1,8 @@
 """Checkpoints: the whole model on disk, whatever layout wrote it.
 
     checkpoints/step-000200/
-        model.safetensors        global weights, fp32, under Hugging Face names
+        model.safetensors        global weights, fp32, under Hugging Face names; of adapters alone
+                                 adapter_model.safetensors, as PEFT names it and them
         optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
         config.json              of the model, for other loaders
         tokenizer.json
@@ -42,11 +43,11 @@ from superstep.state.piece import Kind, Piece, bytes_of, runs
 from superstep.state.shares import Claim, Range, Shares, granules, page_cache, share_out
 from superstep.state.tensor_file import (
     ELEMENT_BYTES,
-    FILES,
     TensorFile,
     digest,
     digest_of,
     entry,
+    file_of,
     size_of,
     tensor_files,
 )
@@ -117,7 +118,7 @@ class _Saving:
         self.files = tensor_files(tensors)
         for piece in pieces:
             if piece.is_owner and piece.values.numel():
-                file = FILES[piece.kind]
+                file = file_of(piece.kind, piece.name)
                 self._mine.append((piece, file, self.files[file].offsets[entry(piece.kind, piece.name)]))
         if self.peers.rank == 0:
             folders.begin(self.folder)

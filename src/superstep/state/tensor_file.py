@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from superstep.plan.lora import PREFIX
 from superstep.state.piece import Kind
 
 FILES: Mapping[Kind, str] = {
@@ -18,6 +19,8 @@ FILES: Mapping[Kind, str] = {
     "exp_avg": "optimizer.safetensors",
     "exp_avg_sq": "optimizer.safetensors",
 }
+ADAPTER_FILE = "adapter_model.safetensors"
+"""Of the weights of adapters, by the names that PEFT gives them."""
 ELEMENT_BYTES = 4
 BLOCK_BYTES = 1 << 22
 """What is read and hashed at once."""
@@ -38,6 +41,11 @@ def entry(kind: Kind, name: str) -> str:
     return name if kind == "weight" else f"{kind}.{name}"
 
 
+def file_of(kind: Kind, name: str) -> str:
+    """The file that a tensor lies in."""
+    return ADAPTER_FILE if kind == "weight" and name.startswith(PREFIX) else FILES[kind]
+
+
 def size_of(shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; one without dims has one element."""
     return ELEMENT_BYTES * math.prod(shape)
@@ -48,7 +56,7 @@ def tensor_files(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[
     contents: dict[str, dict[str, tuple[int, ...]]] = {}
     for kind, shapes in tensors.items():
         for name, shape in shapes.items():
-            contents.setdefault(FILES[kind], {})[entry(kind, name)] = shape
+            contents.setdefault(file_of(kind, name), {})[entry(kind, name)] = shape
     return {file: _tensor_file(shapes) for file, shapes in contents.items()}
 
 

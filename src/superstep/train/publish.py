@@ -1,7 +1,8 @@
 """A running trainer's weights as a snapshot that servers open: what post-training does after each of its updates.
 
 Every rank writes its own slices of the global tensors, as for a checkpoint, under Hugging Face names and in fp32. A
-folder in shared memory makes it a copy, without a disk.
+folder in shared memory makes it a copy, without a disk. Of a run with adapters the snapshot is the adapter, as a folder
+of PEFT's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from superstep.runtime.engine import Engine
 from superstep.serve.weights import KEEP, Published, clean, give_name, unfinished
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position, read_manifest
+from superstep.state.tensor_file import ADAPTER_FILE
 from superstep.state.together import Peers, together
 
 
@@ -60,7 +62,8 @@ def publish(
             if peers.rank:
                 return None
             digests = {name: stored.blake2b for name, stored in read_manifest(folder).tensors.items()}
-            done = give_name(root, folder, open_weights(folder), digests)
+            adapter = folder / ADAPTER_FILE
+            done = give_name(root, folder, open_weights(adapter if adapter.exists() else folder), digests)
             clean(root, keep)
             return done
 

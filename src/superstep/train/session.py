@@ -37,6 +37,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.start import fill
 from superstep.state.together import together
+from superstep.train.base import Base, begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
@@ -87,6 +88,8 @@ def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
     """The text files of a checkpoint, which rank 0 writes. They are made before the first step, as they may fail."""
     files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
+    if run.config.lora is not None:  # a folder of an adapter is no model's
+        files = {name: text for name, text in files.items() if name not in ("config.json", "generation_config.json")}
     return files | {"corpus.json": (corpus / "corpus.json").read_text(encoding="utf-8")}
 
 
@@ -167,17 +170,27 @@ class Session:
             # One rank says which: another run may be writing the next checkpoint.
             found = together(self._peers, lambda: weights_of(Path(named)) if not self._peers.rank else None, unreadable)
             assert found[0] is not None
-            fill(found[0], self._engine.pieces(("weight",)), self._shapes, self._peers)
+            if self.run.config.lora is not None:
+                self._stands_on(begin_base(self.run, self._engine, self._peers, found[0]))
+            else:
+                fill(found[0], self._engine.pieces(("weight",)), self._shapes, self._peers)
             self._engine.loaded(0)
         if self._lesson is not None:
             self._lesson.remember(self)
         return Position()
 
+    def _stands_on(self, base: Base) -> None:
+        """Note the weights that adapters are trained beside."""
+        if self._peers.rank == 0:
+            self._beside |= files_of(self.run, base)
+
     def load(self, checkpoint: Path) -> Position:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
         if self._lesson is not None and not self._lesson.is_remembered(self):
             self.begin()
         position = load(checkpoint, self._engine.pieces(STATE), self._peers)
+        if self.run.config.lora is not None:
+            self._stands_on(resume_base(self.run, self._engine, self._peers, checkpoint))
         self._engine.loaded(position.step)
         return position
 

@@ -1,0 +1,126 @@
+"""The weights that adapters are trained beside: read, never written, and the same whenever the run goes on.
+
+A checkpoint of such a run has the adapter alone, as a folder of PEFT's. Which weights it adds to stands beside it, with
+a digest of their content:
+
+    base.json       {"weights": folder, "version": digest}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.errors import StateError, SuperstepError
+from superstep.model.adapter import CONFIG, config_text
+from superstep.model.hf import open_weights
+from superstep.plan.lora import targets_of
+from superstep.plan.resolve import Resolved
+from superstep.runtime.engine import Engine
+from superstep.serve.weights import digests, version_of
+from superstep.state.start import fill
+from superstep.state.together import Peers, together
+from superstep.train.model import shapes_of
+from superstep.train.start import weights_of
+
+BASE = "base.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The weights that an adapter adds to.
+
+    Attributes:
+        folder: a checkpoint, or one of Hugging Face's.
+        version: the digest of its tensors, whatever files they lie in.
+    """
+
+    folder: Path
+    version: str
+
+
+def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> Base:
+    """Fill the frozen weights from a folder. Every rank calls this together.
+
+    Raises:
+        StateError: they are not this model's, or cannot be read: on every rank the same.
+    """
+    fill(folder, engine.frozen_pieces(), shapes_of(run), peers)
+    return Base(folder.resolve(), _version(folder, peers))
+
+
+def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -> Base:
+    """Fill them again, as they were when the checkpoint was written; from ``model.weights`` where they have moved.
+
+    Raises:
+        StateError: they are gone, or have changed: on every rank the same.
+    """
+
+    def find() -> tuple[Base, Path]:
+        base, named = read_base(checkpoint), run.config.model.weights
+        return base, base.folder if base.folder.exists() or named is None else weights_of(Path(named))
+
+    # One rank says which: another run may be writing the next checkpoint.
+    said = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
+    assert said is not None
+    base, folder = said
+    found = begin_base(run, engine, peers, folder)
+    require_same(base, found, checkpoint)
+    return found
+
+
+def require_same(base: Base, found: Base, adapter: Path) -> None:
+    """See that weights are those that an adapter was trained beside.
+
+    Raises:
+        StateError: they are not.
+    """
+    if found.version != base.version:
+        raise StateError(
+            f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder}' have "
+            f"{found.version}; put those that training began with back, or name a folder that has them."
+        )
+
+
+def read_base(checkpoint: Path) -> Base:
+    """Which weights the adapter of a checkpoint adds to.
+
+    Raises:
+        StateError: it does not say so.
+    """
+    try:
+        told = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
+        return Base(Path(told["weights"]), str(told["version"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."
+        ) from error
+
+
+def files_of(run: Resolved, base: Base) -> dict[str, str]:
+    """What makes a checkpoint's folder an adapter's, by name."""
+    lora = run.config.lora
+    assert lora is not None
+    strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))
+    told = {"weights": str(base.folder), "version": base.version}
+    return {
+        CONFIG: config_text(strengths, is_stabilized=False, base=str(base.folder)),
+        BASE: json.dumps(told, indent=1) + "\n",
+    }
+
+
+def _version(folder: Path, peers: Peers) -> str:
+    """The digest of a folder's weights; each rank reads its share of them."""
+
+    def mine() -> dict[str, str]:
+        weights = open_weights(folder)
+        return digests({name: weights[name] for name in sorted(weights)[peers.rank :: peers.size]})
+
+    parts = together(peers, mine, _unreadable(folder))
+    return version_of(open_weights(folder), {name: found for part in parts for name, found in part.items()})
+
+
+def _unreadable(path: Path) -> Callable[[Exception], SuperstepError]:
+    return lambda error: StateError(f"{path} cannot be read ({error}); fetch or save it again.")
