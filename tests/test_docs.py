@@ -27,6 +27,7 @@ from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
 from superstep.cli.tune import learn as tune
+from superstep.cli.tune import merge as tune_merge
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
 from superstep.data.tokens import ANSWER_FILES
@@ -174,6 +175,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
+    monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(plan_serve, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))

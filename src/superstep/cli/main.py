@@ -45,7 +45,7 @@ VERBS = {
         launches=True,
     ),
     "tune": Verb(
-        "post-train a model: sft learns the answers of conversations, dpo preferences",
+        "post-train a model: sft learns answers, dpo preferences; merge puts an adapter into its base",
         "superstep.cli.tune.verb",
         "superstep.cli.arguments.tune",
         extra="serve",

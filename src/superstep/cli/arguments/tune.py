@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from superstep.cli.arguments import tune_merge
 from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
@@ -20,6 +21,9 @@ KINDS: Mapping[Literal["sft", "dpo"], str] = {
     "dpo": "make preferred answers likelier than others, next to the model that it begins with",
 }
 
+MERGE = "merge"
+"""The word for merging an adapter, which asks for other things (``arguments.tune_merge``)."""
+
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
 """Fields of a recipe that its help begins with."""
 
@@ -29,7 +33,7 @@ def _usage() -> str:
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in KINDS.items()
+        for name, what in {**KINDS, MERGE: "put the adapter of a run into the weights that it adds to"}.items()
     ]
     usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
     return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
@@ -47,12 +51,14 @@ def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(KINDS)}.")
+        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join((*KINDS, MERGE))}.")
     kind, *rest = argv
+    if kind == MERGE and asks_for_help(rest):
+        tune_merge.read(rest)
     for known in KINDS:
         if kind == known:
             return known, _recipe(known, rest)
-    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, KINDS)}")
+    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, (*KINDS, MERGE))}")
 
 
 def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:

@@ -1,0 +1,19 @@
+"""superstep tune merge: a run's adapter merged into the weights that it was trained beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.arguments.tune_merge import read
+from superstep.train.start import weights_of
+from superstep.tune.merge import merge
+
+
+def main(argv: Sequence[str]) -> int:
+    """Merge, and say what was merged."""
+    run, options = read(argv)
+    adapter = weights_of(run)
+    done = merge(adapter, Path(options.out), Path(options.base) if options.base else None)
+    print(f"{options.out}: {done.base} with {done.linears} linears changed by {adapter}")
+    return 0
