@@ -17,6 +17,7 @@ from plans import SCHEDULES, examples
 from refused import REFUSED, config_of
 from superstep.errors import ConfigError
 from superstep.plan import exact_pieces as grain_module
+from superstep.plan import lora as lora_module
 from superstep.plan import resolve as resolve_module
 from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
@@ -65,6 +66,11 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         {"plan__tp": 4, "plan__rules": (("inner", "tp"),)},
         outline(linear("up.weight", "inner", None, rows=6), linear("down.weight", None, "inner", columns=6)),
         ["up.weight", "dim 0 ('inner') of 6", "plan.tp = 4", "plan.rules.inner to 'none'", "plan.tp to one of [1, 2, "],
+    ),
+    (
+        {"lora__rank": 2},
+        Outline(3 * (Unit("same", (Parameter(name="x", axes=(None,), dims=(2,), layer="other"),)),)),
+        ["lora: the model has no plain linears", "leave [lora] out"],
     ),
     (
         {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
@@ -325,6 +331,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
         hf_config_module,
         hf_rope_module,
         json_keys_module,
+        lora_module,
         model_module,
         resolve_module,
         shape_module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.plan.config import RunConfig
+from superstep.plan.config import LoraConfig, RunConfig
 
 
 def config_of(**values) -> RunConfig:
@@ -12,7 +12,8 @@ def config_of(**values) -> RunConfig:
     config = RunConfig()
     for name, value in values.items():
         section, field = name.split("__")
-        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+        table = getattr(config, section) or LoraConfig()
+        config = replace(config, **{section: replace(table, **{field: value})})
     return config
 
 
@@ -23,6 +24,12 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"train__weight_decay": float("nan")}, None, ["train.weight_decay = nan", "at least 0"]),
     ({"data__sequence_tokens": 1}, None, ["data.sequence_tokens = 1", "at least 2"]),
     ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
+    ({"model__weights": "runs/demo"}, None, ["model.weights = 'runs/demo'", "data.tokenizer to the tokenizer.json"]),
+    ({"lora__rank": 0}, None, ["lora.rank = 0", "at least 1"]),
+    ({"lora__alpha": float("nan")}, None, ["lora.alpha = nan", "above 0"]),
+    ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),
+    ({"lora__targets": ("q_prj",)}, None, ["lora.targets: 'q_prj'", "did you mean 'q_proj'?"]),
+    ({"lora__rank": 2, "model__experts": 4}, None, ["lora with model.experts = 4", "leave [lora] out"]),
     ({"plan__pp": 0}, None, ["plan.pp = 0", "at least 1"]),
     ({"plan__dp": 0}, None, ["plan.dp = 0", "at least 1"]),
     ({"plan__microbatch": 0}, None, ["plan.microbatch = 0", "at least 1"]),

@@ -4,6 +4,8 @@ A checkpoint of such a run has the adapter alone, as a folder of PEFT's. Which w
 a digest of their content:
 
     base.json       {"weights": folder, "version": digest}
+
+Where no weights were given, as while a layout is proven, the base is drawn from ``train.seed``, and has no folder.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ class Base:
     """The weights that an adapter adds to.
 
     Attributes:
-        folder: a checkpoint, or one of Hugging Face's.
-        version: the digest of its tensors, whatever files they lie in.
+        folder: a checkpoint, or one of Hugging Face's; None where the weights were drawn.
+        version: the digest of its tensors, whatever files they lie in; or what they were drawn from.
     """
 
-    folder: Path
+    folder: Path | None
     version: str
+
+
+def drawn_base(run: Resolved) -> Base:
+    """The weights that a run has which was given none."""
+    return Base(None, f"train.seed = {run.config.train.seed}")
 
 
 def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> Base:
@@ -58,15 +65,16 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
         StateError: they are gone, or have changed: on every rank the same.
     """
 
-    def find() -> tuple[Base, Path]:
+    def find() -> tuple[Base, Path | None]:
         base, named = read_base(checkpoint), run.config.model.weights
-        return base, base.folder if base.folder.exists() or named is None else weights_of(Path(named))
+        is_there = base.folder is None or base.folder.exists()
+        return base, base.folder if is_there or named is None else weights_of(Path(named))
 
     # One rank says which: another run may be writing the next checkpoint.
     said = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
     assert said is not None
     base, folder = said
-    found = begin_base(run, engine, peers, folder)
+    found = drawn_base(run) if folder is None else begin_base(run, engine, peers, folder)
     require_same(base, found, checkpoint)
     return found
 
@@ -79,7 +87,7 @@ def require_same(base: Base, found: Base, adapter: Path) -> None:
     """
     if found.version != base.version:
         raise StateError(
-            f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder}' have "
+            f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder or 'the run'}' have "
             f"{found.version}; put those that training began with back, or name a folder that has them."
         )
 
@@ -92,7 +100,7 @@ def read_base(checkpoint: Path) -> Base:
     """
     try:
         told = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
-        return Base(Path(told["weights"]), str(told["version"]))
+        return Base(None if told["weights"] is None else Path(told["weights"]), str(told["version"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."
@@ -104,9 +112,10 @@ def files_of(run: Resolved, base: Base) -> dict[str, str]:
     lora = run.config.lora
     assert lora is not None
     strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))
-    told = {"weights": str(base.folder), "version": base.version}
+    folder = None if base.folder is None else str(base.folder)
+    told = {"weights": folder, "version": base.version}
     return {
-        CONFIG: config_text(strengths, is_stabilized=False, base=str(base.folder)),
+        CONFIG: config_text(strengths, is_stabilized=False, base=folder),
         BASE: json.dumps(told, indent=1) + "\n",
     }
 

@@ -37,7 +37,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.start import fill
 from superstep.state.together import together
-from superstep.train.base import Base, begin_base, files_of, resume_base
+from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
@@ -133,6 +133,8 @@ class Session:
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
             raise StateError(f"the tokens in {corpus} are those of superstep {verb}; go on with the run by that.")
         self._beside = _beside(run, corpus) if world.rank == 0 else {}
+        if run.config.lora is not None:
+            self._stands_on(drawn_base(run))
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._lesson = lesson
         self._train = through(self._stream("train"))

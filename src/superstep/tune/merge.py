@@ -84,6 +84,8 @@ def _base_of(adapter: Path, named: Path | None) -> Path:
     if (adapter / BASE).is_file():
         base = read_base(adapter)
         folder = named or base.folder
+        if folder is None:
+            raise StateError(f"'{adapter}' adds to weights that were drawn from {base.version}, and lie in no folder.")
         require_same(base, Base(folder, version_of(open_weights(folder))), adapter)
         return folder
     if named is not None:
