@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import small
+from superstep.model.any import as_units
+from superstep.model.inspect import outline_of
+from superstep.model.low_rank import adapt
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
-from superstep.runtime.launch import World
+from superstep.runtime.launch import World, gather
 from superstep.train.model import units_of
 from superstep.train.proof.close import prove, write_reference
 from superstep.train.proof.exact import Relay, prove_exact, write_bits
@@ -30,10 +33,10 @@ def config(*, lora=LORA, bias=False, **found):
     return replace(made, lora=lora)
 
 
-def _both_at_work(run):
-    """The run's units, whose B starts with other values than zeros: else A has no gradient."""
+def _both_at_work(run, units=()):
+    """The run's units, or those given, whose B starts with other values than zeros: else A has no gradient."""
     found = []
-    for unit in units_of(run):
+    for unit in units or units_of(run):
         params = dict(unit.params)
         for local, param in params.items():
             if param.factor == "b":
@@ -107,6 +110,54 @@ def test_layouts_train_what_one_process_trains(pool, reference, world):
         assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
         # Of every factor gradients, moments and updates; of nothing else.
         assert verdict.compared >= 2 * 5 * run.shape.layers * 4
+
+
+class Mixer(torch.nn.Module):
+    """A module of nobody's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, x):
+        return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
+
+
+def _own(**plan):
+    """A run of units of nobody's, and these with adapters."""
+    torch.manual_seed(0)
+    modules = [torch.nn.Embedding(small.VOCAB, 24), Mixer(24), Mixer(24), torch.nn.Linear(24, small.VOCAB)]
+    specs = as_units(modules)
+    run = resolve(
+        replace(config(**plan), lora=LoraConfig(rank=2, targets=("wide", "narrow"))), outline=outline_of(specs, "own")
+    )
+    return run, adapt(specs, run.outline, run.config.lora)
+
+
+def _prove_own(rank, world, plans, folder):
+    found = []
+    for plan in plans:
+        run, specs = _own(**plan)
+        batches = small.batches(packed=False)
+        if rank == 0 and not Path(folder).exists():
+            Path(folder).mkdir()
+            write_reference(_both_at_work(run, specs), run.config.train, batches, Path(folder))
+        gather(None)
+        specs = _both_at_work(run, specs)
+        found.append(prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=specs))
+    return found
+
+
+def test_units_of_nobodys_take_adapters_too(pool, tmp_path):
+    plans = [{"dp": 2, "zero": 3}, {"dp": 2, "zero": 1, "recompute": "selective"}, {"pp": 2, "schedule": "1f1b"}]
+    verdicts = pool.run(2, _prove_own, plans, str(tmp_path / "reference"))[0]
+    for plan, verdict in zip(plans, verdicts, strict=True):
+        assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
+        assert {d.name.rpartition(".lora_")[0].rpartition(".")[2] for d in verdict.worst if d.name} <= {
+            "wide",
+            "narrow",
+        }
 
 
 EXACT = {

@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM
 import runs
 from superstep.cli.main import main
 from superstep.data.stream import Batch
-from superstep.model.adapter import CONFIG, FILE
+from superstep.model.adapter import CONFIG, FILE, linears_of, read_adapter
 from superstep.model.hf import open_weights
 from superstep.plan.config import PlanConfig
+from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
+from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.serve.offline import generate
@@ -35,7 +37,8 @@ from superstep.state.tensor_file import digest
 from superstep.train.base import BASE, begin_base
 from superstep.train.batches import microbatches_of
 from superstep.train.model import units_of
-from superstep.train.session import RankPeers
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import RankPeers, Rate, Session
 
 pytestmark = pytest.mark.usefixtures("small_measure")
 
@@ -232,6 +235,25 @@ def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
     capsys.readouterr()
     assert main(["tune", "merge", str(tuned / "tuned"), "--out", str(out)]) == 2
     assert "is there already" in said(capsys)
+
+
+def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
+    with inside(tuned):
+        run = resolve(read_config(tuned / "tuned/run.toml"))
+        world = World(0, 1, Device("cpu"))
+        session = Session(
+            world, run, RunFolder(root=tmp_path), tuned / "tuned/data", Rate(flops_per_token=None, peak_flops=None)
+        )
+        position = session.load(tuned / "tuned/checkpoints/step-000006")
+        published = session.publish(tmp_path / "root", position)
+        session.close()
+    saved = load_file(tuned / "tuned/checkpoints/step-000006" / FILE)
+    told = load_file(published.path / FILE)
+    assert saved.keys() == told.keys()
+    assert all(torch.equal(saved[name], told[name]) for name in saved)
+    linears = linears_of(shape_of(read_config(tuned / "tuned/run.toml").model))
+    with inside(tuned):
+        assert len(read_adapter(published.path, linears).parts) == 6
 
 
 @pytest.mark.parametrize(
