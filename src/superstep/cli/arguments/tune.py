@@ -33,7 +33,7 @@ def _usage() -> str:
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in {**KINDS, MERGE: "put the adapter of a run into the weights that it adds to"}.items()
+        for name, what in (*KINDS.items(), (MERGE, "put the adapter of a run into the weights that it adds to"))
     ]
     usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
     return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
