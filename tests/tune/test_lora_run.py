@@ -20,7 +20,6 @@ from superstep.data.stream import Batch
 from superstep.model.adapter import CONFIG, FILE, linears_of, read_adapter
 from superstep.model.hf import open_weights
 from superstep.plan.config import PlanConfig
-from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
 from superstep.runtime.device import Device
@@ -251,9 +250,7 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
     told = load_file(published.path / FILE)
     assert saved.keys() == told.keys()
     assert all(torch.equal(saved[name], told[name]) for name in saved)
-    linears = linears_of(shape_of(read_config(tuned / "tuned/run.toml").model))
-    with inside(tuned):
-        assert len(read_adapter(published.path, linears).parts) == 6
+    assert len(read_adapter(published.path, linears_of(run.shape)).parts) == 6
 
 
 @pytest.mark.parametrize(
@@ -268,6 +265,8 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
         (["train", "lora.toml", "--lora.alpha", "0", "--state.dir", "x"], "lora.alpha = 0 must be above 0"),
         (["train", "lora.toml", "--lora.targets", "q_prj", "--state.dir", "x"], "did you mean 'q_proj'?"),
         (["train", "lora.toml", "--lora.targets", "[]", "--state.dir", "x"], "lora.targets is empty"),
+        (["train", "lora.toml", "--lora.alpha", "4", "--state.existing", "resume"], "lora.alpha = 4.0, and the run in"),
+        (["train", "run.toml", "--lora.rank", "4", "--state.existing", "resume"], "[lora] is given, and the run in"),
         (["train", "run.toml", "--lora.rank", "4", "--model.experts", "4", "--state.dir", "x"], "model.experts = 4"),
     ],
 )

@@ -88,7 +88,7 @@ def require_same(base: Base, found: Base, adapter: Path) -> None:
     if found.version != base.version:
         raise StateError(
             f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder or 'the run'}' have "
-            f"{found.version}; put those that training began with back, or name a folder that has them."
+            f"{found.version}; put those that training began with back."
         )
 
 

@@ -20,7 +20,7 @@ from superstep.train.run_folder import RunFolder, write_whole
 
 # What may not change within one run: the weights or the cursor would mean something else.
 _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens", "data.packed",
-          "data.validation_fraction", "train.seed")  # fmt: skip
+          "data.validation_fraction", "train.seed", "lora")  # fmt: skip
 
 
 def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
@@ -73,6 +73,14 @@ def _check_same(before: RunConfig, now: RunConfig) -> None:
     for name in _FIXED:
         section, _, key = name.partition(".")
         old, new = getattr(before, section), getattr(now, section)
+        if old is None or new is None:
+            if old != new:
+                raise ConfigError(
+                    f"[{section}] is {'left out' if new is None else 'given'}, and the run in state.dir = "
+                    f"'{now.state.dir}' was started {'without' if old is None else 'with'} it; it cannot change "
+                    "within a run. Set it back, or name another --state.dir."
+                )
+            continue
         for field in [key] if key else [f.name for f in fields(old)]:
             was, will = getattr(old, field), getattr(new, field)
             if was != will:
