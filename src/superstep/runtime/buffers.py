@@ -176,6 +176,15 @@ class UnitBuffers:
         else:
             self.gradient.zero_()
 
+    def share(self, other: UnitBuffers) -> None:
+        """Take another's memory, of the same frozen parameters, and give the own back."""
+        assert self.is_frozen, "what is trained is each one's own"
+        assert self.zero == other.zero == 0, "whole on this rank"
+        assert self.layout == other.layout, "of the same parameters"
+        self.full, self.master = other.full, other.master
+        for local, param in self.params.items():
+            param.data = other.params[local].data
+
     def held(self) -> Iterator[tuple[Slot, int, int]]:
         """What of each parameter lies in this rank's shard, without padding: the slot, and the first and last element
         (exclusive) of the local tensor, flattened.

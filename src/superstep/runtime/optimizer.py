@@ -46,13 +46,17 @@ class AdamW:
         world: the group of all ranks; None where there is one.
         is_exact: the same bits however the parameters are cut: no fused kernel, whose vectors and last few elements
             differ, and a norm that is summed as integers.
+
+    Attributes:
+        hyper: the settings of the next update.
+        steps: updates so far.
     """
 
     def __init__(
         self, units: Sequence[Owned], hyper: Hyper, world: Group | None = None, *, is_exact: bool = False
     ) -> None:
         self._units = units
-        self._hyper = hyper
+        self.hyper = hyper
         self._world = world
         self._is_exact = is_exact
         self.steps = 0
@@ -112,7 +116,7 @@ class AdamW:
         """
         self.steps += 1
         self._count.fill_(self.steps)
-        h = self._hyper
+        h = self.hyper
         # The fused kernel divides gradients by grad_scale, so that clipping costs no pass of its own.
         scale = self._count.new_tensor(max(norm / h.clip_norm, 1.0))
         for (params, grads, first, second), decay in ((self._decayed, h.weight_decay), (self._plain, 0.0)):
@@ -145,7 +149,7 @@ class AdamW:
         self, param: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float, scale: float
     ) -> None:
         """The same update by operations that IEEE 754 rounds one way."""
-        h = self._hyper
+        h = self.hyper
         grad = grad / scale
         first.mul_(h.beta1).add_(grad * (1 - h.beta1))
         second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
