@@ -28,6 +28,7 @@ from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
 from superstep.cli.tune import learn as tune
 from superstep.cli.tune import merge as tune_merge
+from superstep.cli.tune import serve as tune_serve
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
 from superstep.data.tokens import ANSWER_FILES
@@ -176,6 +177,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
+    monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
     monkeypatch.setattr(plan_serve, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))

@@ -21,7 +21,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     if verb == "train" and "RANK" not in os.environ:
         if _ranks(train.read(argv).config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
-    elif verb == "tune" and list(argv[:1]) != [tune.MERGE] and "RANK" not in os.environ:
+    elif verb == "tune" and not (argv and argv[0] in tune.APART) and "RANK" not in os.environ:
         _, recipe = tune.read(argv)
         if _ranks(recipe.plan) > 1:
             seed.begin("superstep.cli.tune.verb")

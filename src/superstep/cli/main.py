@@ -45,7 +45,8 @@ VERBS = {
         launches=True,
     ),
     "tune": Verb(
-        "post-train a model: sft learns answers, dpo preferences; merge puts an adapter into its base",
+        "post-train a model: sft learns answers, dpo preferences; merge puts an adapter into its base; serve is for "
+        "Tinker's client",
         "superstep.cli.tune.verb",
         "superstep.cli.arguments.tune",
         extra="serve",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from superstep.cli.arguments import tune_merge
+from superstep.cli.arguments import tune_merge, tune_serve
 from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
@@ -21,8 +21,12 @@ KINDS: Mapping[Literal["sft", "dpo"], str] = {
     "dpo": "make preferred answers likelier than others, next to the model that it begins with",
 }
 
-MERGE = "merge"
-"""The word for merging an adapter, which asks for other things (``arguments.tune_merge``)."""
+MERGE, SERVE = "merge", "serve"
+APART: Mapping[str, str] = {
+    MERGE: "put the adapter of a run into the weights that it adds to",
+    SERVE: "let others train adapters over HTTP, by Tinker's client",
+}
+"""Words that have no recipe, and ask for other things (``arguments.tune_merge``, ``tune_serve``)."""
 
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
 """Fields of a recipe that its help begins with."""
@@ -33,7 +37,7 @@ def _usage() -> str:
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in (*KINDS.items(), (MERGE, "put the adapter of a run into the weights that it adds to"))
+        for name, what in (*KINDS.items(), *APART.items())
     ]
     usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
     return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
@@ -51,14 +55,14 @@ def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join((*KINDS, MERGE))}.")
+        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join((*KINDS, *APART))}.")
     kind, *rest = argv
-    if kind == MERGE and asks_for_help(rest):
-        tune_merge.read(rest)
+    if kind in APART and asks_for_help(rest):
+        {MERGE: tune_merge.read, SERVE: tune_serve.read}[kind](rest)
     for known in KINDS:
         if kind == known:
             return known, _recipe(known, rest)
-    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, (*KINDS, MERGE))}")
+    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, (*KINDS, *APART))}")
 
 
 def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
-from superstep.cli.arguments.tune import MERGE, read
-from superstep.cli.tune import learn, merge
+from superstep.cli.arguments.tune import APART, read
+from superstep.cli.tune import learn
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the first word says."""
-    if list(argv[:1]) == [MERGE]:
-        return merge.main(argv[1:])
+    if argv and argv[0] in APART:
+        # The one that is asked for: a server brings much that the others have no use for.
+        status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
+        return status
     return learn.run(lambda: read(argv))

@@ -1,0 +1,76 @@
+"""What superstep tune serve is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from superstep.cli.arguments.serve import NumericsOptions, read_model
+from superstep.errors import ConfigError
+from superstep.plan.config import DeviceKind
+
+DESCRIPTION = (
+    "Let others train adapters of a model over HTTP, by Tinker's client: MODEL is a run, a checkpoint or a Hugging "
+    "Face folder. Set TINKER_BASE_URL to the address that is told, and TINKER_API_KEY to the key; "
+    "without one, to tml-any."
+)
+COMMON = ("port", "host", "name", "key", "state", "numerics.compute", "numerics.exact")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Where to answer, and how."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; the ordinary one is seen by this machine alone."""
+    port: int = 8000
+    """The port to listen on; 0 takes a free one."""
+    name: str | None = None
+    """What clients call the model, beside its folder's path; none takes the folder's name."""
+    key: str | None = None
+    """A key that clients must show, which begins with tml-, or @FILE that holds it, which `ps` does not show; none
+    takes it from TINKER_API_KEY, and without one asks for none."""
+    state: str = "runs/tinker"
+    """The folder of what clients save."""
+    device: DeviceKind | None = None
+    """Where it computes; none takes a GPU where there is one."""
+    context_tokens: int | None = None
+    """The most tokens of a sequence, and of a prompt and its answer; none takes what the model was made for."""
+    alpha: float = 32.0
+    """The strength of adapters: the product of the factors is multiplied by alpha / rank."""
+    most_rank: int = 128
+    """The largest rank of an adapter."""
+    models: int = 8
+    """The most created models at once; they share the base's weights."""
+    adapters: int = 16
+    """The most saved weights that are held for sampling at once; others are read again when they are asked for."""
+    batch_tokens: int = 8192
+    """The most tokens, padding among them, of one pass through the model."""
+    kernels: str | None = None
+    """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
+    `off` computes without."""
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
+
+
+def read(argv: Sequence[str]) -> tuple[Path, Options]:
+    """The model, and the rest.
+
+    Raises:
+        ConfigError: one of them is missing or wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    missing = "name what to train: a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
+    model, options = read_model(
+        Options(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
+    )
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
+    for name in ("most_rank", "models", "adapters", "batch_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} = {getattr(options, name)} must be at least 1.")
+    if options.context_tokens is not None and options.context_tokens < 2:
+        raise ConfigError(f"--context_tokens = {options.context_tokens} must be at least 2.")
+    if not 0 < options.alpha < float("inf"):
+        raise ConfigError(f"--alpha = {options.alpha:g} must be above 0 and finite.")
+    return Path(model), options

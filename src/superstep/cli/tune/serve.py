@@ -1,0 +1,91 @@
+"""superstep tune serve: others train adapters of a model over HTTP, by Tinker's client."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.arguments.tune_serve import Options, read
+from superstep.cli.served_model import ServedModel, find_model
+from superstep.cli.serving import kernels_folder
+from superstep.errors import ConfigError
+from superstep.runtime.device import Device, choose
+from superstep.serve.api.server import serve
+from superstep.tune.tinker.app import make_app
+from superstep.tune.tinker.config import TinkerConfig
+from superstep.tune.tinker.opened import open_service
+
+KEY = "TINKER_API_KEY"
+"""The variable that the key is taken from, where the command line names none. Tinker's clients read it too."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer until Ctrl-C or SIGTERM."""
+    path, options = read(argv)
+    model, key = find_model(path), key_of(options.key, os.environ.get(KEY))
+    config = tinker_config(model, options)
+    _say(f"Loading {config.folder}.")
+    service = open_service(config, Device(choose(options.device, 1)), tell=lambda line: print(line, file=sys.stderr))
+    exact = ", sampled with the bits of training" if config.exact else ""
+    _say(f"{config.name}: {config.compute}, sequences of {service.config.context_tokens} tokens{exact}.")
+
+    def ready(host: str, port: int) -> None:
+        _say(f"TINKER_BASE_URL=http://{host}:{port} {KEY}={'tml-any' if key is None else '...'}")
+
+    try:
+        serve(make_app(service, key=key), host=options.host, port=options.port, ready=ready)
+    finally:
+        service.desk.close()
+    return 0
+
+
+def tinker_config(model: ServedModel, options: Options) -> TinkerConfig:
+    """How a model is served, what was not asked for taken from its run, if it has one."""
+    run, exact = model.run, options.numerics.exact
+    if run is not None and exact is None:
+        exact = run.numerics.exact
+    context = run.data.sequence_tokens if run is not None and options.context_tokens is None else options.context_tokens
+    return TinkerConfig(
+        folder=model.folder.resolve(),
+        name=options.name or model.name,
+        root=Path(options.state),
+        compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
+        exact=bool(exact),
+        context_tokens=context,
+        alpha=options.alpha,
+        most_rank=options.most_rank,
+        models=options.models,
+        adapters=options.adapters,
+        batch_tokens=options.batch_tokens,
+        kernels=kernels_folder(options.kernels),
+    )
+
+
+def key_of(asked: str | None, found: str | None) -> str | None:
+    """The key that clients must show; None where none is asked for.
+
+    Args:
+        asked: on the command line: a key, or @FILE that holds it.
+        found: in the environment.
+
+    Raises:
+        ConfigError: it is none that Tinker's client would send.
+    """
+    told, where = (found, KEY) if asked is None else (asked, "--key")
+    if told is None:
+        return None
+    if asked is not None and asked.startswith("@"):
+        try:
+            told = Path(asked[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--key = '{asked}' cannot be read ({error}); name a file of one line.") from None
+    if not re.fullmatch(r"tml-[!-~]+", told):
+        raise ConfigError(f"{where} must be one word that begins with tml-, as Tinker's client has it.")
+    return told
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

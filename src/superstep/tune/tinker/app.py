@@ -1,0 +1,274 @@
+"""Tinker's HTTP interface, as its SDK 0.38 speaks it: which path is which verb.
+
+What takes time is answered with a number at once; ``/retrieve_future`` waits for what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from superstep.errors import SuperstepError, UserError
+from superstep.tune.tinker import bodies
+from superstep.tune.tinker.desk import Failed, Outcome
+from superstep.tune.tinker.messages import read_forward_backward
+from superstep.tune.tinker.service import Service, Unknown
+from superstep.tune.tinker.store import place_of
+
+T = TypeVar("T")
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+PROTOBUF = "application/x-protobuf"
+ROOT = "/api/v1"
+POLL_S = 25.0
+"""How long a request for a result is held; the SDK asks again after it."""
+
+BODY_BYTES = 64 << 20
+
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": False,  # requests run in the order in which they come
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+}
+
+NO_HEAD = (
+    "train_unembed: the head takes no adapter on this server; the linears of the blocks do, as train_attn and "
+    "train_mlp say."
+)
+
+
+class Refused(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def make_app(service: Service, *, key: str | None = None) -> Starlette:
+    """The application.
+
+    Args:
+        service: which it drives.
+        key: that clients must show; None asks for none.
+    """
+    routes = [
+        Route(ROOT + path, _endpoint(handler, service, key), methods=[method]) for method, path, handler in ROUTES
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+
+
+def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            shown = request.headers.get("x-api-key", "")
+            if key is not None and not hmac.compare_digest(shown.encode(), key.encode()):
+                raise Refused(401, "the key in X-API-Key is not this server's; set TINKER_API_KEY.")
+            return await handler(request, service)
+        except Refused as error:
+            return _refusal(error.status, str(error))
+        except Unknown as error:
+            return _refusal(404, str(error))
+        except UserError as error:
+            return _refusal(400, str(error))
+        except SuperstepError as error:
+            return _refusal(500, str(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return answer
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"detail": message}, status_code=status)
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    return _refusal(status, f"{request.method} {request.url.path} is not here.")
+
+
+async def _bytes(request: Request) -> bytes:
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(415, "compressed bodies are not read here; send them as they are.")
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > BODY_BYTES:
+            raise Refused(413, f"the body is larger than {BODY_BYTES >> 20} MiB; send less at once.")
+    return bytes(data)
+
+
+async def _body(request: Request, form: type[T]) -> T:
+    return bodies.read_body(form, await _bytes(request))
+
+
+def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
+    return JSONResponse({"request_id": number, **more})
+
+
+async def _health(request: Request, service: Service) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _client_config(request: Request, service: Service) -> Response:
+    return JSONResponse(CLIENT_CONFIG)
+
+
+async def _dynamic_config(request: Request, service: Service) -> Response:
+    return JSONResponse({})
+
+
+async def _telemetry(request: Request, service: Service) -> Response:
+    await _bytes(request)
+    return JSONResponse({"status": "accepted"})  # and not kept
+
+
+async def _capabilities(request: Request, service: Service) -> Response:
+    config = service.config
+    names = dict.fromkeys((config.name, str(config.folder)))
+    told = {"max_context_length": config.context_tokens, "trainable": True, "sampleable": True}
+    return JSONResponse({"supported_models": [{"model_name": name, **told} for name in names]})
+
+
+async def _create_session(request: Request, service: Service) -> Response:
+    await _body(request, bodies.CreateSession)
+    told = {"type": "create_session", "session_id": service.create_session(), "info_message": NO_HEAD}
+    return JSONResponse(told)
+
+
+async def _heartbeat(request: Request, service: Service) -> Response:
+    service.hear((await _body(request, bodies.OfSession)).session_id)
+    return JSONResponse({"type": "session_heartbeat"})
+
+
+async def _finish(request: Request, service: Service) -> Response:
+    await _bytes(request)
+    service.finish(request.path_params["session"])
+    return Response(status_code=204)
+
+
+async def _create_model(request: Request, service: Service) -> Response:
+    return _promised(service.create_model(await _body(request, bodies.CreateModel)))
+
+
+async def _get_info(request: Request, service: Service) -> Response:
+    return JSONResponse(service.info((await _body(request, bodies.OfModel)).model_id))
+
+
+async def _forward_backward(request: Request, service: Service) -> Response:
+    kind = request.headers.get("content-type", "")
+    if kind != PROTOBUF:
+        raise Refused(415, f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.")
+    data = await _bytes(request)
+    return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data)))
+
+
+async def _optim_step(request: Request, service: Service) -> Response:
+    return _promised(service.optim_step(await _body(request, bodies.OptimStep)))
+
+
+async def _save_weights(request: Request, service: Service) -> Response:
+    return _promised(service.save_weights(await _body(request, bodies.SaveWeights)))
+
+
+async def _save_for_sampler(request: Request, service: Service) -> Response:
+    return _promised(service.save_for_sampler(await _body(request, bodies.SaveForSampler)))
+
+
+async def _load_weights(request: Request, service: Service) -> Response:
+    return _promised(service.load_weights(await _body(request, bodies.LoadWeights)))
+
+
+async def _weights_info(request: Request, service: Service) -> Response:
+    place = place_of((await _body(request, bodies.WeightsInfo)).tinker_path)
+    _, about = service.store.find(place.path, place.kind)
+    return JSONResponse(
+        {
+            "base_model": about.base,
+            "is_lora": True,
+            "lora_rank": about.rank,
+            "train_unembed": about.train_unembed,
+            "train_mlp": about.train_mlp,
+            "train_attn": about.train_attn,
+        }
+    )
+
+
+async def _create_sampling(request: Request, service: Service) -> Response:
+    number = service.create_sampling(await _body(request, bodies.CreateSampling))
+    return JSONResponse({"type": "create_sampling_session", "sampling_session_id": number})
+
+
+async def _get_sampler(request: Request, service: Service) -> Response:
+    return JSONResponse(service.sampler(request.path_params["sampler"]))
+
+
+async def _asample(request: Request, service: Service) -> Response:
+    number, answers = service.sample(await _body(request, bodies.Sample))
+    return _promised(number, sample_sequence_ids=answers)
+
+
+async def _retrieve(request: Request, service: Service) -> Response:
+    number = (await _body(request, bodies.Retrieve)).request_id
+    future = service.desk.future(number)
+    if future is None:
+        raise Unknown(f"request_id = '{number}' is not known; its result was given out long ago, or never promised.")
+    done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=POLL_S)
+    if not done:
+        return JSONResponse({"type": "try_again", "request_id": number, "queue_state": "active"}, status_code=408)
+    service.desk.given(number)
+    return _outcome(future.result())
+
+
+def _outcome(outcome: Outcome) -> Response:
+    if isinstance(outcome, Failed):
+        return JSONResponse({"error": outcome.message, "category": "user" if outcome.is_users else "server"})
+    return Response(outcome.body, media_type=PROTOBUF if outcome.is_proto else "application/json")
+
+
+async def _checkpoints(request: Request, service: Service) -> Response:
+    found = await asyncio.to_thread(lambda: list(service.store.told(request.path_params["model"])))
+    return JSONResponse({"checkpoints": found})
+
+
+async def _delete_checkpoint(request: Request, service: Service) -> Response:
+    service.store.delete(place_of(f"tinker://{request.path_params['model']}/{request.path_params['checkpoint']}"))
+    return Response(status_code=204)
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/healthz", _health),
+    ("POST", "/client/config", _client_config),
+    ("POST", "/client/dynamic_config", _dynamic_config),
+    ("POST", "/telemetry", _telemetry),
+    ("GET", "/get_server_capabilities", _capabilities),
+    ("POST", "/create_session", _create_session),
+    ("POST", "/session_heartbeat", _heartbeat),
+    ("POST", "/sessions/{session}/finish", _finish),
+    ("POST", "/create_model", _create_model),
+    ("POST", "/get_info", _get_info),
+    ("POST", "/forward_backward", _forward_backward),
+    ("POST", "/optim_step", _optim_step),
+    ("POST", "/save_weights", _save_weights),
+    ("POST", "/save_weights_for_sampler", _save_for_sampler),
+    ("POST", "/load_weights", _load_weights),
+    ("POST", "/weights_info", _weights_info),
+    ("POST", "/create_sampling_session", _create_sampling),
+    ("GET", "/samplers/{sampler}", _get_sampler),
+    ("POST", "/asample", _asample),
+    ("POST", "/retrieve_future", _retrieve),
+    ("GET", "/training_runs/{model}/checkpoints", _checkpoints),
+    ("DELETE", "/training_runs/{model}/checkpoints/{checkpoint:path}", _delete_checkpoint),
+)

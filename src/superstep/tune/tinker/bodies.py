@@ -1,0 +1,201 @@
+"""Bodies of JSON, as Tinker's SDK 0.38 sends them. A field that is not known is refused, not passed over."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from superstep.errors import DataError
+
+T = TypeVar("T")
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An object. ``type`` says again what the path says."""
+
+    type: str = ""
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a new model."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
+    """Which optimizer; other kinds have fields of their own."""
+
+    type: str = "adamw"
+
+
+class CreateSession(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /create_session."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /session_heartbeat."""
+
+    session_id: str
+
+
+class CreateModel(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /create_model."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class OfModel(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /get_info."""
+
+    model_id: str
+
+
+class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one update."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /optim_step."""
+
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /save_weights."""
+
+    model_id: str
+    path: str | None = None
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /save_weights_for_sampler."""
+
+    model_id: str
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /load_weights: onto a model, or as a new one of a session."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+    weights_access_token: str | None = None
+
+
+class CreateSampling(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts one after another."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to draw."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /asample."""
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+class Retrieve(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /retrieve_future."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class WeightsInfo(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /weights_info."""
+
+    tinker_path: str
+
+
+def read_body(form: type[T], body: bytes) -> T:
+    """A body as its path has it.
+
+    Raises:
+        DataError: it cannot be read; names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=form)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"the body cannot be read: {error}.") from None

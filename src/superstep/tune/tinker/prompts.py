@@ -1,0 +1,73 @@
+"""A prompt as a client asks it, and as the sampler answers it."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from superstep.errors import ConfigError
+from superstep.serve.request import Sampling
+from superstep.tune.tinker import bodies
+from superstep.tune.tinker.sampler import Asked
+
+
+def asked_of(body: bodies.Sample, adapter: Path | None, context_tokens: int) -> Asked:
+    """What a body asks of the sampler.
+
+    Raises:
+        ConfigError: something that is not here.
+    """
+    absent = {
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k != 0,
+        "record_stability_info": bool(body.record_stability_info),
+    }
+    for name, is_asked in absent.items():
+        if is_asked:
+            raise ConfigError(f"{name} is not here; leave it out.")
+    for chunk in body.prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise ConfigError(
+                f"prompt has a chunk of type '{chunk.type}'; this model reads tokens alone (encoded_text)."
+            )
+    prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+    if body.prompt_logprobs_last_n is not None and not 1 <= body.prompt_logprobs_last_n < len(prompt):
+        raise ConfigError(
+            f"prompt_logprobs_last_n = {body.prompt_logprobs_last_n} must be from 1 to {len(prompt) - 1}, one less "
+            "than the prompt's tokens."
+        )
+    if body.topk_prompt_logprobs and not body.prompt_logprobs:
+        raise ConfigError("topk_prompt_logprobs goes with prompt_logprobs; ask for both.")
+    return Asked(
+        prompt=prompt,
+        samples=body.num_samples,
+        sampling=_sampling(body, context_tokens),
+        stops=_stop_texts(body.sampling_params.stop),
+        top_sampled=body.topk_sample_logprobs,
+        top_prompt=body.topk_prompt_logprobs,
+        last=body.prompt_logprobs_last_n,
+        adapter=adapter,
+    )
+
+
+def _sampling(body: bodies.Sample, context_tokens: int) -> Sampling:
+    told = body.sampling_params
+    if told.top_k < -1:
+        raise ConfigError(f"sampling_params.top_k = {told.top_k} must be -1, for all tokens, or more.")
+    stops = told.stop if isinstance(told.stop, list) else []
+    return Sampling(
+        max_tokens=context_tokens if told.max_tokens is None else told.max_tokens,
+        temperature=told.temperature,
+        top_k=max(0, told.top_k),
+        top_p=told.top_p,
+        seed=secrets.randbits(63) if told.seed is None else told.seed,
+        stop_tokens=tuple(token for token in stops if isinstance(token, int)),
+        ignore_eos=told.stop == [],
+        prompt_logprobs=bool(body.prompt_logprobs),
+    )
+
+
+def _stop_texts(stop: str | list[str | int] | None) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    return tuple(text for text in stop or [] if isinstance(text, str))

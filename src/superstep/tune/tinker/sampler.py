@@ -1,0 +1,205 @@
+"""Answers of saved weights: an engine that takes adapters as they are asked for, and lets go of the oldest."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from superstep.errors import ConfigError, Fault, SuperstepError
+from superstep.serve.engine import Engine
+from superstep.serve.request import Finish, Request, Sampling, Told
+from superstep.serve.text.detokenize import Words
+from superstep.serve.text.reader import Reader
+from superstep.serve.text.stops import check_stops
+from superstep.tune.tinker.messages import Drawn, Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt and how to answer it.
+
+    Attributes:
+        prompt: token ids.
+        samples: answers.
+        sampling: how; each answer has a seed of its own, the first this one's.
+        stops: texts that end an answer.
+        top_sampled: likeliest tokens that are told at each place of an answer.
+        top_prompt: likewise of the prompt.
+        last: of the prompt's tokens, only so many have a log-probability told; None means all.
+        adapter: the folder of saved weights; None for the base.
+    """
+
+    prompt: tuple[int, ...]
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    top_sampled: int = 0
+    top_prompt: int = 0
+    last: int | None = None
+    adapter: Path | None = None
+
+
+Tell = Callable[[Sampled | SuperstepError], None]
+
+
+@dataclass(slots=True)
+class _Answer:
+    tokens: list[Told] = field(default_factory=list)
+    finish: Finish | None = None
+    reader: Reader | None = None
+
+
+@dataclass(slots=True)
+class _Order:
+    asked: Asked
+    tell: Tell
+    answers: dict[int, _Answer]
+    prompt: tuple[Told, ...] = ()
+    cached_tokens: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return all(answer.finish is not None for answer in self.answers.values())
+
+
+class Sampler:
+    """Answers prompts; one thread calls it.
+
+    Args:
+        engine: idle.
+        words: of its tokens; None where its folder has no tokenizer, and no text can end an answer.
+        most: adapters that are held at once.
+    """
+
+    def __init__(self, engine: Engine, words: Words | None, most: int) -> None:
+        self.engine = engine
+        self._words = words
+        self._most = most
+        self._held: OrderedDict[str, None] = OrderedDict()
+        self._orders: dict[int, _Order] = {}
+        self._last = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return not self._orders
+
+    def ask(self, asked: Asked, tell: Tell) -> None:
+        """Put a prompt in line; ``tell`` is called once, with all of its answers or with what went wrong.
+
+        Raises:
+            UserError: it cannot be answered.
+        """
+        if asked.stops and self._words is None:
+            raise ConfigError("sampling_params.stop has texts, and the model has no tokenizer.json; give token ids.")
+        check_stops(asked.stops)
+        adapter = "" if asked.adapter is None else self._hold(asked.adapter)
+        order = _Order(asked, tell, {})
+        try:
+            for at in range(asked.samples):
+                self._last += 1
+                reader = Reader(self._words, asked.stops) if asked.stops and self._words else None
+                self.engine.add(self._request(asked, at, adapter))
+                order.answers[self._last] = _Answer(reader=reader)
+        except SuperstepError:
+            for number in order.answers:
+                self.engine.abort(number)
+            raise
+        self._orders |= dict.fromkeys(order.answers, order)
+
+    def _request(self, asked: Asked, at: int, adapter: str) -> Request:
+        room = self.engine.info.context_tokens - len(asked.prompt)
+        sampling = replace(
+            asked.sampling,
+            seed=(asked.sampling.seed + at) % 2**64,
+            max_tokens=min(asked.sampling.max_tokens, max(1, room)),
+            prompt_logprobs=asked.sampling.prompt_logprobs and at == 0,
+            top_logprobs=max(asked.top_sampled, asked.top_prompt),
+        )
+        return Request(id=self._last, prompt=asked.prompt, sampling=sampling, adapter=adapter)
+
+    def _hold(self, folder: Path) -> str:
+        """The name of an adapter that is now there. Answers under way keep those that go."""
+        name = str(folder)
+        if name not in self._held:
+            self.engine.adapters.load(name, folder)
+            if len(self._held) >= self._most:
+                oldest, _ = self._held.popitem(last=False)
+                self.engine.adapters.unload(oldest)
+            self._held[name] = None
+        self._held.move_to_end(name)
+        return name
+
+    def step(self) -> None:
+        """Compute one step, and tell what is done."""
+        try:
+            news = self.engine.step()
+        except (SuperstepError, RuntimeError) as error:
+            self._fail(error if isinstance(error, SuperstepError) else Fault(f"sampling failed: {error}"))
+            return
+        for one in news:
+            order = self._orders.get(one.request)
+            if order is None:
+                continue
+            answer = order.answers[one.request]
+            order.prompt += one.prompt
+            order.cached_tokens = max(order.cached_tokens, one.cached_tokens)
+            self._take(answer, one.tokens)
+            if one.finish is not None and answer.finish is None:
+                answer.finish = one.finish
+            if answer.finish == "stop" and one.finish is None:
+                self.engine.abort(one.request)
+            if answer.finish is not None:
+                del self._orders[one.request]
+            if order.is_done:
+                self._tell(order)
+
+    def _take(self, answer: _Answer, tokens: Sequence[Told]) -> None:
+        """Keep tokens up to the one that completes a text which ends the answer."""
+        for told in tokens:
+            if answer.finish is not None:
+                return
+            answer.tokens.append(told)
+            if answer.reader is not None:
+                answer.reader.push(told.token)
+                if answer.reader.stop is not None:
+                    answer.finish = "stop"
+
+    def _tell(self, order: _Order) -> None:
+        if any(answer.finish == "abort" for answer in order.answers.values()):
+            order.tell(Fault("the logits are no numbers; the weights have gone wrong in training."))
+            return
+        asked = order.asked
+        drawn = [
+            Drawn(
+                tokens=[told.token for told in answer.tokens],
+                logprobs=[told.logprob for told in answer.tokens],
+                is_cut=answer.finish == "length",
+                top=_tops(answer.tokens, asked.top_sampled) if asked.top_sampled else None,
+            )
+            for answer in order.answers.values()
+        ]
+        prompt, prompt_top = None, None
+        if asked.sampling.prompt_logprobs:
+            scored = len(order.prompt) if asked.last is None else asked.last
+            hidden = 1 + len(order.prompt) - scored
+            told = order.prompt[hidden - 1 :]
+            prompt = [math.nan] * hidden + [one.logprob for one in told]
+            if asked.top_prompt:
+                prompt_top = [()] * hidden + _tops(told, asked.top_prompt)
+        order.tell(Sampled(sequences=drawn, prompt=prompt, prompt_top=prompt_top, cached_tokens=order.cached_tokens))
+
+    def _fail(self, error: SuperstepError) -> None:
+        """Tell everybody who waits."""
+        orders = {id(order): order for order in self._orders.values()}
+        self._orders.clear()
+        self.engine.abort_all()
+        for order in orders.values():
+            order.tell(error)
+
+
+def _tops(tokens: Sequence[Told], most: int) -> list[tuple[tuple[int, float], ...]]:
+    return [told.top[:most] for told in tokens]

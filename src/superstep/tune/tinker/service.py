@@ -1,0 +1,337 @@
+"""Tinker's verbs: what each means for the models, the sampler and what is saved."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import ConfigError, StateError, did_you_mean
+from superstep.runtime.device import Device
+from superstep.tune.tinker import bodies
+from superstep.tune.tinker.config import TinkerConfig
+from superstep.tune.tinker.desk import Desk, Job, Reply, Result, failed
+from superstep.tune.tinker.messages import ForwardBackward, Sampled, write_sampled
+from superstep.tune.tinker.prompts import asked_of
+from superstep.tune.tinker.sampler import Sampler
+from superstep.tune.tinker.store import Place, Store
+from superstep.tune.tinker.trained import TrainedModel
+from superstep.tune.tinker.wanted import Adam, Wanted
+
+SILENT_S = 300.0
+"""A session of which nothing was heard for so long gives its models up where others need the room: its client tells
+every ten seconds that it is there."""
+
+MOST_SAMPLES = 1024
+
+
+@dataclass(slots=True)
+class Session:
+    """A client's."""
+
+    heard_s: float
+    samplers: dict[str, str | None] = field(default_factory=dict)
+
+
+class Unknown(Exception):
+    """What is asked for is not here."""
+
+
+class Service:
+    """What the HTTP interface drives.
+
+    Args:
+        config: with every field filled.
+        sampler: of the base.
+        store: of what is saved.
+        device: where models are trained.
+        tell: given a line about what should not have happened.
+    """
+
+    def __init__(
+        self,
+        config: TinkerConfig,
+        sampler: Sampler,
+        store: Store,
+        device: Device,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.config = config
+        self.desk = Desk(sampler, tell)
+        self.store = store
+        self._sampler = sampler
+        self._device = device
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers: dict[str, str | None] = {}
+        self._unnamed = 0
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The created models that are there."""
+        return tuple(self._models)
+
+    # Sessions
+
+    def create_session(self) -> str:
+        """A new one."""
+        name = uuid.uuid4().hex
+        self._sessions[name] = Session(time.monotonic())
+        return name
+
+    def hear(self, session: str) -> None:
+        """Note that a session's client is there.
+
+        Raises:
+            Unknown: there is no such session.
+        """
+        self._session(session).heard_s = time.monotonic()
+
+    def finish(self, session: str) -> None:
+        """End a session: its models are given up."""
+        self._session(session)
+        del self._sessions[session]
+        self.desk.submit(f"{session}:finish", lambda reply: self._give_up(session, reply))
+
+    def _session(self, name: str) -> Session:
+        if name not in self._sessions:
+            raise Unknown(f"session_id = '{name}' is not known; it was finished, or the server has begun again since.")
+        return self._sessions[name]
+
+    def _give_up(self, session: str, reply: Reply) -> None:
+        for name in [name for name in self._models if name.startswith(f"{session}:")]:
+            del self._models[name]
+        reply(_json({}))
+
+    # Models
+
+    def create_model(self, asked: bodies.CreateModel) -> str:
+        """Put the making of a model in line; the request's number."""
+        self.hear(asked.session_id)
+        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+
+        def job(reply: Reply) -> None:
+            self._require_base(asked.base_model)
+            _require_adam("optimizer_config.type", asked.optimizer_config.type)
+            lora = asked.lora_config
+            if lora is None:
+                raise ConfigError("lora_config is missing: adapters alone are trained here; give one.")
+            wanted = Wanted(
+                rank=lora.rank,
+                seed=lora.seed,
+                train_mlp=lora.train_mlp,
+                train_attn=lora.train_attn,
+                train_unembed=lora.train_unembed,
+            )
+            self._make(name, wanted)
+            reply(_json({"type": "create_model", "model_id": name}))
+
+        return self._submit(f"{name}:0", job)
+
+    def _make(self, name: str, wanted: Wanted) -> TrainedModel:
+        self._make_room()
+        beside = next(iter(self._models.values()), None)
+        made = TrainedModel(self.config, wanted, self._sampler.engine.info.version, self._device, beside)
+        self._models[name] = made
+        return made
+
+    def _make_room(self) -> None:
+        now = time.monotonic()
+        for name in list(self._models):
+            session = self._sessions.get(name.partition(":")[0])
+            is_silent = session is None or now - session.heard_s > SILENT_S
+            if len(self._models) >= self.config.models and is_silent:
+                del self._models[name]
+        if len(self._models) >= self.config.models:
+            raise ConfigError(
+                f"{len(self._models)} models are there, as many as may be at once; close a client that is done, or "
+                "start the server with more --models."
+            )
+
+    def _model(self, name: str) -> TrainedModel:
+        if name not in self._models:
+            raise StateError(f"model_id = '{name}' is not here; its session has ended, or it was never made.")
+        return self._models[name]
+
+    def _require_base(self, name: str | None) -> None:
+        known = (self.config.name, str(self.config.folder))
+        if name not in known:
+            raise ConfigError(f"base_model = '{name}' is not served{did_you_mean(name or '', known)}")
+
+    def info(self, name: str) -> dict[str, Any]:
+        """What a client is told of a model.
+
+        Raises:
+            Unknown: it is not there.
+        """
+        model = self._models.get(name)
+        if model is None:
+            raise Unknown(f"model_id = '{name}' is not here; its session has ended, or it was never made.")
+        return {
+            "type": "get_info",
+            "model_data": {"model_name": str(self.config.folder), "tokenizer_id": str(self.config.folder)},
+            "model_id": name,
+            "is_lora": True,
+            "lora_rank": model.wanted.rank,
+            "model_name": str(self.config.folder),
+        }
+
+    # Training
+
+    def forward_backward(self, asked: ForwardBackward) -> str:
+        """Put sequences in line; the request's number."""
+        return self._submit(
+            f"{asked.model_id}:{asked.seq_id}",
+            lambda reply: reply(Result(self._model(asked.model_id).forward_backward(asked), is_proto=True)),
+        )
+
+    def optim_step(self, asked: bodies.OptimStep) -> str:
+        """Put an update in line; the request's number."""
+
+        def job(reply: Reply) -> None:
+            if asked.adam_params is None:
+                raise ConfigError("adam_params is missing: AdamW is the one optimizer here; give an update AdamParams.")
+            adam = Adam(**{name: getattr(asked.adam_params, name) for name in asked.adam_params.__struct_fields__})
+            reply(_json({"metrics": self._model(asked.model_id).optim_step(adam)}))
+
+        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+
+    def save_weights(self, asked: bodies.SaveWeights) -> str:
+        """Put a save in line; the request's number."""
+
+        def job(reply: Reply) -> None:
+            model = self._model(asked.model_id)
+            place = Place(asked.model_id, "weights", asked.path or f"step-{model.about.step:06d}")
+            with self.store.saving(place, overwrite=asked.overwrite) as folder:
+                model.save(folder)
+            reply(_json({"type": "save_weights", "path": place.path}))
+
+        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+
+    def save_for_sampler(self, asked: bodies.SaveForSampler) -> str:
+        """Put a save for the sampler in line; the request's number. Without a name it comes with a sampling session."""
+
+        def job(reply: Reply) -> None:
+            if asked.kind != "snapshot":
+                raise ConfigError(
+                    f"kind = '{asked.kind}' is not here: an answer has the weights that it began with; use snapshot."
+                )
+            model, session = self._model(asked.model_id), asked.model_id.partition(":")[0]
+            self._unnamed += asked.path is None
+            place = Place(asked.model_id, "sampler_weights", asked.path or f"unnamed-{self._unnamed}")
+            with self.store.saving(place, overwrite=asked.path is None) as folder:
+                model.write_sampler(folder)
+            told: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
+            if asked.sampling_session_seq_id is not None:
+                told["sampling_session_id"] = f"{session}:sample:{asked.sampling_session_seq_id}"
+                self._samplers[told["sampling_session_id"]] = place.path
+            reply(_json(told))
+
+        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+
+    def load_weights(self, asked: bodies.LoadWeights) -> str:
+        """Put a load in line, onto a model or as a new one; the request's number."""
+        is_new = asked.session_id is not None
+        if is_new:
+            self.hear(asked.session_id or "")
+        name = f"{asked.session_id}:train:{asked.model_seq_id}" if is_new else asked.model_id or ""
+
+        def job(reply: Reply) -> None:
+            if asked.base_model is not None:
+                self._require_base(asked.base_model)
+            _require_adam("optimizer_config.type", asked.optimizer_config.type if asked.optimizer_config else "adamw")
+            folder, about = self.store.find(asked.path, "weights")
+            if is_new:
+                wanted = Wanted(
+                    rank=about.rank,
+                    seed=about.seed,
+                    train_mlp=about.train_mlp,
+                    train_attn=about.train_attn,
+                    train_unembed=about.train_unembed,
+                )
+                model = self._make(name, wanted)
+            else:
+                model = self._model(name)
+            try:
+                model.load(folder, about, optimizer=asked.optimizer)
+            except BaseException:
+                if is_new:
+                    del self._models[name]
+                raise
+            reply(_json({"type": "load_weights", "path": asked.path, "model_id": name}))
+
+        return self._submit(f"{name}:0" if is_new else self._numbered(name, asked.seq_id), job)
+
+    # Sampling
+
+    def create_sampling(self, asked: bodies.CreateSampling) -> str:
+        """A sampling session of saved weights, or of the base.
+
+        Raises:
+            UserError: there are no such weights.
+        """
+        self.hear(asked.session_id)
+        if asked.model_path is None or asked.base_model is not None:
+            self._require_base(asked.base_model)
+        if asked.model_path is not None:
+            self.store.find(asked.model_path, "sampler_weights")
+        name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        self._samplers[name] = asked.model_path
+        return name
+
+    def sampler(self, name: str) -> dict[str, Any]:
+        """What a client is told of a sampling session.
+
+        Raises:
+            Unknown: there is no such session.
+        """
+        if name not in self._samplers:
+            raise Unknown(f"sampler '{name}' is not known.")
+        return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._samplers[name]}
+
+    def sample(self, asked: bodies.Sample) -> tuple[str, list[str]]:
+        """Put a prompt in line; the request's number, and one of each answer."""
+        path = asked.model_path
+        if asked.sampling_session_id is not None:
+            if asked.sampling_session_id not in self._samplers:
+                raise Unknown(f"sampling_session_id = '{asked.sampling_session_id}' is not known.")
+            path = self._samplers[asked.sampling_session_id]
+        elif path is None:
+            self._require_base(asked.base_model)
+        if not 1 <= asked.num_samples <= MOST_SAMPLES:
+            raise ConfigError(f"num_samples = {asked.num_samples} must be from 1 to {MOST_SAMPLES}.")
+        name = self._numbered(asked.sampling_session_id or "sample", asked.seq_id)
+
+        def tell(reply: Reply, found: Sampled | Exception) -> None:
+            reply(Result(write_sampled(found), is_proto=True) if isinstance(found, Sampled) else failed(found))
+
+        def job(reply: Reply) -> None:
+            adapter: Path | None = None
+            if path is not None:
+                adapter, _ = self.store.find(path, "sampler_weights")
+            context = self._sampler.engine.info.context_tokens
+            self._sampler.ask(asked_of(asked, adapter, context), lambda found: tell(reply, found))
+
+        self._submit(name, job)
+        return name, [f"{name}:{at}" for at in range(asked.num_samples)]
+
+    def _submit(self, name: str, job: Job) -> str:
+        self.desk.submit(name, job)
+        return name
+
+    def _numbered(self, of: str, number: int | None) -> str:
+        """A request's name: the same for one that comes again."""
+        return f"{of}:{uuid.uuid4().hex if number is None else number}"
+
+
+def _require_adam(name: str, kind: str) -> None:
+    if kind != "adamw":
+        raise ConfigError(f"{name} = '{kind}' is not here; adamw is.")
+
+
+def _json(told: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(told).encode())
