@@ -1,0 +1,99 @@
+"""RlConfig and RolloutConfig: what reinforcement learning is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from superstep.errors import ConfigError
+from superstep.tune.program.instructions import Placement
+
+Estimator = Literal["grpo", "rloo", "dr-grpo"]
+Ratio = Literal["token", "sequence"]
+Correction = Literal["none", "tis", "mis"]
+Overlong = Literal["mask", "penalty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlConfig:
+    """What is learnt, and how far a step may go."""
+
+    environment: str = ""
+    """A Python file with `task(index, seed)`, `grade(task, rollout)` and, for several turns, `reply(task, turns)`."""
+    group: int = 8
+    """Answers to each task; they are compared with each other."""
+    groups: int = 8
+    """Tasks of a step."""
+    lag: int = 0
+    """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
+    policy."""
+    estimator: Estimator = "grpo"
+    """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
+    ratio: Ratio = "token"
+    """Whose probability is held against the sampler's: a token's, or a whole answer's (GSPO, Zheng 2025)."""
+    clip_low: float = 0.2
+    """How far below 1 a ratio still counts."""
+    clip_high: float = 0.2
+    """How far above 1 it does; more than `clip_low` keeps unlikely tokens alive (DAPO, Yu 2025)."""
+    kl_coef: float = 0.0
+    """Weight of the divergence from the weights that the run started from."""
+    correction: Correction = "none"
+    """For a sampler whose log-probabilities are not the trainer's: weigh a token by their ratio up to a bound (tis), or
+    leave it out beyond that (mis)."""
+    overlong: Overlong = "mask"
+    """What becomes of an answer that was cut off: it is left out, or its reward is 0."""
+    drop_uniform: bool = False
+    """Leave out groups whose rewards are all equal (DAPO); they teach nothing, and would count in the divisor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How answers are sampled."""
+
+    max_tokens: int = 64
+    """The most tokens of a turn."""
+    turns: int = 1
+    """The most turns of an answer."""
+    temperature: float = 1.0
+    """Divides the logits before a token is drawn."""
+    placement: Placement = "shared"
+    """shared: the ranks that train sample as well, in turn; apart: a process of their own samples."""
+    pages: int | None = None
+    """Pages of keys of a sampler; none takes as many as a quarter of the free memory allows."""
+    requests: int = 64
+    """The most answers that a sampler computes at once."""
+    timeout_s: float = 600.0
+    """How long a lane may wait for another one."""
+
+
+def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: names the field, its value and the rule.
+    """
+    if not rl.environment:
+        raise ConfigError(
+            "rl.environment is empty; name a Python file with task(index, seed) and grade(task, rollout)."
+        )
+    if rl.group < 2:
+        raise ConfigError(
+            f"rl.group = {rl.group}: the answers of a group are compared with each other; set it to 2 or more."
+        )
+    for name, value, least in (
+        ("rl.groups", rl.groups, 1),
+        ("rl.lag", rl.lag, 0),
+        ("rollout.max_tokens", rollout.max_tokens, 1),
+        ("rollout.turns", rollout.turns, 1),
+        ("rollout.requests", rollout.requests, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} = {value} must be at least {least}.")
+    if not 0.0 <= rl.clip_low < 1.0:
+        raise ConfigError(f"rl.clip_low = {rl.clip_low} must be from 0 to below 1.")
+    for name, number in (("rl.clip_high", rl.clip_high), ("rl.kl_coef", rl.kl_coef)):
+        if not number >= 0.0:
+            raise ConfigError(f"{name} = {number} must be 0 or more.")
+    for name, number in (("rollout.temperature", rollout.temperature), ("rollout.timeout_s", rollout.timeout_s)):
+        if not number > 0.0:
+            raise ConfigError(f"{name} = {number} must be above 0.")
