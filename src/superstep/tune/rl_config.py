@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from superstep.errors import ConfigError
+from superstep.numerics.policy import Correction
+from superstep.tune.advantage import Estimator
 from superstep.tune.program.instructions import Placement
 
-Estimator = Literal["grpo", "rloo", "dr-grpo"]
 Ratio = Literal["token", "sequence"]
-Correction = Literal["none", "tis", "mis"]
-Overlong = Literal["mask", "penalty"]
+CutOff = Literal["none", "mask", "penalty"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,9 @@ class RlConfig:
     correction: Correction = "none"
     """For a sampler whose log-probabilities are not the trainer's: weigh a token by their ratio up to a bound (tis), or
     leave it out beyond that (mis)."""
-    overlong: Overlong = "mask"
-    """What becomes of an answer that was cut off: it is left out, or its reward is 0."""
+    overlong: CutOff = "mask"
+    """What becomes of answers that are too long: mask leaves out those that were cut off, penalty takes from the reward
+    of all that come near the most tokens (DAPO), none does nothing."""
     drop_uniform: bool = False
     """Leave out groups whose rewards are all equal (DAPO); they teach nothing, and would count in the divisor."""
 
@@ -58,6 +59,8 @@ class RolloutConfig:
     """Divides the logits before a token is drawn."""
     placement: Placement = "shared"
     """shared: the ranks that train sample as well, in turn; apart: a process of their own samples."""
+    tp: int = 1
+    """Ranks that share the sampler's model; divides all ranks."""
     pages: int | None = None
     """Pages of keys of a sampler; none takes as many as a quarter of the free memory allows."""
     requests: int = 64
@@ -86,14 +89,18 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         ("rollout.max_tokens", rollout.max_tokens, 1),
         ("rollout.turns", rollout.turns, 1),
         ("rollout.requests", rollout.requests, 1),
+        ("rollout.tp", rollout.tp, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} = {value} must be at least {least}.")
-    if not 0.0 <= rl.clip_low < 1.0:
-        raise ConfigError(f"rl.clip_low = {rl.clip_low} must be from 0 to below 1.")
-    for name, number in (("rl.clip_high", rl.clip_high), ("rl.kl_coef", rl.kl_coef)):
-        if not number >= 0.0:
-            raise ConfigError(f"{name} = {number} must be 0 or more.")
-    for name, number in (("rollout.temperature", rollout.temperature), ("rollout.timeout_s", rollout.timeout_s)):
+    if not 0.0 < rl.clip_low <= 1.0:
+        raise ConfigError(f"rl.clip_low = {rl.clip_low} must be above 0 and at most 1: a ratio is never below 0.")
+    if not rl.kl_coef >= 0.0:
+        raise ConfigError(f"rl.kl_coef = {rl.kl_coef} must be 0 or more.")
+    for name, number in (
+        ("rl.clip_high", rl.clip_high),
+        ("rollout.temperature", rollout.temperature),
+        ("rollout.timeout_s", rollout.timeout_s),
+    ):
         if not number > 0.0:
             raise ConfigError(f"{name} = {number} must be above 0.")

@@ -1,0 +1,379 @@
+"""iterate: the program of a run of reinforcement learning, executed by ranks that sample and train in turn.
+
+    ranks     publish ─ swap ─ take ─ sample g0 g1 ... ─ swap ─ train ─ save ─ ...
+    grader                              └ g0 ┘ └ g1 ┘         (rank 0's, beside the others)
+
+Each rank goes through the same lane, one ``case`` for each instruction. What is sampled and graded goes on record as
+soon as it is known, and is told to all ranks; everything else follows from the record, the weights and the program.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from superstep.errors import ConfigError, DataError, Fault
+from superstep.grade.environment import Environment
+from superstep.grade.task import Rollout
+from superstep.grade.verdict import Verdict
+from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.sequence_policy import sequence_policy
+from superstep.runtime.engine import StepResult
+from superstep.runtime.launch import gather
+from superstep.tune.advantage import Advantage, Answer, Share
+from superstep.tune.batch import Lessons, lessons_of, require_same_bits
+from superstep.tune.learner import Differs, Learner
+from superstep.tune.program.instructions import (
+    Asked,
+    Grade,
+    Iterations,
+    Publish,
+    Retire,
+    Sample,
+    Save,
+    Swap,
+    Take,
+    Train,
+)
+from superstep.tune.record import Record
+from superstep.tune.rl_config import RlConfig, RolloutConfig
+from superstep.tune.sampling import Group
+from superstep.tune.seat import Seat
+
+SNAPSHOTS = "weights"
+"""The folder of a run's snapshots."""
+
+MOST_UNIFORM = 8
+"""Steps in a row whose rewards are all equal, and the same: then there is nothing to learn."""
+
+
+class Graders(Protocol):
+    """Who grades: ``grade.pool.Pool``."""
+
+    def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
+        """The verdict, once it is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """One step of reinforcement learning, as it is told.
+
+    Attributes:
+        step: finished steps.
+        result: of the trainer.
+        reward: the mean of all answers that have a grade.
+        answers: how many have.
+        lost: how many have none: their grader failed.
+        cut: answers that were cut off.
+        uniform: groups whose rewards were all equal.
+        lag: how many steps older the sampler's weights were than those that were trained.
+        drawn_tokens: of all answers.
+        seconds: since the step before.
+    """
+
+    step: int
+    result: StepResult
+    reward: float
+    answers: int
+    lost: int
+    cut: int
+    uniform: int
+    lag: int
+    drawn_tokens: int
+    seconds: float
+
+
+Tell = Callable[[Learnt], None]
+
+
+class Iterate:
+    """One rank.
+
+    Args:
+        rl: what is learnt.
+        how: answers are sampled.
+        seed: of the tasks.
+        learner: this rank's part in training.
+        seat: its part in sampling.
+        environment: of the tasks.
+        record: what is known; rank 0 keeps it.
+        graders: rank 0's; None on the others.
+        root: the run directory.
+        tell: told of each step.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        rl: RlConfig,
+        how: RolloutConfig,
+        seed: int,
+        learner: Learner,
+        seat: Seat,
+        environment: Environment,
+        record: Record,
+        graders: Graders | None,
+        root: Path,
+        tell: Tell,
+    ) -> None:
+        self._rl = rl
+        self._how = how
+        self._seed = seed
+        self._learner = learner
+        self._seat = seat
+        self._environment = environment
+        self._record = record
+        self._graders = graders
+        self._root = root / SNAPSHOTS
+        self._tell = tell
+        self._grading: dict[int, list[Future[Verdict]]] = {}
+        self._uniform: list[float] = []
+        self._since_s = time.perf_counter()
+
+    def run(self, program: Iterations) -> None:
+        """Everything that a program lists."""
+        asked = program.asked
+        for i in program.lane("grader"):
+            assert isinstance(i, Grade)
+            self._submit(i.group)
+        lane = program.lane("ranks")
+        taken: Path | None = None
+        at = 0
+        while at < len(lane):
+            match lane[at]:
+                case Sample(_, version):
+                    assert taken is not None, "a version was taken"
+                    batch = _run_of_samples(lane[at:])
+                    self._sample([i.group for i in batch], version, taken)
+                    at += len(batch)
+                    continue
+                case Take(version):
+                    taken = self._record.published[version]
+                case Publish(version):
+                    self._publish(version)
+                case Retire(version):
+                    self._retire(version)
+                case Swap(to):
+                    # The sampler takes its memory with a version, and gives it back behind the last of its groups.
+                    self._learner.sleep() if to == "sample" else self._learner.wake()
+                case Train(step):
+                    self._train(asked, step)
+                case Save():
+                    self._learner.save()
+                case Grade():
+                    raise AssertionError("grades have a lane of their own")
+            at += 1
+
+    def _sample(self, groups: Sequence[int], version: int, folder: Path) -> None:
+        tasks = [(group, self._environment.task(group, self._seed)) for group in groups]
+        mine = []
+        for group in self._seat.sample(folder, version, tasks):
+            mine.append(group)
+            if self._learner.peers.size == 1:
+                self._keep(group)
+        if self._learner.peers.size > 1:
+            for group in sorted((g for part in gather(mine) for g in part), key=lambda g: g.number):
+                self._keep(group)
+
+    def _keep(self, group: Group) -> None:
+        self._record.sampled(group)
+        self._submit(group.number)
+
+    def _submit(self, number: int) -> None:
+        """Have a group graded that is on record without grades."""
+        group = self._record.groups.get(number)
+        if self._graders is None or group is None or number in self._record.verdicts:
+            return
+        self._grading[number] = [self._graders.submit(number, self._seed, answer.rollout) for answer in group.answers]
+
+    def _graded(self, groups: Sequence[int]) -> list[tuple[Verdict, ...]]:
+        """The grades of some groups, on every rank.
+
+        Raises:
+            Fault: the grader is late.
+        """
+        until_s = time.monotonic() + self._how.timeout_s
+        problem: Exception | None = None
+        for number in groups:
+            try:
+                for_all = tuple(
+                    one.result(max(0.0, until_s - time.monotonic())) for one in self._grading.pop(number, ())
+                )
+            except TooLate:
+                problem = Fault(f"the grader has no grades of task {number} after {self._how.timeout_s:g} s.")
+                break
+            except (ConfigError, Fault) as error:
+                problem = error
+                break
+            if for_all:
+                self._record.graded(number, for_all)
+        told = [self._record.verdicts.get(number, ()) for number in groups]
+        found, failed = gather((told, problem))[0]
+        if failed is not None:
+            raise failed
+        return found
+
+    def _publish(self, version: int) -> None:
+        assert version == self._learner.position.step, "the program says when"
+        self._record.publish(version, self._learner.publish(self._root).path)
+
+    def _retire(self, version: int) -> None:
+        path = self._record.published[version]
+        self._record.retire(version)
+        # Two versions of the same bits are one folder.
+        if path not in self._record.published.values() and self._learner.peers.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _train(self, asked: Asked, step: int) -> None:
+        numbers = list(asked.groups_of(step))
+        verdicts = self._graded(numbers)
+        groups = [self._record.groups[number] for number in numbers]
+        shares, divisor = self._shares(groups, verdicts)
+        config = self._learner.run.config
+        lessons = lessons_of(
+            groups,
+            shares,
+            divisor=divisor or 1.0,
+            rows=config.train.batch_sequences,
+            tokens=config.data.sequence_tokens,
+            is_masked=config.data.is_masked,
+        )
+        result = self._step(lessons, version=groups[0].version, step=step)
+        self._tell(self._learnt(step, groups, verdicts, result))
+        self._record.forget(range(numbers[0], numbers[-1] + 1))
+
+    def _shares(
+        self, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]
+    ) -> tuple[list[list[Share | None] | None], float]:
+        """What the tokens of each answer are given; an answer whose grader failed is left out."""
+        how = Advantage(
+            estimator=self._rl.estimator,
+            max_tokens=self._how.max_tokens * self._how.turns,
+            overlong=None if self._rl.overlong == "none" else self._rl.overlong,
+            drop_uniform=self._rl.drop_uniform,
+        )
+        known = [[n for n, verdict in enumerate(each) if verdict.is_decided] for each in verdicts]
+        asked = [
+            [
+                Answer(
+                    reward=each[n].reward,
+                    tokens=group.answers[n].drawn_tokens,
+                    is_cut=group.answers[n].rollout.finish == "length",
+                )
+                for n in decided
+            ]
+            for group, each, decided in zip(groups, verdicts, known, strict=True)
+        ]
+        alone = [len(each) < 2 for each in asked]
+        found = how.shares([each for each, is_alone in zip(asked, alone, strict=True) if not is_alone])
+        rest = iter(found.groups)
+        shares: list[list[Share | None] | None] = []
+        for group, decided, is_alone in zip(groups, known, alone, strict=True):
+            given = None if is_alone else next(rest)
+            if given is None:
+                shares.append(None)
+                continue
+            each: list[Share | None] = [None] * len(group.answers)
+            for n, share in zip(decided, given, strict=True):
+                each[n] = share
+            shares.append(each)
+        return shares, found.divisor
+
+    def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+        batch, streams = lessons.batch, dict(lessons.batch.streams)
+        is_exact = self._learner.run.plan.grain is not None
+        is_fresh = version == step
+        policy = PolicyLoss(
+            clip_low=self._rl.clip_low,
+            clip_high=self._rl.clip_high,
+            correction=self._rl.correction,
+            watches_sampler=not is_exact,
+        )
+        logprobs = None
+        if self._rl.ratio == "sequence" or not is_exact:
+            logprobs = self._learner.logprobs(batch)
+        # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
+        streams["old"] = logprobs if is_fresh and not is_exact and logprobs is not None else streams["sampled"]
+        objective: Objective = policy
+        if self._rl.ratio == "sequence":
+            assert logprobs is not None
+            if is_exact and is_fresh:
+                require_same_bits(lessons, logprobs, version)
+            answer_BS, gains = lessons.answers()
+            weighed = sequence_policy(policy, logprobs, streams, answer_BS, gains)
+            streams, objective = {"weights": weighed.weights}, CROSS_ENTROPY
+        try:
+            return self._learner.step(
+                replace(batch, streams=streams), objective, is_checked=is_exact and is_fresh and objective is policy
+            )
+        except Differs:
+            require_same_bits(lessons, self._learner.logprobs(batch), version)
+            raise AssertionError("a difference was seen in the step, and none behind it") from None
+
+    def _learnt(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        verdicts: Sequence[Sequence[Verdict]],
+        result: StepResult,
+    ) -> Learnt:
+        rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
+        flat = [reward for each in rewards for reward in each]
+        self._require_differences(step, flat)
+        answers = [answer for group in groups for answer in group.answers]
+        now_s = time.perf_counter()
+        seconds, self._since_s = now_s - self._since_s, now_s
+        return Learnt(
+            step=step + 1,
+            result=result,
+            reward=sum(flat) / len(flat) if flat else 0.0,
+            answers=len(flat),
+            lost=len(answers) - len(flat),
+            cut=sum(answer.rollout.finish == "length" for answer in answers),
+            uniform=sum(len(set(each)) < 2 for each in rewards),
+            lag=max(step - group.version for group in groups),
+            drawn_tokens=sum(answer.drawn_tokens for answer in answers),
+            seconds=seconds,
+        )
+
+    def _require_differences(self, step: int, rewards: Sequence[float]) -> None:
+        """End a run that learns nothing.
+
+        Raises:
+            DataError: for many steps all rewards were the same.
+            Fault: no answer has a grade.
+        """
+        if not rewards:
+            raise Fault("no answer has a grade: every grader failed.", step=step + 1)
+        if len(set(rewards)) > 1 or (self._uniform and self._uniform[0] != rewards[0]):
+            self._uniform = []
+        if len(set(rewards)) > 1:
+            return
+        self._uniform.append(rewards[0])
+        if len(self._uniform) >= MOST_UNIFORM:
+            raise DataError(
+                f"all rewards of the last {MOST_UNIFORM} steps are {rewards[0]:g}, and nothing is learnt from answers "
+                "that are all alike: "
+                + (
+                    "the tasks are solved; give harder ones, or stop here."
+                    if rewards[0] == 1.0
+                    else "give easier tasks, look at what grade() says with superstep grade check, or tune with "
+                    "examples first (superstep tune sft)."
+                )
+            )
+
+
+def _run_of_samples(lane: Sequence[object]) -> list[Sample]:
+    """The samples that a lane begins with: they are drawn together."""
+    found = []
+    for i in lane:
+        if not isinstance(i, Sample):
+            break
+        found.append(i)
+    return found
