@@ -16,7 +16,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.tune.iterate import Learnt
+from superstep.tune.judge import Learnt
 from superstep.tune.record import Record
 from superstep.tune.reinforce import Job, job_of, reinforce, with_start
 from superstep.tune.rl_config import RlConfig, RolloutConfig

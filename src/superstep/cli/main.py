@@ -45,9 +45,9 @@ VERBS = {
         launches=True,
     ),
     "tune": Verb(
-        "post-train a model: sft learns the answers of conversations, dpo preferences",
+        "post-train a model: sft learns the answers of conversations, dpo preferences, rl from rewards",
         "superstep.cli.tune.verb",
-        "superstep.cli.arguments.tune",
+        "superstep.cli.arguments.post_training",
         extra="serve",
         launches=True,
     ),

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from superstep.errors import ConfigError, DataError, Fault
+from superstep.errors import ConfigError, Fault
 from superstep.grade.environment import Environment
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
@@ -27,8 +27,9 @@ from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_policy import sequence_policy
 from superstep.runtime.engine import StepResult
 from superstep.runtime.launch import gather
-from superstep.tune.advantage import Advantage, Answer, Share
+from superstep.train.schedule import rate
 from superstep.tune.batch import Lessons, lessons_of, require_same_bits
+from superstep.tune.judge import Alike, Learnt, learnt_of, shares_of
 from superstep.tune.learner import Differs, Learner
 from superstep.tune.program.instructions import (
     Asked,
@@ -50,8 +51,9 @@ from superstep.tune.seat import Seat
 SNAPSHOTS = "weights"
 """The folder of a run's snapshots."""
 
-MOST_UNIFORM = 8
-"""Steps in a row whose rewards are all equal, and the same: then there is nothing to learn."""
+
+class Stopped(Exception):
+    """The run has come to an end before its last step, and what was done is saved."""
 
 
 class Graders(Protocol):
@@ -61,36 +63,8 @@ class Graders(Protocol):
         """The verdict, once it is there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learnt:
-    """One step of reinforcement learning, as it is told.
-
-    Attributes:
-        step: finished steps.
-        result: of the trainer.
-        reward: the mean of all answers that have a grade.
-        answers: how many have.
-        lost: how many have none: their grader failed.
-        cut: answers that were cut off.
-        uniform: groups whose rewards were all equal.
-        lag: how many steps older the sampler's weights were than those that were trained.
-        drawn_tokens: of all answers.
-        seconds: since the step before.
-    """
-
-    step: int
-    result: StepResult
-    reward: float
-    answers: int
-    lost: int
-    cut: int
-    uniform: int
-    lag: int
-    drawn_tokens: int
-    seconds: float
-
-
 Tell = Callable[[Learnt], None]
+Saved = Callable[[Path, float], None]
 
 
 class Iterate:
@@ -107,6 +81,7 @@ class Iterate:
         graders: rank 0's; None on the others.
         root: the run directory.
         tell: told of each step.
+        saved: told of each checkpoint, and how long it took to write.
     """
 
     def __init__(  # noqa: PLR0913
@@ -121,6 +96,7 @@ class Iterate:
         graders: Graders | None,
         root: Path,
         tell: Tell,
+        saved: Saved = lambda place, seconds: None,
     ) -> None:
         self._rl = rl
         self._how = how
@@ -132,9 +108,11 @@ class Iterate:
         self._graders = graders
         self._root = root / SNAPSHOTS
         self._tell = tell
+        self._saved = saved
         self._grading: dict[int, list[Future[Verdict]]] = {}
-        self._uniform: list[float] = []
+        self._alike = Alike()
         self._since_s = time.perf_counter()
+        self._sampling_s = 0.0
 
     def run(self, program: Iterations) -> None:
         """Everything that a program lists."""
@@ -163,14 +141,17 @@ class Iterate:
                     # The sampler takes its memory with a version, and gives it back behind the last of its groups.
                     self._learner.sleep() if to == "sample" else self._learner.wake()
                 case Train(step):
-                    self._train(asked, step)
+                    if self._train(asked, step) and step + 1 < asked.steps:
+                        self._save()
+                        raise Stopped
                 case Save():
-                    self._learner.save()
+                    self._save()
                 case Grade():
                     raise AssertionError("grades have a lane of their own")
             at += 1
 
     def _sample(self, groups: Sequence[int], version: int, folder: Path) -> None:
+        begin_s = time.perf_counter()
         tasks = [(group, self._environment.task(group, self._seed)) for group in groups]
         mine = []
         for group in self._seat.sample(folder, version, tasks):
@@ -180,6 +161,11 @@ class Iterate:
         if self._learner.peers.size > 1:
             for group in sorted((g for part in gather(mine) for g in part), key=lambda g: g.number):
                 self._keep(group)
+        self._sampling_s += time.perf_counter() - begin_s
+
+    def _save(self) -> None:
+        begin_s = time.perf_counter()
+        self._saved(self._learner.save(), time.perf_counter() - begin_s)
 
     def _keep(self, group: Group) -> None:
         self._record.sampled(group)
@@ -230,11 +216,13 @@ class Iterate:
         if path not in self._record.published.values() and self._learner.peers.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _train(self, asked: Asked, step: int) -> None:
+    def _train(self, asked: Asked, step: int) -> bool:
+        """One step; whether the run was asked to stop behind it."""
         numbers = list(asked.groups_of(step))
         verdicts = self._graded(numbers)
         groups = [self._record.groups[number] for number in numbers]
-        shares, divisor = self._shares(groups, verdicts)
+        self._alike.see(step, verdicts)
+        shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
         config = self._learner.run.config
         lessons = lessons_of(
             groups,
@@ -247,43 +235,7 @@ class Iterate:
         result = self._step(lessons, version=groups[0].version, step=step)
         self._tell(self._learnt(step, groups, verdicts, result))
         self._record.forget(range(numbers[0], numbers[-1] + 1))
-
-    def _shares(
-        self, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]
-    ) -> tuple[list[list[Share | None] | None], float]:
-        """What the tokens of each answer are given; an answer whose grader failed is left out."""
-        how = Advantage(
-            estimator=self._rl.estimator,
-            max_tokens=self._how.max_tokens * self._how.turns,
-            overlong=None if self._rl.overlong == "none" else self._rl.overlong,
-            drop_uniform=self._rl.drop_uniform,
-        )
-        known = [[n for n, verdict in enumerate(each) if verdict.is_decided] for each in verdicts]
-        asked = [
-            [
-                Answer(
-                    reward=each[n].reward,
-                    tokens=group.answers[n].drawn_tokens,
-                    is_cut=group.answers[n].rollout.finish == "length",
-                )
-                for n in decided
-            ]
-            for group, each, decided in zip(groups, verdicts, known, strict=True)
-        ]
-        alone = [len(each) < 2 for each in asked]
-        found = how.shares([each for each, is_alone in zip(asked, alone, strict=True) if not is_alone])
-        rest = iter(found.groups)
-        shares: list[list[Share | None] | None] = []
-        for group, decided, is_alone in zip(groups, known, alone, strict=True):
-            given = None if is_alone else next(rest)
-            if given is None:
-                shares.append(None)
-                continue
-            each: list[Share | None] = [None] * len(group.answers)
-            for n, share in zip(decided, given, strict=True):
-                each[n] = share
-            shares.append(each)
-        return shares, found.divisor
+        return result.is_stop_asked
 
     def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)
@@ -317,56 +269,20 @@ class Iterate:
             raise AssertionError("a difference was seen in the step, and none behind it") from None
 
     def _learnt(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        verdicts: Sequence[Sequence[Verdict]],
-        result: StepResult,
+        self, step: int, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]], result: StepResult
     ) -> Learnt:
-        rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
-        flat = [reward for each in rewards for reward in each]
-        self._require_differences(step, flat)
-        answers = [answer for group in groups for answer in group.answers]
         now_s = time.perf_counter()
         seconds, self._since_s = now_s - self._since_s, now_s
-        return Learnt(
-            step=step + 1,
-            result=result,
-            reward=sum(flat) / len(flat) if flat else 0.0,
-            answers=len(flat),
-            lost=len(answers) - len(flat),
-            cut=sum(answer.rollout.finish == "length" for answer in answers),
-            uniform=sum(len(set(each)) < 2 for each in rewards),
-            lag=max(step - group.version for group in groups),
-            drawn_tokens=sum(answer.drawn_tokens for answer in answers),
+        sampling_s, self._sampling_s = self._sampling_s, 0.0
+        return learnt_of(
+            groups,
+            verdicts,
+            result,
+            step=step,
+            lr=rate(self._learner.run.config.train, step),
             seconds=seconds,
+            sampling_s=sampling_s,
         )
-
-    def _require_differences(self, step: int, rewards: Sequence[float]) -> None:
-        """End a run that learns nothing.
-
-        Raises:
-            DataError: for many steps all rewards were the same.
-            Fault: no answer has a grade.
-        """
-        if not rewards:
-            raise Fault("no answer has a grade: every grader failed.", step=step + 1)
-        if len(set(rewards)) > 1 or (self._uniform and self._uniform[0] != rewards[0]):
-            self._uniform = []
-        if len(set(rewards)) > 1:
-            return
-        self._uniform.append(rewards[0])
-        if len(self._uniform) >= MOST_UNIFORM:
-            raise DataError(
-                f"all rewards of the last {MOST_UNIFORM} steps are {rewards[0]:g}, and nothing is learnt from answers "
-                "that are all alike: "
-                + (
-                    "the tasks are solved; give harder ones, or stop here."
-                    if rewards[0] == 1.0
-                    else "give easier tasks, look at what grade() says with superstep grade check, or tune with "
-                    "examples first (superstep tune sft)."
-                )
-            )
 
 
 def _run_of_samples(lane: Sequence[object]) -> list[Sample]:

@@ -21,7 +21,8 @@ from superstep.state.checkpoint import read_position
 from superstep.train.hf_files import hf_files
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.start import weights_of
-from superstep.tune.iterate import Iterate, Learnt
+from superstep.tune.iterate import Iterate, Saved, Stopped
+from superstep.tune.judge import Learnt
 from superstep.tune.learner import Learner
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
@@ -177,8 +178,13 @@ def beside(job: Job) -> dict[str, str]:
     return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
 
 
-def reinforce(world: World, job: Job, tell: Callable[[Learnt], None] = lambda learnt: None) -> int:
-    """One rank, from assembly to the last step; the steps that are finished then."""
+def reinforce(
+    world: World,
+    job: Job,
+    tell: Callable[[Learnt], None] = lambda learnt: None,
+    saved: Saved = lambda place, seconds: None,
+) -> bool:
+    """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
     # Read by every rank before the first of them adds to it, which takes a collective.
     record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
     record.forget(range(job.program.cursor.step * job.rl.groups))
@@ -206,7 +212,7 @@ def reinforce(world: World, job: Job, tell: Callable[[Learnt], None] = lambda le
         if world.rank == 0:
             graders = stack.enter_context(Pool(job.rl.environment, job.grade))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-        Iterate(
+        iterate = Iterate(
             job.rl,
             job.rollout,
             config.train.seed,
@@ -217,7 +223,13 @@ def reinforce(world: World, job: Job, tell: Callable[[Learnt], None] = lambda le
             graders,
             job.folder.root,
             tell,
-        ).run(job.program)
+            saved,
+        )
+        is_stopped = False
+        try:
+            iterate.run(job.program)
+        except Stopped:
+            is_stopped = True
     seat.close()
     learner.close()
-    return learner.position.step
+    return is_stopped

@@ -20,6 +20,11 @@ KINDS: Mapping[Literal["sft", "dpo"], str] = {
     "dpo": "make preferred answers likelier than others, next to the model that it begins with",
 }
 
+REWARDS = "rl"
+"""The kind whose recipes are others: ``cli.arguments.reinforce`` reads them."""
+
+EVERY: Mapping[str, str] = dict([*KINDS.items(), (REWARDS, "learn from the rewards of its own answers")])
+
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
 """Fields of a recipe that its help begins with."""
 
@@ -29,9 +34,9 @@ def _usage() -> str:
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in KINDS.items()
+        for name, what in EVERY.items()
     ]
-    usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
+    usage = textwrap.fill("usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]", columns)
     return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
 
 
@@ -47,12 +52,12 @@ def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(KINDS)}.")
+        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(EVERY)}.")
     kind, *rest = argv
     for known in KINDS:
         if kind == known:
             return known, _recipe(known, rest)
-    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, KINDS)}")
+    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, EVERY)}")
 
 
 def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:
