@@ -56,6 +56,7 @@ def job(
     rollout: dict | None = None,
     grade: dict | None = None,
     environment: str = "tasks.py",
+    tokens: int = TOKENS,
     **plan: int,
 ) -> Job:
     """What every rank is told; it goes on where the run in ``root`` stands."""
@@ -63,7 +64,7 @@ def job(
     learn = replace(learn, **(rl or {}))
     config, folder = with_start(
         RunConfig(
-            data=DataConfig(sequence_tokens=TOKENS),
+            data=DataConfig(sequence_tokens=tokens),
             train=TrainConfig(steps=steps, lr=3e-3, warmup_steps=1, weight_decay=0.0),
             plan=PlanConfig(microbatch=2, **plan),
             numerics=NumericsConfig(exact=exact),
@@ -131,7 +132,9 @@ def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
                 "norm": learnt.result.grad_norm,
                 "reward": learnt.reward,
                 "max_dlogp": learnt.result.measures.get("max_dlogp"),
+                "measures": dict(learnt.result.measures),
                 "lag": learnt.lag,
+                "drawn_tokens": learnt.drawn_tokens,
             }
         )
 

@@ -146,9 +146,52 @@ def test_what_cannot_begin_is_refused(start, tmp_path):
 
     refused("rl.group = 1: the answers of a group are compared with each other", rl={"group": 1})
     refused("rl.lag = -1 must be at least 0", lag=-1)
+    refused("rollout.placement = 'apart' has no executor here; set shared", rollout={"placement": "apart"})
+    refused("rl.rows = 0 must be at least 1", rl={"rows": 0})
     refused(r"impure.py: task\(0, 0\) gives another task when it is asked again", environment="impure.py")
     refused("no Python file; name one that has task", environment="nothing.py")
     (start / "empty.py").write_text("")
     refused(r"empty.py has no function 'task\(index, seed\)'", environment="empty.py")
     with pytest.raises(StateError, match=r"holds no config.json; name a folder that has a model whole"):
         reinforced.job(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rollout", "plan"),
+    [({}, {"dp": 2}), ({"tp": 2}, {"tp": 2}), ({}, {"pp": 2}), ({"tp": 2}, {"pp": 2})],
+    ids=["dp, tp 1", "tp, tp 2", "pp, tp 1", "pp, tp 2"],
+)
+def test_a_hundred_thousand_tokens_have_no_differing_bit(pool, start, tmp_path, rollout, plan):
+    """The sampler's log-probabilities against those of the step that trains on them."""
+    how = {"max_tokens": 100, "turns": 2, "pages": 1024} | rollout
+    job = reinforced.job(
+        tmp_path / "run", start, steps=2, lag=0, tokens=256, rl={"group": 16, "groups": 20}, rollout=how, **plan
+    )
+    told = pool.run(2, reinforced.run, job)[0]
+    assert [each["max_dlogp"] for each in told] == [0.0, 0.0]
+    assert sum(each["drawn_tokens"] for each in told) > 100_000 / 4  # four layouts
+
+
+@pytest.mark.parametrize(
+    ("rl", "exact"),
+    [
+        ({"estimator": "rloo", "kl_coef": 0.1, "drop_uniform": True}, True),
+        ({"ratio": "sequence", "estimator": "dr-grpo"}, True),
+        ({"correction": "tis", "overlong": "penalty"}, False),
+        ({"ratio": "sequence", "correction": "mis"}, False),
+    ],
+    ids=["rloo and kl", "gspo", "tis", "gspo and mis"],
+)
+def test_every_way_of_learning_runs_and_tells_how_far_the_sampler_is(pool, start, tmp_path, rl, exact):
+    job = reinforced.job(tmp_path / "run", start, steps=2, exact=exact, rl=rl)
+    told = pool.run(1, reinforced.run, job)[0]
+    assert [each["step"] for each in told] == [1, 2]
+    assert all(0 < each["norm"] < 1e3 for each in told)
+    if rl.get("kl_coef"):
+        # The weights that it began with, at the first step; others at the second.
+        assert told[0]["measures"]["reference_kl"] == 0.0
+        assert told[1]["measures"]["reference_kl"] > 0.0
+    if not exact and rl.get("ratio") != "sequence":
+        assert 0 < told[0]["measures"]["max_sampler_dlogp"] < 1e-4
+        assert told[0]["max_dlogp"] < 1e-4

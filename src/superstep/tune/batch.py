@@ -138,8 +138,8 @@ def _place(
                 row = next((r for r, end in enumerate(ends) if end + size <= tokens and (is_masked or not end)), None)
                 if row is None:
                     raise ConfigError(
-                        f"train.batch_sequences = {rows} rows of data.sequence_tokens = {tokens} have no room for the "
-                        f"answers of {len(groups)} groups; set data.sequence_tokens higher, or rl.group lower."
+                        f"rl.rows = {rows} of data.sequence_tokens = {tokens} have no room for the answers of "
+                        f"{len(groups)} groups; set rl.rows or data.sequence_tokens higher."
                     )
                 yield Placed(row, ends[row], strand, group.number, number, share)
                 ends[row] += size

@@ -18,11 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from superstep.errors import ConfigError, Fault
 from superstep.grade.environment import Environment
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
-from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_policy import sequence_policy
 from superstep.runtime.engine import StepResult
@@ -239,34 +242,43 @@ class Iterate:
 
     def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)
-        is_exact = self._learner.run.plan.grain is not None
-        is_fresh = version == step
+        is_exact, is_fresh = self._learner.run.plan.grain is not None, version == step
         policy = PolicyLoss(
             clip_low=self._rl.clip_low,
             clip_high=self._rl.clip_high,
             correction=self._rl.correction,
             watches_sampler=not is_exact,
+            kl_coef=self._rl.kl_coef,
         )
-        logprobs = None
-        if self._rl.ratio == "sequence" or not is_exact:
-            logprobs = self._learner.logprobs(batch)
+        if self._rl.kl_coef:
+            streams["reference"] = self._learner.reference(batch)
+        is_whole = self._rl.ratio == "sequence"
+        logprobs = self._learner.logprobs(batch) if is_whole or (is_fresh and not is_exact) else None
         # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
-        streams["old"] = logprobs if is_fresh and not is_exact and logprobs is not None else streams["sampled"]
-        objective: Objective = policy
-        if self._rl.ratio == "sequence":
+        is_own = logprobs is not None and is_fresh and not is_exact
+        streams["old"] = logprobs if logprobs is not None and is_own else streams["sampled"]
+        if is_whole:
             assert logprobs is not None
             if is_exact and is_fresh:
                 require_same_bits(lessons, logprobs, version)
-            answer_BS, gains = lessons.answers()
-            weighed = sequence_policy(policy, logprobs, streams, answer_BS, gains)
-            streams, objective = {"weights": weighed.weights}, CROSS_ENTROPY
+            return self._step_of_answers(lessons, policy, logprobs, streams)
         try:
-            return self._learner.step(
-                replace(batch, streams=streams), objective, is_checked=is_exact and is_fresh and objective is policy
-            )
+            return self._learner.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
         except Differs:
             require_same_bits(lessons, self._learner.logprobs(batch), version)
             raise AssertionError("a difference was seen in the step, and none behind it") from None
+
+    def _step_of_answers(
+        self, lessons: Lessons, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
+    ) -> StepResult:
+        """A step whose loss looks at whole answers: their weights are found, then trained with."""
+        answer_BS, gains = lessons.answers()
+        if not len(gains):
+            return self._learner.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))
+        weighed = sequence_policy(policy, logprobs_BS, streams, answer_BS, gains)
+        batch = replace(lessons.batch, streams={"weights": weighed.weights}, divisor=float(len(gains)))
+        result = self._learner.step(batch)
+        return replace(result, loss=weighed.loss / len(gains), measures=weighed.measures)
 
     def _learnt(
         self, step: int, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]], result: StepResult

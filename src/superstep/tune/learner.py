@@ -65,6 +65,7 @@ class Learner:
         self._engine = Engine(run, units_of(run), self._mesh)
         self._shapes = tensor_shapes(self._engine)
         self._asleep: Sleeping | None = None
+        self._reference: Engine | None = None
 
     def begin(self, checkpoint: Path | None, start: Path | None) -> None:
         """Go on from a checkpoint, or begin with the weights of a folder."""
@@ -75,6 +76,20 @@ class Learner:
         self._engine.loaded(self.position.step)
         if self.peers.rank == 0:
             write_whole(self._folder.program, write_program(self._engine.step_program))
+
+    def keep_reference(self, start: Path) -> None:
+        """Keep the weights of a folder beside those that are trained, to say what they say.
+
+        They take as much memory as those that are trained, with buffers of an optimizer that never steps.
+        """
+        self._reference = Engine(self.run, units_of(self.run), self._mesh)
+        fill(start, self._reference.pieces(("weight",)), self._shapes, self.peers)
+        self._reference.loaded(0)
+
+    def reference(self, batch: Batch) -> Tensor:
+        """``logprobs`` of the weights that are kept."""
+        assert self._reference is not None, "a reference was asked for"
+        return self._reference.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
 
     def mine(self, batch: Batch) -> Batch:
         """The rows of a global batch that this rank trains on."""

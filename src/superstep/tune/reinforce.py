@@ -15,7 +15,8 @@ from superstep.grade.pool import Pool
 from superstep.plan.config import RunConfig
 from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import Resolved
-from superstep.runtime.launch import World, barrier
+from superstep.runtime.device import Device, choose
+from superstep.runtime.launch import World, barrier, gather
 from superstep.serve.load import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.train.hf_files import hf_files
@@ -29,6 +30,7 @@ from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations
 from superstep.tune.record import NAME, Record
 from superstep.tune.rl_config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.room import pages_for, require_sizes, sizes_of
 from superstep.tune.sampling import words_of
 from superstep.tune.seat import Seat, Seated
 
@@ -85,7 +87,7 @@ def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, 
         config,
         model=replace(config.model, name=str(folder / "config.json"), weights=str(folder)),
         data=replace(config.data, tokenizer=str(folder / "tokenizer.json"), document_mask=True),
-        train=replace(config.train, batch_sequences=rl.groups * rl.group),
+        train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
     )
     shape = shape_of(changed.model)
     if changed.data.sequence_tokens > shape.max_tokens:
@@ -145,6 +147,11 @@ def job_of(  # noqa: PLR0913
                 f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
                 "back, or begin a new run (--state.existing new)."
             )
+    program = compile_iterations(asked, record.cursor(asked, step))
+    world = run.plan.mesh.world
+    if choose(run.config.plan.device, world) == "cpu":
+        # What a GPU has left its rank alone can tell.
+        rollout = with_room(run, rl, rollout, program, Device("cpu").free_bytes(world), gives_back=False)
     return Job(
         run=run,
         rl=rl,
@@ -153,9 +160,37 @@ def job_of(  # noqa: PLR0913
         folder=folder,
         start=start,
         checkpoint=checkpoint,
-        program=compile_iterations(asked, record.cursor(asked, step)),
+        program=program,
         kernels=kernels,
     )
+
+
+def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None) -> ServeConfig:
+    """How the sampler's engine is opened on each rank."""
+    return ServeConfig(
+        context_tokens=run.config.data.sequence_tokens,
+        pages=rollout.pages,
+        requests=rollout.requests,
+        compute=run.config.numerics.compute,
+        exact=run.config.numerics.exact,
+        tp=rollout.tp,
+        dp=max(1, run.plan.mesh.world // rollout.tp),
+        kernels=kernels,
+    )
+
+
+def with_room(
+    run: Resolved, rl: RlConfig, rollout: RolloutConfig, program: Iterations, free_bytes: int, *, gives_back: bool
+) -> RolloutConfig:
+    """How answers are sampled, with pages for which there is room beside what trains.
+
+    Raises:
+        ConfigError: some instruction of the program has no room on a rank.
+    """
+    serve = serve_of(run, rollout)
+    pages = pages_for(run, serve, free_bytes)
+    require_sizes(program, sizes_of(run, serve, rl, pages=pages, gives_back=gives_back), free_bytes)
+    return replace(rollout, pages=pages)
 
 
 def require_pure(environment: Environment, seed: int) -> None:
@@ -191,18 +226,16 @@ def reinforce(
     barrier()
     environment = load_environment(job.rl.environment)
     words = words_of(job.start)
+    if world.device.kind == "cuda":
+        free_bytes = world.device.free_bytes(1)
+        rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
+        job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
     learner = Learner(world, job.run, job.folder, beside(job) if world.rank == 0 else {})
     learner.begin(job.checkpoint, job.start)
+    if job.rl.kl_coef:
+        learner.keep_reference(job.start)
     config = job.run.config
-    serve = ServeConfig(
-        context_tokens=config.data.sequence_tokens,
-        pages=job.rollout.pages,
-        requests=job.rollout.requests,
-        compute=config.numerics.compute,
-        exact=config.numerics.exact,
-        tp=job.rollout.tp,
-        kernels=job.kernels,
-    )
+    serve = serve_of(job.run, job.rollout, job.kernels)
     told = Seated(serve=serve, how=job.rollout, group=job.rl.group, seed=config.train.seed)
     seat = Seat(world, told, words, environment)
     with ExitStack() as stack:

@@ -36,6 +36,8 @@ class RlConfig:
     """Answers to each task; they are compared with each other."""
     groups: int = 8
     """Tasks of a step."""
+    rows: int | None = None
+    """Rows of a step's batch, in which answers lie side by side; none takes one for each answer."""
     lag: int = 0
     """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
     policy."""
@@ -48,7 +50,8 @@ class RlConfig:
     clip_high: float = 0.2
     """How far above 1 it does; more than `clip_low` keeps unlikely tokens alive (DAPO, Yu 2025)."""
     kl_coef: float = 0.0
-    """Weight of the divergence from the weights that the run started from."""
+    """Weight of the distance from the weights that the run started from, which are then kept on the ranks, too (k3,
+    Schulman 2020)."""
     correction: Correction = "none"
     """For a sampler whose log-probabilities are not the trainer's: weigh a token by their ratio up to a bound (tis), or
     leave it out beyond that (mis)."""
@@ -140,6 +143,7 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         )
     for name, value, least in (
         ("rl.groups", rl.groups, 1),
+        ("rl.rows", 1 if rl.rows is None else rl.rows, 1),
         ("rl.lag", rl.lag, 0),
         ("rollout.max_tokens", rollout.max_tokens, 1),
         ("rollout.turns", rollout.turns, 1),

@@ -310,13 +310,18 @@ def _told(told: LossTold) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
 
 
+SMALLEST_KL = 1e-6
+"""Nats; less is the rounding of two ways to compute the same."""
+
+
 def _rolled(rolled: Rolled) -> list[str]:
     """What a step learnt from, the unusual only where there is some."""
     told = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
     counts = ((rolled.cut, "cut off"), (rolled.lost, "without a grade"), (rolled.uniform, "groups all alike"))
     told += [f"{count} {what}" for count, what in counts if count]
     told += [f"lag {rolled.lag}"] if rolled.lag else []
-    told += [f"{name} {rolled.measures[name]:.2g}" for name in ("old_k3", "sampler_k3") if name in rolled.measures]
+    far = {name: rolled.measures.get(name, 0.0) for name in ("old_k3", "sampler_k3")}
+    told += [f"{name} {value:.2g}" for name, value in far.items() if abs(value) >= SMALLEST_KL]
     clipped = sum(rolled.measures.get(name, 0.0) for name in ("clip_low", "clip_high"))
     told += [f"clipped {clipped:.1%}"] if clipped else []
     return [*told, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]

@@ -138,7 +138,11 @@ class _Teller:
     def _opened(self, world: World, stack: ExitStack) -> Sink:
         folder, observe = self._job.folder, self._job.run.config.observe
         is_resumed = folder.metrics.exists()
-        display = stack.enter_context(open_display(sys.stdout, mfu_convention="", log_every=observe.log_every))
+        display = stack.enter_context(
+            open_display(
+                sys.stdout, mfu_convention="not told of steps that sample as well", log_every=observe.log_every
+            )
+        )
         sinks: list[Sink] = [JsonLines(folder.metrics), display]
         if observe.tensorboard:
             sinks.append(TensorBoard(folder.tensorboard))
