@@ -122,10 +122,6 @@ def job_of(  # noqa: PLR0913
         StateError: what is on record is of another recipe.
     """
     check_rl(rl, rollout)
-    if rl.kl_coef:
-        raise ConfigError(
-            f"rl.kl_coef = {rl.kl_coef}: the weights that a run began with are not kept beside it; set 0."
-        )
     if rollout.placement != "shared":
         raise ConfigError(f"rollout.placement = '{rollout.placement}' has no executor here; set shared.")
     if run.config.data.sequence_tokens < 2 * rollout.turns:
