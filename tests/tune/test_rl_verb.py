@@ -141,6 +141,7 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 128 + signal.SIGTERM, said
+    assert f"superstep tune rl --state.dir {root} --state.existing resume" in said
     process = begin(path)
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0, said

@@ -43,11 +43,11 @@ def run(recipe: RlRecipe) -> int:
             is_stopped = launch_on(job.run.config.plan.device, job.run.plan.mesh.world, _rank, job)
         except BaseException as error:
             restore(sys.stdout)
-            if (status := ended(error, job.folder)) is not None:
+            if (status := ended(error, job.folder, "tune rl")) is not None:
                 return status
             raise
     if is_stopped:
-        return stopped(job.folder)
+        return stopped(job.folder, "tune rl")
     print(f"\nResults: {job.folder.root}", flush=True)
     return 0
 
