@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reinforced
-from superstep.cli.arguments.tune import read
+from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
 from superstep.model.hf import open_weights
 from superstep.state.folders import checkpoints
@@ -105,8 +105,8 @@ def test_a_recipe_is_read_back(start, tmp_path):
     assert (found.rl.lag, found.train.warmup_steps, found.train.min_lr_ratio) == (1, 0, 1.0)
     path.write_text(write_rl(found))
     assert read_rl(path) == found
-    assert read(["rl", str(path), "--rl.group", "8"])[1].rl.group == 8
-    assert read(["rl"])[1] == RlRecipe()
+    assert read([str(path), "--rl.group", "8"]).rl.group == 8
+    assert read([]) == RlRecipe()
 
 
 @pytest.mark.parametrize(
