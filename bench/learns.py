@@ -25,8 +25,8 @@ from bench.machine import write_result
 from superstep.grade.environment import load_environment
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.train.start import weights_of
-from superstep.tune.rl_config import RolloutConfig
-from superstep.tune.sampling import Sampler, words_of
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.sampling import Sampler, words_of
 
 TASKS = Path(__file__).parents[1] / "recipes" / "toy_tasks.py"
 HELD_OUT = range(1_000_000, 1_000_300)

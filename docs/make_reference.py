@@ -42,8 +42,8 @@ from superstep.program.memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
 from superstep.tune.config import USUAL, TuneConfig
-from superstep.tune.rl_config import USUAL as USUAL_RL
-from superstep.tune.rl_config import RlRecipe
+from superstep.tune.rl.config import USUAL as USUAL_RL
+from superstep.tune.rl.config import RlRecipe
 
 DOCS = Path(__file__).parent
 TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"

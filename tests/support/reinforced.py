@@ -16,11 +16,11 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.tune.judge import Learnt
-from superstep.tune.record import Record
-from superstep.tune.reinforce import Job, job_of, reinforce, with_start
-from superstep.tune.rl_config import RlConfig, RolloutConfig
-from superstep.tune.sampling import Group, Sampler
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.record import Record
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
+from superstep.tune.rl.sampling import Group, Sampler
 
 ENVIRONMENT = """
 from superstep.grade.task import Message, Observation, Done, Task

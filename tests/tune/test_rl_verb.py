@@ -21,8 +21,8 @@ from superstep.cli.main import main
 from superstep.model.hf import open_weights
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.tune.record import NAME
-from superstep.tune.rl_config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.record import NAME
 
 RECIPE = """
 start = "{start}"

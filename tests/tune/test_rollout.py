@@ -13,7 +13,7 @@ from superstep.grade.task import Message
 from superstep.serve.request import Told
 from superstep.serve.text.chat import DEFAULT, ChatTemplate
 from superstep.serve.text.chat_tokens import ChatEncoder
-from superstep.tune.rollout import Conversation
+from superstep.tune.rl.rollout import Conversation
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

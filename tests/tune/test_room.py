@@ -12,9 +12,9 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.serve.load import open_both
-from superstep.tune.learner import Learner
-from superstep.tune.reinforce import Job, beside, serve_of, with_room
-from superstep.tune.room import pages_for, sizes_of
+from superstep.tune.rl.learner import Learner
+from superstep.tune.rl.reinforce import Job, beside, serve_of, with_room
+from superstep.tune.rl.room import pages_for, sizes_of
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from superstep.grade.task import Task
 from superstep.grade.verdict import grader_error, ok, wrong
 from superstep.serve.load import ServeConfig, open_engine
 from superstep.tune.program.instructions import Asked, Cursor
-from superstep.tune.record import NAME, Record
-from superstep.tune.rl_config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.sampling import Sampler, require_vocab, seed_of, words_of
+from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.sampling import Sampler, require_vocab, seed_of, words_of
 
 TALKS = """
 from superstep.grade.task import Done, Message, Observation, Task

@@ -8,7 +8,7 @@ from pathlib import Path
 from superstep.cli.arguments.tune import EVERY, RECIPE, REWARDS
 from superstep.cli.options import read_flags
 from superstep.errors import ConfigError
-from superstep.tune.rl_config import RlRecipe, read_rl
+from superstep.tune.rl.config import RlRecipe, read_rl
 
 FIRST = (
     "start",

@@ -27,9 +27,9 @@ from superstep.state.checkpoint import read_position
 from superstep.train import rundir
 from superstep.train.model import operations, resolved
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.tune.judge import Learnt
-from superstep.tune.reinforce import Job, job_of, reinforce, with_start
-from superstep.tune.rl_config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
 
 
 def run(recipe: RlRecipe) -> int:

@@ -9,7 +9,7 @@ from superstep.plan.resolve import Resolved
 from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, require_room
-from superstep.tune.rl_config import RlConfig
+from superstep.tune.rl.config import RlConfig
 
 TOKEN_BYTES = 200
 """Of an answer's token on the host: an id and a log-probability as Python has them, and their shares of lists."""

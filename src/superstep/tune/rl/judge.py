@@ -9,8 +9,8 @@ from superstep.errors import DataError, Fault
 from superstep.grade.verdict import Verdict
 from superstep.runtime.engine import StepResult
 from superstep.tune.advantage import Advantage, Answer, Share
-from superstep.tune.rl_config import RlConfig, RolloutConfig
-from superstep.tune.sampling import Group
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.sampling import Group
 
 Shares = list[list[Share | None] | None]
 

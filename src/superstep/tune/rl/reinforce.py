@@ -22,17 +22,17 @@ from superstep.state.checkpoint import read_position
 from superstep.train.hf_files import hf_files
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.start import weights_of
-from superstep.tune.iterate import Iterate, Saved, Stopped
-from superstep.tune.judge import Learnt
-from superstep.tune.learner import Learner
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations
-from superstep.tune.record import NAME, Record
-from superstep.tune.rl_config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.room import pages_for, require_sizes, sizes_of
-from superstep.tune.sampling import words_of
-from superstep.tune.seat import Seat, Seated
+from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.rl.iterate import Iterate, Saved, Stopped
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.learner import Learner
+from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.room import pages_for, require_sizes, sizes_of
+from superstep.tune.rl.sampling import words_of
+from superstep.tune.rl.seat import Seat, Seated
 
 PROGRAM = "iterations.txt"
 """What is left of the run, as a text."""

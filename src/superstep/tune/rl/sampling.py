@@ -20,8 +20,8 @@ from superstep.serve.engine import Engine
 from superstep.serve.request import Finish, Request, Sampling, Told
 from superstep.serve.text.chat import ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
-from superstep.tune.rl_config import RolloutConfig
-from superstep.tune.rollout import Answered, Conversation, Decoder, Encoder
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.rollout import Answered, Conversation, Decoder, Encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine
 from superstep.serve.load import Known, Rank, ServeConfig, load_rank, open_both, plan_of
 from superstep.serve.steward import Steward
-from superstep.tune.rl_config import RolloutConfig
-from superstep.tune.sampling import Group, Sampler, Words, require_vocab
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
 
 MESH_TIMEOUT = timedelta(minutes=10)
 

@@ -23,8 +23,8 @@ from superstep.data.stream import Batch
 from superstep.errors import ConfigError, Fault
 from superstep.numerics.loss import IGNORE
 from superstep.tune.advantage import Share
-from superstep.tune.rollout import Strand
-from superstep.tune.sampling import Group
+from superstep.tune.rl.rollout import Strand
+from superstep.tune.rl.sampling import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,6 @@ from superstep.numerics.sequence_policy import sequence_policy
 from superstep.runtime.engine import StepResult
 from superstep.runtime.launch import gather
 from superstep.train.schedule import rate
-from superstep.tune.batch import Lessons, lessons_of, require_same_bits
-from superstep.tune.judge import Alike, Learnt, learnt_of, shares_of
-from superstep.tune.learner import Differs, Learner
 from superstep.tune.program.instructions import (
     Asked,
     Grade,
@@ -46,10 +43,13 @@ from superstep.tune.program.instructions import (
     Take,
     Train,
 )
-from superstep.tune.record import Record
-from superstep.tune.rl_config import RlConfig, RolloutConfig
-from superstep.tune.sampling import Group
-from superstep.tune.seat import Seat
+from superstep.tune.rl.batch import Lessons, lessons_of, require_same_bits
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.judge import Alike, Learnt, learnt_of, shares_of
+from superstep.tune.rl.learner import Differs, Learner
+from superstep.tune.rl.record import Record
+from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.seat import Seat
 
 SNAPSHOTS = "weights"
 """The folder of a run's snapshots."""

@@ -20,8 +20,8 @@ from superstep.grade.verdict import Verdict, from_told
 from superstep.observe.append_file import AppendFile
 from superstep.state.durable import sync
 from superstep.tune.program.instructions import Asked, Cursor
-from superstep.tune.rollout import Answered, Strand
-from superstep.tune.sampling import Group
+from superstep.tune.rl.rollout import Answered, Strand
+from superstep.tune.rl.sampling import Group
 
 NAME = "rollouts.jsonl"
 
