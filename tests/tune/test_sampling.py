@@ -86,9 +86,13 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
     for group in together.values():
         record.sampled(group)
     record.graded(0, (ok(0.5), wrong("no"), grader_error("?")))
-    record.publish(0, tmp_path)
-    record.publish(1, tmp_path / "gone")
+    for name in ("weights-0", "weights-unnoted", ".unfinished-x"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    record.publish(0, tmp_path / "weights" / "weights-0")
+    record.publish(1, tmp_path / "weights" / "weights-gone")
+    record.tidy()
     record.close()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0"]
     again = Record(tmp_path / NAME, is_kept=False)
     # The floats are those that were told, to the bit.
     assert (again.groups, again.verdicts) == (together, {0: (ok(0.5), wrong("no"), grader_error("?"))})

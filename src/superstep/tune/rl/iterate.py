@@ -51,9 +51,6 @@ from superstep.tune.rl.record import Record
 from superstep.tune.rl.sampling import Group
 from superstep.tune.rl.seat import Seat
 
-SNAPSHOTS = "weights"
-"""The folder of a run's snapshots."""
-
 
 class Stopped(Exception):
     """The run has come to an end before its last step, and what was done is saved."""
@@ -82,7 +79,6 @@ class Iterate:
         environment: of the tasks.
         record: what is known; rank 0 keeps it.
         graders: rank 0's; None on the others.
-        root: the run directory.
         tell: told of each step.
         saved: told of each checkpoint, and how long it took to write.
     """
@@ -97,7 +93,6 @@ class Iterate:
         environment: Environment,
         record: Record,
         graders: Graders | None,
-        root: Path,
         tell: Tell,
         saved: Saved = lambda place, seconds: None,
     ) -> None:
@@ -109,7 +104,6 @@ class Iterate:
         self._environment = environment
         self._record = record
         self._graders = graders
-        self._root = root / SNAPSHOTS
         self._tell = tell
         self._saved = saved
         self._grading: dict[int, list[Future[Verdict]]] = {}
@@ -210,7 +204,7 @@ class Iterate:
 
     def _publish(self, version: int) -> None:
         assert version == self._learner.position.step, "the program says when"
-        self._record.publish(version, self._learner.publish(self._root).path)
+        self._record.publish(version, self._learner.publish(self._record.snapshots).path)
 
     def _retire(self, version: int) -> None:
         path = self._record.published[version]

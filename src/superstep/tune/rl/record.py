@@ -2,7 +2,7 @@
 
     rollouts.jsonl     {"group": 3, "version": 2, "answers": [...]}
                        {"grades": 3, "verdicts": [...]}
-                       {"published": 3, "path": "..."}   {"retired": 2}
+                       {"published": 3, "name": "..."}   {"retired": 2}
 
 A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again.
 """
@@ -10,6 +10,7 @@ A killed run has lost nothing of it but the line that it was writing. What stand
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from superstep.tune.rl.sampling import Group
 
 NAME = "rollouts.jsonl"
 
+SNAPSHOTS = "weights"
+"""The folder of a run's snapshots, beside its record."""
+
 
 class Record:
     """What is on record, and the file that it is in.
@@ -37,6 +41,7 @@ class Record:
         groups: by number.
         verdicts: of each graded group.
         published: the folder of each version's snapshot.
+        snapshots: where they lie.
 
     Raises:
         StateError: a line is none of ours.
@@ -46,6 +51,7 @@ class Record:
         self.groups: dict[int, Group] = {}
         self.verdicts: dict[int, tuple[Verdict, ...]] = {}
         self.published: dict[int, Path] = {}
+        self.snapshots = path.parent / SNAPSHOTS
         if path.is_file():
             for number, line in enumerate(_lines(path), start=1):
                 try:
@@ -74,11 +80,17 @@ class Record:
 
     def publish(self, version: int, path: Path) -> None:
         """Keep where a version's snapshot lies."""
-        self._keep({"published": version, "path": str(path)})
+        self._keep({"published": version, "name": path.name})
 
     def retire(self, version: int) -> None:
         """Keep that it is gone."""
         self._keep({"retired": version})
+
+    def tidy(self) -> None:
+        """Remove what a killed run wrote of snapshots and did not come to note."""
+        for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
+            if path not in self.published.values():
+                shutil.rmtree(path, ignore_errors=True)
 
     def forget(self, groups: range) -> None:
         """Let go of what was trained on. It stays in the file."""
@@ -102,8 +114,8 @@ class Record:
                 self.groups[number] = _group_of(told)
             case {"grades": int(number), "verdicts": list(verdicts)}:
                 self.verdicts[number] = tuple(from_told(each) for each in verdicts)
-            case {"published": int(version), "path": str(path)}:
-                self.published[version] = Path(path)
+            case {"published": int(version), "name": str(name)}:
+                self.published[version] = self.snapshots / name
             case {"retired": int(version)}:
                 self.published.pop(version, None)
             case _:

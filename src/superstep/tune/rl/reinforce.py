@@ -220,6 +220,8 @@ def reinforce(
     record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
     record.forget(range(job.program.cursor.step * job.rl.groups))
     barrier()
+    if world.rank == 0:
+        record.tidy()
     environment = load_environment(job.rl.environment)
     words = words_of(job.start)
     if world.device.kind == "cuda":
@@ -250,7 +252,6 @@ def reinforce(
             environment,
             record,
             graders,
-            job.folder.root,
             tell,
             saved,
         )
