@@ -166,7 +166,7 @@ def test_a_hundred_thousand_tokens_have_no_differing_bit(pool, start, tmp_path, 
     """The sampler's log-probabilities against those of the step that trains on them."""
     how = {"max_tokens": 100, "turns": 2, "pages": 1024} | rollout
     job = reinforced.job(
-        tmp_path / "run", start, steps=1, lag=0, tokens=256, rl={"group": 16, "groups": 12}, rollout=how, **plan
+        tmp_path / "run", start, steps=1, lag=0, tokens=256, rl={"group": 16, "groups": 16}, rollout=how, **plan
     )
     (told,) = pool.run(2, reinforced.run, job, timeout_s=480.0)[0]
     assert told["max_dlogp"] == 0.0
