@@ -16,7 +16,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,8 @@ from superstep.program.memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
 from superstep.tune.config import USUAL, TuneConfig
+from superstep.tune.rl.config import USUAL as USUAL_RL
+from superstep.tune.rl.config import RlRecipe
 
 DOCS = Path(__file__).parent
 TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"
@@ -56,6 +58,7 @@ WORDS = {
     "step.step": "Finished steps, this one included.",
     "step.lr": "The learning rate of this step's update.",
     "step.tokens_per_s": "`tokens` over `step_s`.",
+    "rolled.step": "Finished steps, this one included.",
     "evaluated.step": "Finished steps.",
     "evaluated.bits_per_byte": "The loss in bits, over the bytes of a token.",
     "evaluated.seconds": "What the validation took.",
@@ -115,6 +118,8 @@ def values(hint: object) -> str:
         return f"lists of {values(typing.get_args(hint)[0])}"
     if (entry := table_entry(hint)) is not None:
         return f"a table of {values(entry)}"
+    if typing.get_origin(hint) is Mapping:
+        return f"an object of {values(typing.get_args(hint)[1])}s"
     if typing.get_origin(hint) is tuple:
         return f"{values(typing.get_args(hint)[0])}s"
     return {int: "whole number", float: "number", str: "string", bool: "true or false"}[typing.cast(type, hint)]
@@ -157,7 +162,8 @@ def configuration() -> str:
             rows.append((f"`{field.name}`", values(field.hint), literal(field.default), words))
         parts += [f"## [{section.name}]", inspect.cleandoc(cls.__doc__ or "")]
         parts.append(table(("key", "values", "default", "meaning"), rows))
-    parts += _recipes()
+    parts += _recipes("Recipes", "superstep tune", TuneConfig, USUAL)
+    parts += _recipes("Recipes of reinforcement learning", "superstep tune rl", RlRecipe, USUAL_RL)
     parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
     parts.append(_sizes())
     parts += [
@@ -181,22 +187,22 @@ def configuration() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _recipes() -> Iterator[str]:
-    """What a recipe of superstep tune says besides a run."""
-    yield "## Recipes"
-    usual = [f"`{table}.{key}` is {literal(value)}" for table, keys in USUAL.items() for key, value in keys.items()]
+def _recipes(title: str, verb: str, cls: type[RunConfig], usual: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+    """What a recipe says besides a run."""
+    yield f"## {title}"
+    others = [f"`{table}.{key}` is {literal(value)}" for table, keys in usual.items() for key, value in keys.items()]
     yield (
-        "`superstep tune` reads one file with all of these tables and the following. Some defaults are other ones "
-        f"there: {', '.join(usual)}."
+        f"`{verb}` reads one file with all of these tables and the following. Some defaults are other ones there: "
+        f"{', '.join(others)}."
     )
-    words = {field.name: field for field in described(TuneConfig)}
+    words = {field.name: field for field in described(cls)}
     yield table(
         ("key", "values", "default", "meaning"),
         [("`start`", values(words["start"].hint), literal(words["start"].default), words["start"].words)],
     )
     of_runs = {field.name for field in fields(RunConfig)}
-    hints = typing.get_type_hints(TuneConfig)
-    for name in (field.name for field in fields(TuneConfig) if field.name not in of_runs and field.name != "start"):
+    hints = typing.get_type_hints(cls)
+    for name in (field.name for field in fields(cls) if field.name not in of_runs and field.name != "start"):
         rows = [(f"`{f.name}`", values(f.hint), literal(f.default), meaning(name, f)) for f in described(hints[name])]
         yield f"### [{name}]"
         yield inspect.cleandoc(hints[name].__doc__ or "")

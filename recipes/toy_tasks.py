@@ -1,6 +1,8 @@
-"""Three tasks that a small model learns in minutes, written as conversations for ``superstep tune sft``.
+"""Three tasks that a small model learns in minutes: as conversations for ``superstep tune sft``, and as an environment
+for ``superstep tune rl`` and ``superstep grade``.
 
     python recipes/toy_tasks.py reverse sums form --count 4000 --out toy.jsonl
+    superstep tune rl --start runs/tuned --rl.environment recipes/toy_tasks.py
 
     reverse   letters the other way round       "Reverse: k e p"    ->  "p e k"
     sums      two numbers below a hundred       "Add: 47 + 8"       ->  "55"
@@ -15,6 +17,8 @@ import argparse
 import json
 import random
 from pathlib import Path
+
+from superstep.grade.task import Rollout, Task
 
 TASKS = ("reverse", "sums", "form")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -42,6 +46,23 @@ def conversation(task: str, number: int, seed: int = 0) -> dict[str, list[dict[s
     """The same as a record of messages."""
     question, answer = example(task, number, seed)
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def task(index: int, seed: int) -> Task:
+    """A task to be answered, the three of them in turn."""
+    question, answer = example(TASKS[index % len(TASKS)], index // len(TASKS), seed)
+    return Task(prompt=question, answer=answer, solution=answer, data={"task": TASKS[index % len(TASKS)]})
+
+
+def grade(task: Task, rollout: Rollout) -> bool:
+    """Whether the answer is the expected one; of JSON, whether it says the same."""
+    said = rollout.answer.strip()
+    if task.data["task"] != "form":
+        return said == task.answer
+    try:
+        return bool(json.loads(said) == json.loads(str(task.answer)))
+    except ValueError:
+        return False
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
 from superstep.cli.tune import learn as tune
 from superstep.cli.tune import merge as tune_merge
+from superstep.cli.tune import reinforce
 from superstep.cli.tune import serve as tune_serve
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.work import parameters
@@ -182,6 +183,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(plan_serve, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
     monkeypatch.setattr(grade, "Pool", begin)
+    monkeypatch.setattr(reinforce, "run", begin)
     monkeypatch.setattr(chat, "Local", begin)
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)

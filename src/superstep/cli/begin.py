@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from superstep.cli.arguments import prove, serve, train, tune
+from superstep.cli.arguments import post_training, prove, serve, train, tune
 from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
@@ -22,8 +22,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
         if _ranks(train.read(argv).config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
     elif verb == "tune" and not (argv and argv[0] in tune.APART) and "RANK" not in os.environ:
-        _, recipe = tune.read(argv)
-        if _ranks(recipe.plan) > 1:
+        if _ranks(post_training.read(argv).plan) > 1:
             seed.begin("superstep.cli.tune.verb")
     elif verb == "prove":
         options, _ = prove.read(argv)

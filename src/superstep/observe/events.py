@@ -1,6 +1,6 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Evaluated | Saved)*  (RunFinished | RunStopped)
+    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Evaluated | Saved)*  (RunFinished | RunStopped)
         │
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -11,7 +11,7 @@ after k steps. A run that is resumed at step k goes on with step k + 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -113,6 +113,32 @@ class RouterSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rolled:
+    """What a step of reinforcement learning learnt from."""
+
+    name: ClassVar[str] = "rolled"
+    step: int
+    reward: float
+    """The mean over all answers that have a grade."""
+    answers: int
+    """Those that have one."""
+    lost: int
+    """Those that have none, because their grader failed."""
+    cut: int
+    """Those that were cut off at the most tokens."""
+    uniform: int
+    """Groups whose rewards were all equal."""
+    lag: int
+    """How many steps older the weights that sampled them were than those that were trained."""
+    drawn_tokens: int
+    """Tokens that were sampled."""
+    seconds: float
+    """Of the whole iteration, since the step before."""
+    measures: Mapping[str, float]
+    """What the loss tells of these tokens: ratios, clipped shares, distances."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """The validation loss after ``step`` steps."""
 
@@ -161,7 +187,7 @@ class RunStopped:
     tokens_seen: int
 
 
-Event = RunStarted | Resumed | StepDone | LossTold | RouterSeen | Evaluated | Saved | RunFinished | RunStopped
+Event = RunStarted | Resumed | StepDone | LossTold | RouterSeen | Rolled | Evaluated | Saved | RunFinished | RunStopped
 
 
 class Sink(Protocol):

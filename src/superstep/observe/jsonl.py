@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ def line(event: Event) -> bytes:
 def _finite(value: object) -> object:
     if isinstance(value, tuple):
         return [_finite(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

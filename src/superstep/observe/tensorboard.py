@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
-from superstep.observe.events import Evaluated, Event, LossTold, Resumed, RouterSeen, StepDone
+from superstep.observe.events import Evaluated, Event, LossTold, Resumed, Rolled, RouterSeen, StepDone
 from superstep.observe.router_balance import busiest, dropped_share
 
 
@@ -52,7 +52,7 @@ class TensorBoard:
             Fault: the disk is full or broken.
         """
         match event:
-            case StepDone() | LossTold() | RouterSeen() | Evaluated():
+            case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
                 values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in scalars(event).items()]
                 self._append(event.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
             case Resumed():
@@ -69,7 +69,7 @@ class TensorBoard:
         self._file.close()
 
 
-def scalars(event: StepDone | LossTold | RouterSeen | Evaluated) -> dict[str, float]:
+def scalars(event: StepDone | LossTold | RouterSeen | Rolled | Evaluated) -> dict[str, float]:
     """The points that an event adds to the curves, by tag."""
     match event:
         case StepDone():
@@ -93,6 +93,16 @@ def scalars(event: StepDone | LossTold | RouterSeen | Evaluated) -> dict[str, fl
                 "router/z": sum(event.z) / len(event.z),
             }
             return points | {f"router_busiest/layer_{i}": busiest(row) for i, row in enumerate(event.chosen)}
+        case Rolled():
+            points = {
+                "rollouts/reward": event.reward,
+                "rollouts/cut_share": event.cut / max(1, event.answers + event.lost),
+                "rollouts/lost": event.lost,
+                "rollouts/uniform_groups": event.uniform,
+                "rollouts/lag": event.lag,
+                "rollouts/drawn_tokens_per_s": event.drawn_tokens / max(event.seconds, 1e-9),
+            }
+            return points | {f"policy/{name}": value for name, value in event.measures.items()}
         case Evaluated():
             points = {"validation/loss": event.loss}
             bits = event.bits_per_byte

@@ -236,6 +236,11 @@ class Engine:
         self.optimizer.step(self._lr, self._result[1])
 
     @property
+    def measures(self) -> Mapping[str, float]:
+        """What the objective tells of the newest step, for ``inspect`` too."""
+        return self._measures
+
+    @property
     def _sees_part(self) -> bool:
         """Whether each tp rank sees a part of the tokens of its own."""
         return sees_part(self.run.plan, self.run.outline)

@@ -21,12 +21,19 @@ KINDS: Mapping[Literal["sft", "dpo"], str] = {
     "dpo": "make preferred answers likelier than others, next to the model that it begins with",
 }
 
+REWARDS = "rl"
+"""The kind whose recipes are others: ``cli.arguments.reinforce`` reads them."""
+
 MERGE, SERVE = "merge", "serve"
 APART: Mapping[str, str] = {
     MERGE: "put the adapter of a run into the weights that it adds to",
     SERVE: "let others train adapters over HTTP, by Tinker's client",
 }
 """Words that have no recipe, and ask for other things (``arguments.tune_merge``, ``tune_serve``)."""
+
+EVERY: Mapping[str, str] = dict(
+    [*KINDS.items(), (REWARDS, "learn from the rewards of its own answers"), *APART.items()]
+)
 
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
 """Fields of a recipe that its help begins with."""
@@ -37,9 +44,9 @@ def _usage() -> str:
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in (*KINDS.items(), *APART.items())
+        for name, what in EVERY.items()
     ]
-    usage = textwrap.fill("usage: superstep tune sft|dpo [recipe.toml] [--FLAG VALUE ...]", columns)
+    usage = textwrap.fill("usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]", columns)
     return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
 
 
@@ -55,14 +62,14 @@ def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join((*KINDS, *APART))}.")
+        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(EVERY)}.")
     kind, *rest = argv
     if kind in APART and asks_for_help(rest):
         {MERGE: tune_merge.read, SERVE: tune_serve.read}[kind](rest)
     for known in KINDS:
         if kind == known:
             return known, _recipe(known, rest)
-    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, (*KINDS, *APART))}")
+    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, EVERY)}")
 
 
 def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:

@@ -16,6 +16,7 @@ from superstep.observe.events import (
     Event,
     LossTold,
     Resumed,
+    Rolled,
     RouterSeen,
     RunFinished,
     RunStarted,
@@ -44,6 +45,7 @@ class Progress:
         self.started: RunStarted | None = None
         self.step: StepDone | None = None
         self.routers: RouterSeen | None = None
+        self.rolled: Rolled | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
         self.finished: RunFinished | None = None
@@ -63,6 +65,8 @@ class Progress:
                 self._recent.append((event.step, event.elapsed_s))
             case RouterSeen():
                 self.routers = event
+            case Rolled():
+                self.rolled = event
             case Evaluated():
                 self.evaluated = event
             case Saved():
@@ -154,8 +158,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             ]
             if (left_s := progress.left_s(now)) is not None:
                 parts.append(f"left {duration_text(left_s)}")
-        case LossTold():
-            parts = _told(event)
+        case LossTold() | Rolled():
+            parts = _told(event) if isinstance(event, LossTold) else _rolled(event)
         case RouterSeen():
             parts = ["routers", *_routers(event)]
         case Evaluated():
@@ -304,6 +308,23 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
 
 def _told(told: LossTold) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
+
+
+SMALLEST_KL = 1e-6
+"""Nats; less is the rounding of two ways to compute the same."""
+
+
+def _rolled(rolled: Rolled) -> list[str]:
+    """What a step learnt from, the unusual only where there is some."""
+    told = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
+    counts = ((rolled.cut, "cut off"), (rolled.lost, "without a grade"), (rolled.uniform, "groups all alike"))
+    told += [f"{count} {what}" for count, what in counts if count]
+    told += [f"lag {rolled.lag}"] if rolled.lag else []
+    far = {name: rolled.measures.get(name, 0.0) for name in ("old_k3", "sampler_k3")}
+    told += [f"{name} {value:.2g}" for name, value in far.items() if abs(value) >= SMALLEST_KL]
+    clipped = sum(rolled.measures.get(name, 0.0) for name in ("clip_low", "clip_high"))
+    told += [f"clipped {clipped:.1%}"] if clipped else []
+    return [*told, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]
 
 
 def _routers(seen: RouterSeen) -> list[str]:

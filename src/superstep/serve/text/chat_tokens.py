@@ -6,7 +6,8 @@ system. A template's control tokens are the special ones of the tokenizer, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import tokenizers
 
@@ -15,6 +16,14 @@ from superstep.serve.text.chat import Chat, ChatTemplate, Turn
 from superstep.serve.text.marks import Marks
 
 Part = tuple[list[int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What stands in a prompt from some place on: its text and its ids."""
+
+    text: str
+    ids: tuple[int, ...]
 
 
 class ChatEncoder:
@@ -51,6 +60,23 @@ class ChatEncoder:
         text, marks = self.template.render_marked(chat, self._control, self._added)
         return [id_ for ids, _ in self._parts(text, marks, is_amid=False) for id_ in ids]
 
+    def behind(self, chat: Chat, before: str = "") -> Piece | None:
+        """What stands in a prompt behind a text whose ids are known already; None where it does not begin with that.
+
+        Raises:
+            ConfigError: as ``tokens``.
+        """
+        text, marks = self.template.render_marked(chat, self._control, self._added)
+        pieces, rest, left = list(marks.split(text)), [], len(before)
+        shown = "".join(piece for piece, _ in pieces)
+        if not shown.startswith(before):
+            return None
+        for piece, is_marked in pieces:
+            rest.append((piece[left:], is_marked))
+            left = max(0, left - len(piece))
+        parts = self._encoded(rest, is_amid=bool(before))
+        return Piece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
+
     def turns(self, chat: Chat, turns: Sequence[Turn]) -> tuple[list[str], Marks]:
         """The texts of the beginnings of a chat, all with the same marks; raises as ``tokens`` does."""
         return self.template.render_turns(chat, turns, self._control, self._added)
@@ -76,7 +102,10 @@ class ChatEncoder:
         return found
 
     def _parts(self, text: str, marks: Marks, *, is_amid: bool) -> Iterator[Part]:
-        for part, is_marked in marks.split(text):
+        return self._encoded(marks.split(text), is_amid=is_amid)
+
+    def _encoded(self, pieces: Iterable[tuple[str, bool]], *, is_amid: bool) -> Iterator[Part]:
+        for part, is_marked in pieces:
             # An added token that is not special is found in any text, but not in halves of its spelling.
             halves = (part[:1], part[1:]) if is_marked and part in self._added else (part,)
             for half in filter(None, halves):

@@ -1,0 +1,155 @@
+"""Does a model learn from rewards? Held-out answers before and after, for some seeds, and with rewards by chance.
+
+The demo model reads conversations of the three tasks of ``recipes/toy_tasks.py`` until it gets some of them right. Then
+``superstep tune rl`` gives it tasks and rewards alone. Held out are tasks of numbers that nobody trains on; the
+likeliest answer counts. The rewards of the control are drawn by a hash of task and answer, as often 1 as the true ones
+were at first: who learns from them gains by something else than the reward.
+
+    python -m bench.learns [--seeds 3] [--steps 200] [--warm-up 300]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write_result
+from superstep.grade.environment import load_environment
+from superstep.serve.load import ServeConfig, open_engine
+from superstep.train.start import weights_of
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.sampling import Sampler, words_of
+
+TASKS = Path(__file__).parents[1] / "recipes" / "toy_tasks.py"
+HELD_OUT = range(1_000_000, 1_000_300)
+SEED = 7
+TOKENS = 64
+
+SHUFFLED = """
+import hashlib
+import importlib.util
+
+spec = importlib.util.spec_from_file_location("toy_tasks", {path!r})
+toy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(toy)
+task = toy.task
+
+
+def grade(task, rollout):
+    text = f"{{task.prompt}}|{{rollout.answer}}"
+    return hashlib.blake2b(text.encode()).digest()[0] < 256 * {share}
+"""
+
+
+def right(folder: Path) -> dict[str, float]:
+    """The share of held-out tasks that a model's likeliest answer gets right: of each task, and of all."""
+    environment, words = load_environment(TASKS), words_of(weights_of(folder))
+    engine = open_engine(weights_of(folder), ServeConfig(context_tokens=TOKENS, compute="fp32", pages=2048))
+    how = RolloutConfig(max_tokens=30, temperature=1e-3)
+    asked = {number: environment.task(number, SEED) for number in HELD_OUT}
+    found: dict[str, list[bool]] = defaultdict(list)
+    for group in Sampler(engine, words, environment, how, group=1, seed=0).sample(list(asked.items()), 0):
+        task = asked[group.number]
+        found[str(task.data["task"])].append(bool(environment.judge(task, group.answers[0].rollout)))
+    engine.end()
+    words.template.close()
+    every = [each for row in found.values() for each in row]
+    return {name: sum(row) / len(row) for name, row in sorted(found.items())} | {"all": sum(every) / len(every)}
+
+
+def superstep(*words: str) -> float:
+    """A verb's seconds."""
+    begin_s = time.monotonic()
+    subprocess.run([sys.executable, "-m", "superstep", *words], check=True)
+    return time.monotonic() - begin_s
+
+
+def warmed_up(folder: Path, steps: int) -> Path:
+    """The demo model after some steps on conversations, as a text of the default template."""
+    spec = importlib.util.spec_from_file_location("toy_tasks", TASKS)
+    assert spec is not None
+    assert spec.loader is not None
+    toy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(toy)
+    with (folder / "warm-up.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(6000):
+            question, answer = toy.example(toy.TASKS[number % 3], number, seed=1)
+            file.write(json.dumps({"text": f"User: {question}\n\nAssistant: {answer}"}) + "\n")
+    flags = {
+        "--data.corpus": str(folder / "warm-up.jsonl"),
+        "--data.sequence-tokens": str(TOKENS),
+        "--data.document-mask": "true",
+        "--model.name": "demo",
+        "--model.vocab": "300",
+        "--train.steps": str(steps),
+        "--train.batch-sequences": "32",
+        "--plan.dp": "1",
+        "--plan.zero": "0",
+        "--plan.microbatch": "32",
+        "--state.dir": str(folder / "warm-up"),
+    }
+    superstep("train", *(word for pair in flags.items() for word in pair))
+    return folder / "warm-up"
+
+
+def learnt(start: Path, environment: Path, root: Path, *, seed: int, steps: int) -> dict[str, Any]:
+    """What a run came to."""
+    flags = {
+        "--start": str(start),
+        "--rl.environment": str(environment),
+        "--rl.group": "8",
+        "--rl.groups": "8",
+        "--rl.rows": "32",
+        "--rl.overlong": "none",
+        "--rollout.max-tokens": "30",
+        "--data.sequence-tokens": str(TOKENS),
+        "--train.steps": str(steps),
+        "--train.lr": "3e-4",
+        "--train.seed": str(seed),
+        "--plan.dp": "1",
+        "--plan.microbatch": "16",
+        "--grade.sandbox": "none",
+        "--grade.workers": "1",
+        "--state.dir": str(root),
+    }
+    seconds = superstep("tune", "rl", *(word for pair in flags.items() for word in pair))
+    rolled = [json.loads(line) for line in (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rewards = [line["reward"] for line in rolled if line["event"] == "rolled"]
+    return {"seed": seed, "seconds": seconds, "after": right(root), "answers": 64 * steps, "rewards": rewards}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run all, and write bench/results/learns.json."""
+    parser = argparse.ArgumentParser(description="Held-out answers before and after learning from rewards.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warm-up", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = warmed_up(folder, options.warm_up)
+        before = right(start)
+        shuffled = folder / "shuffled.py"
+        shuffled.write_text(SHUFFLED.format(path=str(TASKS), share=before["all"]), encoding="utf-8")
+        true, control = (
+            [
+                learnt(start, environment, folder / f"{kind}-{seed}", seed=seed, steps=options.steps)
+                for seed in range(options.seeds)
+            ]
+            for kind, environment in (("true", TASKS), ("shuffled", shuffled))
+        )
+    found = {"before": before, "true": true, "shuffled": control, "steps": options.steps}
+    write_result(options.out, **found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""superstep tune rl: launches ranks that sample and train, and shows what they report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.arguments.tune import RECIPE
+from superstep.cli.describe import plan_text
+from superstep.cli.serving import kernels_folder
+from superstep.cli.train.display import open_display, restore
+from superstep.cli.train.ending import ended, stopped
+from superstep.cli.train.memory_fit import require_fit
+from superstep.errors import ConfigError, Fault
+from superstep.observe.events import Fanout, Resumed, Rolled, RunFinished, RunStarted, Saved, Sink, StepDone
+from superstep.observe.jsonl import JsonLines
+from superstep.observe.tensorboard import TensorBoard
+from superstep.runtime.device import Device, choose
+from superstep.runtime.launch import World, launch_on
+from superstep.runtime.stop import listening
+from superstep.state.checkpoint import read_position
+from superstep.train import rundir
+from superstep.train.model import operations, resolved
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
+
+
+def run(recipe: RlRecipe) -> int:
+    """Learn from rewards as a recipe says; the exit status."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError("superstep tune rl launches its ranks itself, on one host; start it without torchrun.")
+    with _prepared(recipe) as job:
+        if job is None:
+            return 0
+        try:
+            is_stopped = launch_on(job.run.config.plan.device, job.run.plan.mesh.world, _rank, job)
+        except BaseException as error:
+            restore(sys.stdout)
+            if (status := ended(error, job.folder, "tune rl")) is not None:
+                return status
+            raise
+    if is_stopped:
+        return stopped(job.folder, "tune rl")
+    print(f"\nResults: {job.folder.root}", flush=True)
+    return 0
+
+
+@contextmanager
+def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
+    """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
+    config, start = with_start(recipe.run, recipe.rl, recipe.start)
+    choice, folder, checkpoint = rundir.choose(resolved(config))
+    _check_same(recipe, folder)
+    if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
+        require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
+    with rundir.hold(folder):
+        if checkpoint is not None and read_position(checkpoint).step >= choice.config.train.steps:
+            print(f"The run in {folder.root} is complete; raise --train.steps to go on with it.", flush=True)
+            yield None
+            return
+        job = job_of(
+            choice,
+            recipe.rl,
+            recipe.rollout,
+            recipe.grade,
+            folder=folder,
+            start=start,
+            checkpoint=checkpoint,
+            kernels=kernels_folder(None),
+        )
+        has_begun = folder.config.is_file()
+        rundir.write(choice, folder)
+        write_whole(folder.root / RECIPE, write_rl(replace(recipe, state=choice.config.state)))
+        if not has_begun:
+            print(f"{folder.root}: {plan_text(choice)}", flush=True)
+        yield job
+
+
+def _check_same(recipe: RlRecipe, folder: RunFolder) -> None:
+    """See that a run that goes on asks for the same groups: what is on record is theirs.
+
+    Raises:
+        ConfigError: it does not; names the field.
+    """
+    saved = folder.root / RECIPE
+    if not saved.is_file():
+        return
+    before = read_rl(saved)
+    for section, name in (
+        ("rl", "environment"),
+        ("rl", "group"),
+        ("rl", "groups"),
+        ("rl", "lag"),
+        ("rollout", "placement"),
+    ):
+        was, now = getattr(getattr(before, section), name), getattr(getattr(recipe, section), name)
+        if was != now:
+            raise ConfigError(
+                f"{section}.{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it "
+                "cannot change within a run. Set it back, or name another --state.dir."
+            )
+
+
+def _rank(world: World, job: Job) -> bool:
+    """One rank; whether it was asked to stop before the last step, and has.
+
+    Raises:
+        Fault: torch raised what it raises wherever something breaks below it.
+    """
+    try:
+        with listening(world.stop), ExitStack() as stack:
+            teller = _Teller(world, job, stack)
+            return reinforce(world, job, teller.learnt, teller.saved)
+    except RuntimeError as error:
+        raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
+
+
+class _Teller:
+    """Rank 0 tells of steps and checkpoints; the others of nothing."""
+
+    def __init__(self, world: World, job: Job, stack: ExitStack) -> None:
+        self._job = job
+        self._start_s = time.perf_counter()
+        self._device = world.device
+        self._tokens = 0 if job.checkpoint is None else read_position(job.checkpoint).tokens
+        self._step = job.program.cursor.step
+        self._sink: Sink = Fanout(())
+        if world.rank == 0:
+            self._sink = self._opened(world, stack)
+
+    def _opened(self, world: World, stack: ExitStack) -> Sink:
+        folder, observe = self._job.folder, self._job.run.config.observe
+        is_resumed = folder.metrics.exists()
+        display = stack.enter_context(
+            open_display(
+                sys.stdout, mfu_convention="not told of steps that sample as well", log_every=observe.log_every
+            )
+        )
+        sinks: list[Sink] = [JsonLines(folder.metrics), display]
+        if observe.tensorboard:
+            sinks.append(TensorBoard(folder.tensorboard))
+        sink = Fanout(sinks)
+        stack.callback(sink.close)
+        sink.write(
+            RunStarted(
+                run=str(folder.root),
+                plan=plan_text(self._job.run),
+                parameters=self._job.run.outline.numel,
+                world=world.size,
+                transport="",
+                steps=self._job.run.config.train.steps,
+                memory="resident" if world.device.kind == "cpu" else "allocated",
+            )
+        )
+        if is_resumed:
+            sink.write(Resumed(step=self._step, path=str(self._job.checkpoint or "")))
+        return sink
+
+    def learnt(self, learnt: Learnt) -> None:
+        """A step."""
+        result = learnt.result
+        self._tokens += result.tokens
+        self._step = learnt.step
+        self._sink.write(
+            StepDone(
+                step=learnt.step,
+                loss=result.loss,
+                lr=learnt.lr,
+                grad_norm=result.grad_norm,
+                tokens=result.tokens,
+                tokens_per_s=result.tokens / max(learnt.seconds, 1e-9),
+                step_s=learnt.seconds,
+                data_s=learnt.sampling_s,
+                mfu=None,
+                memory_bytes=self._device.memory_bytes(),
+                elapsed_s=time.perf_counter() - self._start_s,
+                tokens_seen=self._tokens,
+            )
+        )
+        self._sink.write(
+            Rolled(
+                step=learnt.step,
+                reward=learnt.reward,
+                answers=learnt.answers,
+                lost=learnt.lost,
+                cut=learnt.cut,
+                uniform=learnt.uniform,
+                lag=learnt.lag,
+                drawn_tokens=learnt.drawn_tokens,
+                seconds=learnt.seconds,
+                measures=dict(result.measures),
+            )
+        )
+
+    def saved(self, place: Path, seconds: float) -> None:
+        """A checkpoint."""
+        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+        self._sink.write(Saved(step=self._step, path=str(place), seconds=seconds, bytes=size))
+        if self._step == self._job.run.config.train.steps:
+            elapsed_s = time.perf_counter() - self._start_s
+            self._sink.write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))

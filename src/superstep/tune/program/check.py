@@ -1,0 +1,193 @@
+"""check: what must hold of every program of iterations, however its lanes run beside each other.
+
+Each group that is not on record is sampled once, with the version that its place in the run says, at most ``lag`` steps
+old; each is graded once, each step trained once, in order. A snapshot is taken only after it is published, and is
+removed only when all that a restart could sample with it is on record. Shared ranks do only what they have the memory
+for. No lane waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from superstep.tune.program.instructions import (
+    Grade,
+    Instruction,
+    InvalidIterations,
+    Iterations,
+    Lane,
+    Publish,
+    Retire,
+    Role,
+    Sample,
+    Save,
+    Swap,
+    Take,
+    Train,
+)
+from superstep.tune.program.order import clocks, is_before
+from superstep.tune.program.text import describe
+
+_KINDS: dict[Lane, tuple[type[Instruction], ...]] = {
+    "ranks": (Sample, Train, Publish, Take, Retire, Save, Swap),
+    "sampler": (Sample, Take, Retire),
+    "grader": (Grade,),
+    "trainer": (Train, Publish, Save),
+}
+_LANES: dict[str, tuple[Lane, ...]] = {"shared": ("ranks", "grader"), "apart": ("sampler", "grader", "trainer")}
+
+
+def check(program: Iterations) -> Iterations:
+    """The same program, if it keeps every rule.
+
+    Raises:
+        InvalidIterations: naming the first lane and instruction that breaks a rule, and the rule.
+    """
+    names = tuple(lane for lane, _ in program.lanes)
+    if names != _LANES[program.asked.placement]:
+        wanted = ", ".join(_LANES[program.asked.placement])
+        raise InvalidIterations(f"placement {program.asked.placement} has the lanes {wanted}, not {', '.join(names)}")
+    for lane, instructions in program.lanes:
+        state = _Lane(program, lane)
+        for at, i in enumerate(instructions):
+            if broken := state.run(i):
+                raise InvalidIterations(f"{lane}, instruction {at} ({describe(i)}): {broken}")
+        if state.role == "sample":
+            raise InvalidIterations(f"{lane}, at the end: the ranks are left to the sampler")
+    for broken in _left_over(program):
+        raise InvalidIterations(broken)
+    for broken in _too_early(program):
+        raise InvalidIterations(broken)
+    return program
+
+
+class _Lane:
+    """One lane, run symbolically: the rules that its own order decides."""
+
+    def __init__(self, program: Iterations, lane: Lane) -> None:
+        self.program = program
+        self.asked = program.asked
+        self.lane: Lane = lane
+        self.role: Role | None = "train" if lane == "ranks" else None
+        self.held: int | None = None
+        self.trained = program.cursor.step
+        self.saved = program.cursor.step
+        self.seen: set[Instruction] = set()
+
+    def run(self, i: Instruction) -> str:
+        """Advance over one instruction; the rule it breaks, or nothing."""
+        if not isinstance(i, _KINDS[self.lane]):
+            return f"lane {self.lane} does none of these"
+        if i in self.seen and not isinstance(i, Swap):
+            return "the same was done before"
+        self.seen.add(i)
+        match i:
+            case Sample(group, version):
+                return self._away("sample") or self._sample(group, version)
+            case Take(version):
+                self.held = version
+                return self._away("sample")
+            case Train(step):
+                return self._away("train") or self._train(step)
+            case Publish(version):
+                return self._away("train") or self._publish(version)
+            case Save(step):
+                return self._away("train") or self._save(step)
+            case Grade(group):
+                return self._known(group)
+            case Swap(to):
+                return self._swap(to)
+            case Retire():
+                return ""
+
+    def _away(self, role: Role) -> str:
+        """What is wrong where the ranks have given the memory for this back."""
+        return f"the ranks' memory is the other's; swap to '{role}' first" if self.role not in (None, role) else ""
+
+    def _known(self, group: int) -> str:
+        first, last = self.program.cursor.step, self.asked.steps
+        is_left = first <= self.asked.step_of(group) < last
+        return "" if is_left else f"the steps {first} to {last - 1} that are left have no such group"
+
+    def _sample(self, group: int, version: int) -> str:
+        if broken := self._known(group):
+            return broken
+        if group in self.program.cursor.recorded:
+            return "the group's answers are on record; it would be sampled twice"
+        age = self.asked.step_of(group) - version
+        if not 0 <= age <= self.asked.lag:
+            return f"the version is {age} steps old when it is trained on, and lag allows 0 to {self.asked.lag}"
+        if version != self.asked.version_of(group):
+            return f"a restart would sample the group with version {self.asked.version_of(group)}"
+        if version != self.held:
+            held = "none" if self.held is None else f"version {self.held}"
+            return f"the sampler has {held} in its place; take version {version} first"
+        return ""
+
+    def _train(self, step: int) -> str:
+        if step != self.trained or step >= self.asked.steps:
+            return f"the trainer has finished {self.trained} of {self.asked.steps} steps"
+        self.trained += 1
+        return ""
+
+    def _publish(self, version: int) -> str:
+        if version in self.program.cursor.published:
+            return "the version is published already"
+        return "" if version == self.trained else f"the trainer has version {self.trained}"
+
+    def _save(self, step: int) -> str:
+        if step != self.trained:
+            return f"the trainer has finished {self.trained} steps"
+        if step - self.saved > self.asked.save_every:
+            return f"{step - self.saved} steps since the last save, and save_every is {self.asked.save_every}"
+        self.saved = step
+        return ""
+
+    def _swap(self, to: Role) -> str:
+        if to == self.role:
+            return f"the ranks' memory is already there to {to}"
+        self.role = to
+        return ""
+
+
+def _left_over(program: Iterations) -> Iterator[str]:
+    """The rules that the program as a whole breaks."""
+    asked, cursor = program.asked, program.cursor
+    sampled = Counter(i.group for _, i in program if isinstance(i, Sample))
+    published = {i.version for _, i in program if isinstance(i, Publish)} | cursor.published
+    retired = {i.version for _, i in program if isinstance(i, Retire)}
+    for step in range(cursor.step, asked.steps):
+        for group in asked.groups_of(step):
+            if group not in cursor.recorded and not sampled[group]:
+                yield f"group {group} is never sampled"
+            if sampled[group] > 1:
+                yield f"group {group} is sampled {sampled[group]} times"
+            if Grade(group) not in program.places:
+                yield f"group {group} is never graded"
+        if Train(step) not in program.places:
+            yield f"step {step} is never trained"
+    if cursor.step < asked.steps and Save(asked.steps) not in program.places:
+        yield "the last step is never saved"
+    yield from (f"version {version} is published and never retired" for version in sorted(published - retired))
+    yield from (f"version {version} is retired and was never published" for version in sorted(retired - published))
+
+
+def _too_early(program: Iterations) -> Iterator[str]:
+    """Snapshots that go, in some order in which the lanes may run, while somebody still needs them."""
+    clock = clocks(program)
+    for place, i in program:
+        match i:
+            case Take(version) | Sample(_, version):
+                retired = program.places[Retire(version)]
+                if not is_before(clock, place, retired):
+                    lane, at = retired
+                    yield (
+                        f"{lane}, instruction {at} (retire v{version}): it may come before {place[0]}'s instruction "
+                        f"{place[1]} ({describe(i)}), which needs the snapshot, or would after a restart"
+                    )
+            case Publish(version):
+                if not is_before(clock, place, program.places[Retire(version)]):
+                    yield f"version {version} may be retired before it is published"
+            case _:
+                pass

@@ -1,0 +1,99 @@
+"""simulate: the seconds of a program of iterations before it runs, and where its lanes stand idle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from superstep.tune.program.instructions import (
+    Grade,
+    Instruction,
+    Iterations,
+    Lane,
+    Place,
+    Publish,
+    Retire,
+    Sample,
+    Save,
+    Swap,
+    Take,
+    Train,
+)
+from superstep.tune.program.order import issue_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Seconds of each instruction.
+
+    Attributes:
+        sample_s: of a group, among as many others as are sampled at once.
+        grade_s: of a group.
+        train_s: of a step.
+        publish_s: of a snapshot.
+        take_s: until the sampler has it.
+        save_s: of a checkpoint.
+        swap_s: of shared ranks.
+    """
+
+    sample_s: float
+    grade_s: float
+    train_s: float
+    publish_s: float = 0.0
+    take_s: float = 0.0
+    save_s: float = 0.0
+    swap_s: float = 0.0
+
+    def of(self, i: Instruction) -> float:
+        """Seconds of one instruction."""
+        match i:
+            case Sample():
+                return self.sample_s
+            case Grade():
+                return self.grade_s
+            case Train():
+                return self.train_s
+            case Publish():
+                return self.publish_s
+            case Take():
+                return self.take_s
+            case Save():
+                return self.save_s
+            case Swap():
+                return self.swap_s
+            case Retire():
+                return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """A program on a clock.
+
+    Attributes:
+        spans: when each instruction begins and ends, in seconds.
+        seconds: of all.
+        busy_s: of each lane.
+    """
+
+    spans: Mapping[Place, tuple[float, float]]
+    seconds: float
+    busy_s: Mapping[Lane, float]
+
+    def bubble(self, lane: Lane) -> float:
+        """The share of the time in which a lane waits for others."""
+        return 1.0 - self.busy_s[lane] / self.seconds if self.seconds else 0.0
+
+
+def simulate(program: Iterations, rates: Rates) -> Foreseen:
+    """Each instruction begins as soon as its lane is free and what it uses has ended."""
+    spans: dict[Place, tuple[float, float]] = {}
+    free: dict[Lane, float] = {lane: 0.0 for lane, _ in program.lanes}
+    busy: dict[Lane, float] = dict(free)
+    for place in issue_order(program):
+        lane, at = place
+        i = program.lane(lane)[at]
+        begin = max([free[lane], *(spans[program.places[used]][1] for used in program.uses(i))])
+        spans[place] = begin, begin + rates.of(i)
+        free[lane] = begin + rates.of(i)
+        busy[lane] += rates.of(i)
+    return Foreseen(spans=spans, seconds=max(free.values(), default=0.0), busy_s=busy)

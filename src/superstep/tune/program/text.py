@@ -1,0 +1,137 @@
+"""The text form of a program of iterations: one instruction a line. It round-trips.
+
+iterations steps=2 groups=1 lag=0 placement=shared save_every=1 from=0 recorded= published=
+lane ranks
+  publish v0
+  take v0
+  sample g0 v0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from superstep.errors import UserError
+from superstep.tune.program.instructions import (
+    Asked,
+    Cursor,
+    Grade,
+    Instruction,
+    Iterations,
+    Lane,
+    Placement,
+    Publish,
+    Retire,
+    Role,
+    Sample,
+    Save,
+    Swap,
+    Take,
+    Train,
+)
+
+
+def describe(i: Instruction) -> str:
+    """One instruction as one line."""
+    match i:
+        case Sample(group, version):
+            return f"sample g{group} v{version}"
+        case Grade(group):
+            return f"grade g{group}"
+        case Train(step) | Save(step):
+            return f"{type(i).__name__.lower()} s{step}"
+        case Publish(version) | Take(version) | Retire(version):
+            return f"{type(i).__name__.lower()} v{version}"
+        case Swap(to):
+            return f"swap {to}"
+
+
+def write_iterations(program: Iterations) -> str:
+    """The whole program as text."""
+    asked, cursor = program.asked, program.cursor
+    head = (
+        f"iterations steps={asked.steps} groups={asked.groups} lag={asked.lag} placement={asked.placement} "
+        f"save_every={asked.save_every} from={cursor.step} recorded={_numbers(cursor.recorded)} "
+        f"published={_numbers(cursor.published)}"
+    )
+    lines = [head]
+    for lane, instructions in program.lanes:
+        lines += [f"lane {lane}", *(f"  {describe(i)}" for i in instructions)]
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(numbers: frozenset[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
+_ROLES: dict[str, Role] = {"sample": "sample", "train": "train"}
+_PLACEMENTS: dict[str, Placement] = {"shared": "shared", "apart": "apart"}
+_LANES: dict[str, Lane] = {"ranks": "ranks", "sampler": "sampler", "grader": "grader", "trainer": "trainer"}
+_FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
+    (r"sample g(\d+) v(\d+)", lambda f: Sample(int(f[1]), int(f[2]))),
+    (r"grade g(\d+)", lambda f: Grade(int(f[1]))),
+    (r"train s(\d+)", lambda f: Train(int(f[1]))),
+    (r"save s(\d+)", lambda f: Save(int(f[1]))),
+    (r"publish v(\d+)", lambda f: Publish(int(f[1]))),
+    (r"take v(\d+)", lambda f: Take(int(f[1]))),
+    (r"retire v(\d+)", lambda f: Retire(int(f[1]))),
+    (r"swap (sample|train)", lambda f: Swap(_ROLES[f[1]])),
+)
+
+
+def read_instruction(text: str) -> Instruction:
+    """The instruction that ``describe`` wrote.
+
+    Raises:
+        UserError: the text is no instruction.
+    """
+    for pattern, make in _FORMS:
+        found = re.fullmatch(pattern, text)
+        if found:
+            return make(found)
+    raise UserError(f"'{text}' is no instruction of an iteration.")
+
+
+_HEAD = (
+    r"iterations steps=(\d+) groups=(\d+) lag=(\d+) placement=(shared|apart) save_every=(\d+) from=(\d+) "
+    r"recorded=([\d,]*) published=([\d,]*)"
+)
+
+
+def read_iterations(text: str) -> Iterations:
+    """The program that ``write_iterations`` wrote.
+
+    Raises:
+        UserError: a line that is no part of one, with its number.
+    """
+    lines = text.splitlines()
+    head = re.fullmatch(_HEAD, lines[0] if lines else "")
+    if head is None:
+        raise UserError("line 1: iterations start with 'iterations steps=S groups=G lag=L placement=P ...'.")
+    lanes: list[tuple[Lane, list[Instruction]]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if (lane := re.fullmatch(r"lane (\w+)", line)) and lane[1] in _LANES:
+            lanes.append((_LANES[lane[1]], []))
+        elif line.startswith("  ") and lanes:
+            try:
+                lanes[-1][1].append(read_instruction(line.strip()))
+            except UserError as error:
+                raise UserError(f"line {number}: {error}") from None
+        else:
+            raise UserError(f"line {number}: '{line}' is neither a lane nor an instruction.")
+    return Iterations(
+        asked=Asked(
+            steps=int(head[1]),
+            groups=int(head[2]),
+            lag=int(head[3]),
+            placement=_PLACEMENTS[head[4]],
+            save_every=int(head[5]),
+        ),
+        cursor=Cursor(step=int(head[6]), recorded=_set(head[7]), published=_set(head[8])),
+        lanes=tuple((lane, tuple(instructions)) for lane, instructions in lanes),
+    )
+
+
+def _set(text: str) -> frozenset[int]:
+    return frozenset(int(n) for n in text.split(",") if n)

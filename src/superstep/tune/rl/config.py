@@ -1,0 +1,165 @@
+"""RlRecipe: a run, and what reinforcement learning is told besides. One recipe.toml holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from superstep.errors import ConfigError
+from superstep.grade.config import GradeConfig
+from superstep.plan.config import DataConfig, ModelConfig, RunConfig, StateConfig, TrainConfig
+from superstep.plan.toml import build, literal, read_tables, write_fields
+from superstep.tune.advantage import Estimator
+from superstep.tune.program.instructions import Placement
+
+Correction = Literal["none", "tis", "mis"]
+Ratio = Literal["token", "sequence"]
+CutOff = Literal["none", "mask", "penalty"]
+
+USUAL: Mapping[str, Mapping[str, Any]] = {
+    "data": {"sequence_tokens": 512, "document_mask": True},
+    "train": {"lr": 1e-5, "weight_decay": 0.0, "warmup_steps": 0, "min_lr_ratio": 1.0},
+    "state": {"dir": "runs/rl", "save_every": 10},
+}
+"""What a recipe says of a run where it says nothing: other than a run that begins with random weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlConfig:
+    """What is learnt, and how far a step may go."""
+
+    environment: str = ""
+    """A Python file with `task(index, seed)`, `grade(task, rollout)` and, for several turns, `reply(task, turns)`."""
+    group: int = 8
+    """Answers to each task; they are compared with each other."""
+    groups: int = 8
+    """Tasks of a step."""
+    rows: int | None = None
+    """Rows of a step's batch, in which answers lie side by side; none takes one for each answer."""
+    lag: int = 0
+    """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
+    policy."""
+    estimator: Estimator = "grpo"
+    """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
+    ratio: Ratio = "token"
+    """Whose probability is held against the sampler's: a token's, or a whole answer's (GSPO, Zheng 2025)."""
+    clip_low: float = 0.2
+    """How far below 1 a ratio still counts."""
+    clip_high: float = 0.2
+    """How far above 1 it does; more than `clip_low` keeps unlikely tokens alive (DAPO, Yu 2025)."""
+    kl_coef: float = 0.0
+    """Weight of the distance from the weights that the run started from, which are then kept on the ranks, too (k3,
+    Schulman 2020)."""
+    correction: Correction = "none"
+    """For a sampler whose log-probabilities are not the trainer's: weigh a token by their ratio up to a bound (tis), or
+    leave it out beyond that (mis)."""
+    overlong: CutOff = "mask"
+    """What becomes of answers that are too long: mask leaves out those that were cut off, penalty takes from the reward
+    of all that come near the most tokens (DAPO), none does nothing."""
+    drop_uniform: bool = False
+    """Leave out groups whose rewards are all equal (DAPO); they teach nothing, and would count in the divisor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How answers are sampled."""
+
+    max_tokens: int = 64
+    """The most tokens of a turn."""
+    turns: int = 1
+    """The most turns of an answer."""
+    temperature: float = 1.0
+    """Divides the logits before a token is drawn."""
+    placement: Placement = "shared"
+    """shared: the ranks that train sample as well, in turn; apart: a process of their own samples."""
+    tp: int = 1
+    """Ranks that share the sampler's model; divides all ranks."""
+    pages: int | None = None
+    """Pages of keys of a sampler; none takes as many as a quarter of the free memory allows."""
+    requests: int = 64
+    """The most answers that a sampler computes at once."""
+    timeout_s: float = 600.0
+    """How long a lane may wait for another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlRecipe(RunConfig):
+    """One recipe, whole."""
+
+    data: DataConfig = field(default_factory=lambda: DataConfig(**USUAL["data"]))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
+    state: StateConfig = field(default_factory=lambda: StateConfig(**USUAL["state"]))
+    start: str = ""
+    """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
+    tuned model's."""
+    rl: RlConfig = field(default_factory=RlConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    grade: GradeConfig = field(default_factory=GradeConfig)
+
+    @property
+    def run(self) -> RunConfig:
+        """What training is told."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+
+
+def read_rl(path: Path) -> RlRecipe:
+    """The recipe that a TOML file describes; what it leaves out keeps the default.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
+    """
+    raw = read_tables(path)
+    for section, usual in USUAL.items():
+        if isinstance(raw.get(section), dict):
+            raw[section] = {**usual, **raw[section]}
+    return build(RlRecipe, raw)
+
+
+def write_rl(recipe: RlRecipe) -> str:
+    """The TOML text that ``read_rl`` reads back as an equal value."""
+    lines = [f"start = {literal(recipe.start)}", ""]
+    for each in fields(recipe):
+        section = getattr(recipe, each.name)
+        if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
+            lines += [f"[{each.name}]", *write_fields(section), ""]
+    return "\n".join(lines)
+
+
+def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: names the field, its value and the rule.
+    """
+    if not rl.environment:
+        raise ConfigError(
+            "rl.environment is empty; name a Python file with task(index, seed) and grade(task, rollout)."
+        )
+    if rl.group < 2:
+        raise ConfigError(
+            f"rl.group = {rl.group}: the answers of a group are compared with each other; set it to 2 or more."
+        )
+    for name, value, least in (
+        ("rl.groups", rl.groups, 1),
+        ("rl.rows", 1 if rl.rows is None else rl.rows, 1),
+        ("rl.lag", rl.lag, 0),
+        ("rollout.max_tokens", rollout.max_tokens, 1),
+        ("rollout.turns", rollout.turns, 1),
+        ("rollout.requests", rollout.requests, 1),
+        ("rollout.tp", rollout.tp, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} = {value} must be at least {least}.")
+    if not 0.0 < rl.clip_low <= 1.0:
+        raise ConfigError(f"rl.clip_low = {rl.clip_low} must be above 0 and at most 1: a ratio is never below 0.")
+    if not rl.kl_coef >= 0.0:
+        raise ConfigError(f"rl.kl_coef = {rl.kl_coef} must be 0 or more.")
+    for name, number in (
+        ("rl.clip_high", rl.clip_high),
+        ("rollout.temperature", rollout.temperature),
+        ("rollout.timeout_s", rollout.timeout_s),
+    ):
+        if not number > 0.0:
+            raise ConfigError(f"{name} = {number} must be above 0.")

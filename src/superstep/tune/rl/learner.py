@@ -1,0 +1,192 @@
+"""The trainer of an iteration, on one rank: an engine, its state on disk, and its weights for the sampler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from torch import Tensor
+
+from superstep.data.stream import Batch
+from superstep.errors import Fault
+from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.observe.append_file import unwritable
+from superstep.plan.resolve import Resolved
+from superstep.program.text import write_program
+from superstep.runtime.engine import Engine, StepResult
+from superstep.runtime.launch import World
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.sleeping import Sleeping
+from superstep.serve.weights import Published
+from superstep.state.checkpoint import load, save
+from superstep.state.folders import checkpoint_at, prune
+from superstep.state.manifest import Position
+from superstep.state.piece import STATE
+from superstep.state.start import fill
+from superstep.state.together import together
+from superstep.train.batches import microbatches_of, rows
+from superstep.train.model import units_of
+from superstep.train.publish import publish
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.schedule import rate
+from superstep.train.session import RankPeers, tensor_shapes
+
+MESH_TIMEOUT = timedelta(minutes=10)
+
+
+class Differs(Exception):
+    """A log-probability is not the one that is known from before."""
+
+
+class Learner:
+    """What shared ranks, or a trainer's own, do of an iteration.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        folder: the run directory.
+        beside: text files of a checkpoint and of a snapshot; rank 0's count.
+
+    Attributes:
+        position: where training stands.
+        peers: the ranks.
+    """
+
+    def __init__(self, world: World, run: Resolved, folder: RunFolder, beside: Mapping[str, str]) -> None:
+        self.run = run
+        self.position = Position()
+        self.peers = RankPeers(world.rank, world.size)
+        self._world = world
+        self._folder = folder
+        self._beside = dict(beside)
+        self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
+        self._engine = Engine(run, units_of(run), self._mesh)
+        self._shapes = tensor_shapes(self._engine)
+        self._asleep: Sleeping | None = None
+        self._reference: Engine | None = None
+
+    def begin(self, checkpoint: Path | None, start: Path | None) -> None:
+        """Go on from a checkpoint, or begin with the weights of a folder."""
+        if checkpoint is not None:
+            self.position = load(checkpoint, self._engine.pieces(STATE), self.peers)
+        elif start is not None:
+            fill(start, self._engine.pieces(("weight",)), self._shapes, self.peers)
+        self._engine.loaded(self.position.step)
+        if self.peers.rank == 0:
+            write_whole(self._folder.program, write_program(self._engine.step_program))
+
+    def keep_reference(self, start: Path) -> None:
+        """Keep the weights of a folder beside those that are trained, to say what they say.
+
+        They take as much memory as those that are trained, with buffers of an optimizer that never steps.
+        """
+        self._reference = Engine(self.run, units_of(self.run), self._mesh)
+        fill(start, self._reference.pieces(("weight",)), self._shapes, self.peers)
+        self._reference.loaded(0)
+
+    def reference(self, batch: Batch) -> Tensor:
+        """``logprobs`` of the weights that are kept."""
+        assert self._reference is not None, "a reference was asked for"
+        return self._reference.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
+
+    def mine(self, batch: Batch) -> Batch:
+        """The rows of a global batch that this rank trains on."""
+        return batch.rows(rows(self.run.plan, self._mesh))
+
+    def step(self, batch: Batch, objective: Objective = CROSS_ENTROPY, *, is_checked: bool = False) -> StepResult:
+        """One step on a global batch.
+
+        Args:
+            batch: whole; each rank takes its rows.
+            objective: what is made of its streams.
+            is_checked: whether each log-probability must be the one that is known from before, to the bit.
+
+        Raises:
+            Differs: one is not. The weights are as they were.
+            Fault: the loss or the gradient's norm is no number.
+        """
+        step = self.position.step + 1
+
+        def inspect() -> None:
+            if is_checked and self._engine.measures["max_dlogp"] != 0.0:
+                raise Differs
+
+        result = self._engine.train_step(
+            microbatches_of(self.mine(batch), self.run.plan, self._mesh),
+            valid_tokens=batch.valid_tokens,
+            divisor=batch.divisor,
+            lr=rate(self.run.config.train, self.position.step),
+            objective=objective,
+            inspect=inspect,
+            stop=self._world.stop,
+        )
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise Fault(
+                f"loss {result.loss}, gradient norm {result.grad_norm}: training has diverged. Lower train.lr, and "
+                "resume from the last checkpoint.",
+                rank=self.peers.rank,
+                step=step,
+            )
+        self.position = Position(
+            step=step,
+            samples=self.position.samples + self.run.config.train.batch_sequences,
+            tokens=self.position.tokens + result.tokens,
+        )
+        return result
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """The log-probability of each target of a global batch, with the weights as they are: fp32 [B, S], whole."""
+        return self._engine.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
+
+    def publish(self, root: Path) -> Published:
+        """Write the weights as a snapshot. Every rank calls this together."""
+        # Who retires one is the program; nothing is cleaned away behind its back.
+        return publish(
+            self._engine,
+            root,
+            self.peers,
+            shapes=self._shapes,
+            position=self.position,
+            beside=self._beside,
+            keep=1 << 30,
+        )
+
+    def save(self) -> Path:
+        """Write a checkpoint, and drop those that are too old. Every rank calls this together."""
+        place = checkpoint_at(self._folder.checkpoints, self.position.step)
+        save(
+            place,
+            self._engine.pieces(STATE),
+            self.position,
+            self.peers,
+            tensors=dict.fromkeys(STATE, self._shapes),
+            beside=self._beside,
+        )
+
+        def settle() -> None:
+            if self.peers.rank == 0:
+                prune(self._folder.checkpoints, self.run.config.state.keep)
+
+        def unsettled(error: Exception) -> Fault:
+            known = error if isinstance(error, OSError) else OSError(0, repr(error))
+            return unwritable(self._folder.checkpoints, known, step=self.position.step)
+
+        together(self.peers, settle, unsettled)
+        return place
+
+    def sleep(self) -> None:
+        """Give the memory of training back while shared ranks sample. On a CPU it would go from memory to memory."""
+        if self._world.device.kind != "cpu":
+            self._asleep = self._engine.sleep()
+
+    def wake(self) -> None:
+        """Take it again."""
+        if self._asleep is not None:
+            self._asleep.wake()
+            self._asleep = None
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self._mesh.destroy()

@@ -1,0 +1,171 @@
+"""The record of a run's groups: what was sampled and how it was graded, a line each, appended as soon as it is known.
+
+    rollouts.jsonl     {"group": 3, "version": 2, "answers": [...]}
+                       {"grades": 3, "verdicts": [...]}
+                       {"published": 3, "name": "..."}   {"retired": 2}
+
+A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import StateError
+from superstep.grade.task import Message, Rollout
+from superstep.grade.verdict import Verdict, from_told
+from superstep.observe.append_file import AppendFile
+from superstep.state.durable import sync
+from superstep.tune.program.instructions import Asked, Cursor
+from superstep.tune.rl.rollout import Answered, Strand
+from superstep.tune.rl.sampling import Group
+
+NAME = "rollouts.jsonl"
+
+SNAPSHOTS = "weights"
+"""The folder of a run's snapshots, beside its record."""
+
+
+class Record:
+    """What is on record, and the file that it is in.
+
+    Args:
+        path: of the file; made where it is absent.
+        is_kept: whether this process writes; others look on from what they are told.
+
+    Attributes:
+        groups: by number.
+        verdicts: of each graded group.
+        published: the folder of each version's snapshot.
+        snapshots: where they lie.
+
+    Raises:
+        StateError: a line is none of ours.
+    """
+
+    def __init__(self, path: Path, *, is_kept: bool = True) -> None:
+        self.groups: dict[int, Group] = {}
+        self.verdicts: dict[int, tuple[Verdict, ...]] = {}
+        self.published: dict[int, Path] = {}
+        self.snapshots = path.parent / SNAPSHOTS
+        if path.is_file():
+            for number, line in enumerate(_lines(path), start=1):
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, KeyError, TypeError, AssertionError) as error:
+                    raise StateError(
+                        f"{path} is damaged in line {number} ({error!r}); resume from a copy of the run's folder."
+                    ) from error
+        self._file = AppendFile(path) if is_kept else None
+
+    def cursor(self, asked: Asked, step: int) -> Cursor:
+        """Where a run stands whose saved state has finished so many steps. Snapshots that are gone do not count."""
+        return Cursor(
+            step=step,
+            recorded=frozenset(group for group in self.groups if step <= asked.step_of(group) < asked.steps),
+            published=frozenset(version for version, path in self.published.items() if path.is_dir()),
+        )
+
+    def sampled(self, group: Group) -> None:
+        """Keep a group's answers."""
+        self._keep(_group_told(group))
+
+    def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
+        """Keep a group's grades."""
+        self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]})
+
+    def publish(self, version: int, path: Path) -> None:
+        """Keep where a version's snapshot lies."""
+        self._keep({"published": version, "name": path.name})
+
+    def retire(self, version: int) -> None:
+        """Keep that it is gone."""
+        self._keep({"retired": version})
+
+    def tidy(self) -> None:
+        """Remove what a killed run wrote of snapshots and did not come to note."""
+        for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
+            if path not in self.published.values():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def forget(self, groups: range) -> None:
+        """Let go of what was trained on. It stays in the file."""
+        for group in groups:
+            self.groups.pop(group, None)
+            self.verdicts.pop(group, None)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _keep(self, told: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+        self._take(told)
+
+    def _take(self, told: dict[str, Any]) -> None:
+        match told:
+            case {"group": int(number)}:
+                self.groups[number] = _group_of(told)
+            case {"grades": int(number), "verdicts": list(verdicts)}:
+                self.verdicts[number] = tuple(from_told(each) for each in verdicts)
+            case {"published": int(version), "name": str(name)}:
+                self.published[version] = self.snapshots / name
+            case {"retired": int(version)}:
+                self.published.pop(version, None)
+            case _:
+                raise ValueError("neither a group, grades nor a snapshot")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file. What a killed writer left of a last one is cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+        sync(path)
+    yield from data[:whole].splitlines()
+
+
+def _group_told(group: Group) -> dict[str, Any]:
+    return {
+        "group": group.number,
+        "version": group.version,
+        "answers": [
+            {
+                "strands": [
+                    {"tokens": one.tokens, "spans": one.spans, "logprobs": one.logprobs} for one in answer.strands
+                ],
+                "turns": [[turn.role, turn.content] for turn in answer.rollout.turns],
+                "finish": answer.rollout.finish,
+            }
+            for answer in group.answers
+        ],
+    }
+
+
+def _group_of(told: dict[str, Any]) -> Group:
+    return Group(
+        number=told["group"],
+        version=told["version"],
+        answers=tuple(
+            Answered(
+                strands=tuple(
+                    Strand(
+                        tokens=tuple(one["tokens"]),
+                        spans=tuple((first, end) for first, end in one["spans"]),
+                        logprobs=tuple(one["logprobs"]),
+                    )
+                    for one in answer["strands"]
+                ),
+                rollout=Rollout(tuple(Message(role, text) for role, text in answer["turns"]), answer["finish"]),
+            )
+            for answer in told["answers"]
+        ),
+    )

@@ -1,0 +1,265 @@
+"""A run of reinforcement learning: what its launcher finds out, and what each of its ranks does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from superstep.data.tokenizer import load_tokenizer
+from superstep.errors import ConfigError, StateError
+from superstep.grade.config import GradeConfig
+from superstep.grade.environment import Environment, load_environment
+from superstep.grade.pool import Pool
+from superstep.plan.config import RunConfig
+from superstep.plan.model.named import shape_of
+from superstep.plan.resolve import Resolved
+from superstep.runtime.device import Device, choose
+from superstep.runtime.launch import World, barrier, gather
+from superstep.serve.load import ServeConfig
+from superstep.state.checkpoint import read_position
+from superstep.train.hf_files import hf_files
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.start import weights_of
+from superstep.tune.program.compile import compile_iterations
+from superstep.tune.program.instructions import Asked, Iterations
+from superstep.tune.program.text import write_iterations
+from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.rl.iterate import Iterate, Saved, Stopped
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.learner import Learner
+from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.room import pages_for, require_sizes, sizes_of
+from superstep.tune.rl.sampling import words_of
+from superstep.tune.rl.seat import Seat, Seated
+
+PROGRAM = "iterations.txt"
+"""What is left of the run, as a text."""
+
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank is told.
+
+    Attributes:
+        run: the resolved run.
+        rl: what is learnt.
+        rollout: how answers are sampled.
+        grade: what a grade may take.
+        folder: the run directory.
+        start: the folder of the model that it began with: its tokenizer and its template.
+        checkpoint: where it goes on; None at its beginning.
+        program: what is left to do.
+        kernels: the folder of compiled decoders; None computes without.
+    """
+
+    run: Resolved
+    rl: RlConfig
+    rollout: RolloutConfig
+    grade: GradeConfig
+    folder: RunFolder
+    start: Path
+    checkpoint: Path | None
+    program: Iterations
+    kernels: Path | None = None
+
+
+def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
+    """A run's configuration with the model, the tokenizer and the weights of what it begins with.
+
+    Returns:
+        The configuration, and the folder.
+
+    Raises:
+        ConfigError: none is named, or a sequence is longer than the model's context.
+        StateError: it is no model.
+    """
+    if not start:
+        raise ConfigError("start is empty; name a run, a checkpoint or a Hugging Face folder to begin with.")
+    folder = weights_of(Path(start))
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise StateError(f"start = '{start}': {folder} holds no {name}; name a folder that has a model whole.")
+    changed = replace(
+        config,
+        model=replace(config.model, name=str(folder / "config.json"), weights=str(folder)),
+        data=replace(config.data, tokenizer=str(folder / "tokenizer.json"), document_mask=True),
+        train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
+    )
+    shape = shape_of(changed.model)
+    if changed.data.sequence_tokens > shape.max_tokens:
+        raise ConfigError(
+            f"data.sequence_tokens = {changed.data.sequence_tokens} is more than the model's context of "
+            f"{shape.max_tokens} tokens; set it to that or less."
+        )
+    vocab = load_tokenizer(folder / "tokenizer.json").vocab
+    if vocab > shape.vocab:
+        raise ConfigError(
+            f"start = '{start}': the tokenizer has {vocab} ids and the model {shape.vocab}; begin with a folder whose "
+            f"tokenizer is the model's."
+        )
+    return changed, folder
+
+
+def job_of(  # noqa: PLR0913
+    run: Resolved,
+    rl: RlConfig,
+    rollout: RolloutConfig,
+    grade: GradeConfig,
+    *,
+    folder: RunFolder,
+    start: Path,
+    checkpoint: Path | None,
+    kernels: Path | None = None,
+) -> Job:
+    """What every rank shall be told, once it is seen that the run can begin.
+
+    Raises:
+        ConfigError: something in it cannot work; the environment's first task among that.
+        StateError: what is on record is of another recipe.
+    """
+    check_rl(rl, rollout)
+    if rollout.placement != "shared":
+        raise ConfigError(f"rollout.placement = '{rollout.placement}' has no executor here; set shared.")
+    if run.config.data.sequence_tokens < 2 * rollout.turns:
+        raise ConfigError(f"data.sequence_tokens = {run.config.data.sequence_tokens} has no room for an answer.")
+    environment = load_environment(rl.environment)
+    require_pure(environment, run.config.train.seed)
+    asked = Asked(
+        steps=run.config.train.steps,
+        groups=rl.groups,
+        lag=rl.lag,
+        placement=rollout.placement,
+        save_every=run.config.state.save_every,
+    )
+    step = 0 if checkpoint is None else read_position(checkpoint).step
+    record = Record(folder.root / NAME, is_kept=False)
+    for group in record.groups.values():
+        if len(group.answers) != rl.group:
+            raise StateError(
+                f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
+                "back, or begin a new run (--state.existing new)."
+            )
+    program = compile_iterations(asked, record.cursor(asked, step))
+    world = run.plan.mesh.world
+    if choose(run.config.plan.device, world) == "cpu":
+        # What a GPU has left its rank alone can tell.
+        rollout = with_room(run, rl, rollout, program, Device("cpu").free_bytes(world), gives_back=False)
+    return Job(
+        run=run,
+        rl=rl,
+        rollout=rollout,
+        grade=grade,
+        folder=folder,
+        start=start,
+        checkpoint=checkpoint,
+        program=program,
+        kernels=kernels,
+    )
+
+
+def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None) -> ServeConfig:
+    """How the sampler's engine is opened on each rank."""
+    return ServeConfig(
+        context_tokens=run.config.data.sequence_tokens,
+        pages=rollout.pages,
+        requests=rollout.requests,
+        compute=run.config.numerics.compute,
+        exact=run.config.numerics.exact,
+        tp=rollout.tp,
+        dp=max(1, run.plan.mesh.world // rollout.tp),
+        kernels=kernels,
+    )
+
+
+def with_room(
+    run: Resolved, rl: RlConfig, rollout: RolloutConfig, program: Iterations, free_bytes: int, *, gives_back: bool
+) -> RolloutConfig:
+    """How answers are sampled, with pages for which there is room beside what trains.
+
+    Raises:
+        ConfigError: some instruction of the program has no room on a rank.
+    """
+    serve = serve_of(run, rollout)
+    pages = pages_for(run, serve, free_bytes)
+    require_sizes(program, sizes_of(run, serve, rl, pages=pages, gives_back=gives_back), free_bytes)
+    return replace(rollout, pages=pages)
+
+
+def require_pure(environment: Environment, seed: int) -> None:
+    """See that the same numbers give the same task: after a restart they must.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if environment.task(0, seed) != environment.task(0, seed):
+        raise ConfigError(
+            f"{environment.path}: task(0, {seed}) gives another task when it is asked again; make it a function of its "
+            "two numbers, by random.Random(f'{index}:{seed}') say."
+        )
+
+
+def beside(job: Job) -> dict[str, str]:
+    """The text files of a checkpoint and of a snapshot: a folder as Hugging Face writes it."""
+    files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
+    template = job.start / TEMPLATE
+    return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
+
+
+def reinforce(
+    world: World,
+    job: Job,
+    tell: Callable[[Learnt], None] = lambda learnt: None,
+    saved: Saved = lambda place, seconds: None,
+) -> bool:
+    """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
+    # Read by every rank before the first of them adds to it, which takes a collective.
+    record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
+    record.forget(range(job.program.cursor.step * job.rl.groups))
+    barrier()
+    if world.rank == 0:
+        record.tidy()
+    environment = load_environment(job.rl.environment)
+    words = words_of(job.start)
+    if world.device.kind == "cuda":
+        free_bytes = world.device.free_bytes(1)
+        rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
+        job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
+    learner = Learner(world, job.run, job.folder, beside(job) if world.rank == 0 else {})
+    learner.begin(job.checkpoint, job.start)
+    if job.rl.kl_coef:
+        learner.keep_reference(job.start)
+    config = job.run.config
+    serve = serve_of(job.run, job.rollout, job.kernels)
+    told = Seated(serve=serve, how=job.rollout, group=job.rl.group, seed=config.train.seed)
+    seat = Seat(world, told, words, environment)
+    with ExitStack() as stack:
+        stack.callback(words.template.close)
+        stack.callback(record.close)
+        graders = None
+        if world.rank == 0:
+            graders = stack.enter_context(Pool(job.rl.environment, job.grade))
+            write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
+        iterate = Iterate(
+            job.rl,
+            job.rollout,
+            config.train.seed,
+            learner,
+            seat,
+            environment,
+            record,
+            graders,
+            tell,
+            saved,
+        )
+        is_stopped = False
+        try:
+            iterate.run(job.program)
+        except Stopped:
+            is_stopped = True
+    seat.close()
+    learner.close()
+    return is_stopped

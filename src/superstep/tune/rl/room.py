@@ -1,0 +1,65 @@
+"""The bytes of a run of reinforcement learning, known before it begins, and whether there is room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from superstep.cost.program.memory_fit import memory_of
+from superstep.plan.resolve import Resolved
+from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
+from superstep.tune.program.instructions import Iterations
+from superstep.tune.program.memory import Sizes, Where, require_room
+from superstep.tune.rl.config import RlConfig
+
+TOKEN_BYTES = 200
+"""Of an answer's token on the host: an id and a log-probability as Python has them, and their shares of lists."""
+
+
+def pages_for(run: Resolved, serve: ServeConfig, free_bytes: int) -> int:
+    """Pages of keys of a sampler: those that are asked for, or the usual ones.
+
+    Args:
+        run: that is trained; a sampled context is a row of its batch.
+        serve: how it samples.
+        free_bytes: of a rank.
+    """
+    least = -(-run.config.data.sequence_tokens // serve.page_tokens)
+    page_bytes = serve.page_tokens * setting_model(_plan(run, serve), serve).key_bytes
+    return serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
+
+
+def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, gives_back: bool) -> Sizes:
+    """What shared ranks hold, on the fullest of them.
+
+    Args:
+        run: that is trained.
+        serve: how they sample.
+        rl: how many answers a group has.
+        pages: of keys.
+        gives_back: whether the trainer gives its memory back while they sample.
+    """
+    served = setting_model(_plan(run, serve), serve)
+    ranks = memory_of(run)
+    fullest = max(ranks, key=lambda rank: rank.bytes)
+    # Exact mode sums gradients in twice their bytes.
+    gradients = fullest.gradients * (1 if run.plan.grain is None else 2)
+    training = fullest.params + gradients + fullest.optimizer
+    return Sizes(
+        weights=(served.linears + served.embedding) * served.bytes,
+        keys=pages * serve.page_tokens * served.key_bytes,
+        training=training,
+        step=fullest.peak.bytes,
+        asleep=0 if gives_back else training,
+        snapshot=4 * run.outline.numel,
+        group=rl.group * run.config.data.sequence_tokens * TOKEN_BYTES,
+    )
+
+
+def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:
+    """Refuse what has no room on some rank, naming the instruction that needs most; raises as ``require_room``."""
+    room: Mapping[Where, int] = {"ranks": free_bytes}
+    require_room(program, sizes, room)
+
+
+def _plan(run: Resolved, serve: ServeConfig) -> Resolved:
+    return plan_named(run.config.model.name, serve)

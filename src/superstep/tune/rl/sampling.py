@@ -1,0 +1,202 @@
+"""Sampling groups: the engine answers each of their tasks several times, turn by turn, as many at once as it can.
+
+What is drawn for an answer depends on the weights, its prompt and its seed, and the seed on nothing but the run's, the
+group, the answer's place in it and the turn. In exact mode the bits of a token do not depend on what is computed beside
+it either, so that a group sampled again after a restart is the same group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.data.tokenizer import load_tokenizer
+from superstep.errors import ConfigError, Fault
+from superstep.grade.environment import Environment
+from superstep.grade.task import Done, Task
+from superstep.serve.engine import Engine
+from superstep.serve.request import Finish, Request, Sampling, Told
+from superstep.serve.text.chat import ChatTemplate, load_chat_template
+from superstep.serve.text.chat_tokens import ChatEncoder
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.rollout import Answered, Conversation, Decoder, Encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A task that was answered several times.
+
+    Attributes:
+        number: of the group.
+        version: of the weights that sampled it.
+        answers: as many as a group has.
+    """
+
+    number: int
+    version: int
+    answers: tuple[Answered, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What makes token ids of words, and words of ids.
+
+    Attributes:
+        encoder: of chats.
+        decoder: of answers.
+        vocab: one more than the largest id.
+        template: to be closed in the end.
+    """
+
+    encoder: Encoder
+    decoder: Decoder
+    vocab: int
+    template: ChatTemplate
+
+
+def words_of(folder: Path) -> Words:
+    """The template and the tokenizer of a model's folder.
+
+    Raises:
+        ConfigError, DataError: they cannot be read.
+    """
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    template = load_chat_template(folder)
+    return Words(encoder=ChatEncoder(template, tokenizer), decoder=tokenizer, vocab=tokenizer.vocab, template=template)
+
+
+def require_vocab(words: Words, vocab: int, folder: Path) -> None:
+    """See that a model knows every token of its tokenizer.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if words.vocab > vocab:
+        raise ConfigError(
+            f"{folder}: the tokenizer has {words.vocab} ids and the model {vocab}; start from a folder whose tokenizer "
+            f"is the model's, or set model.vocab to {words.vocab} or more."
+        )
+
+
+def seed_of(seed: int, group: int, member: int, turn: int) -> int:
+    """Of the draws of one turn: the same wherever and whenever it is drawn."""
+    text = f"rollout:{seed}:{group}:{member}:{turn}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Sampler:
+    """Answers the tasks of groups.
+
+    Args:
+        engine: idle.
+        words: of its model.
+        environment: that says something to a turn.
+        how: answers are sampled.
+        group: answers to a task.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        words: Words,
+        environment: Environment,
+        how: RolloutConfig,
+        *,
+        group: int,
+        seed: int,
+    ) -> None:
+        self.engine = engine
+        self._words = words
+        self._environment = environment
+        self._how = how
+        self._group = group
+        self._seed = seed
+
+    def sample(
+        self, tasks: Sequence[tuple[int, Task]], version: int, tell: Callable[[], None] = lambda: None
+    ) -> Iterator[Group]:
+        """Each group once all of its answers are there, in the order in which that happens.
+
+        Args:
+            tasks: groups and what is asked of them.
+            version: that the engine has in place.
+            tell: called after each of the engine's steps.
+
+        Raises:
+            ConfigError: a task cannot be asked, or the environment fails.
+            Fault: the model's logits are no numbers.
+        """
+        parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
+        talks = [
+            Conversation(part.task.messages, self._words.encoder, self._words.decoder, self.engine.info.end_of_text)
+            for part in parts
+        ]
+        told: list[list[Told]] = [[] for _ in parts]
+        left = {number: self._group for number, _ in tasks}
+        try:
+            for at in range(len(parts)):
+                self._ask(at, parts[at], talks[at])
+            while not self.engine.is_idle:
+                ended = self._step(told)
+                tell()
+                for at, finish in ended:
+                    if finish == "abort":
+                        raise Fault(f"the sampler's logits of task {parts[at].number} are no numbers.")
+                    talks[at].answer(told[at], finish)
+                    told[at] = []
+                    if self._goes_on(parts[at], talks[at], finish):
+                        self._ask(at, parts[at], talks[at])
+                        continue
+                    number = parts[at].number
+                    left[number] -= 1
+                    if left[number] == 0:
+                        first = next(n for n, part in enumerate(parts) if part.number == number)
+                        answers = tuple(talk.answered() for talk in talks[first : first + self._group])
+                        yield Group(number=number, version=version, answers=answers)
+        finally:
+            if not self.engine.is_idle:  # somebody has left on the way
+                self.engine.abort_all()
+                self.engine.step()
+
+    def _step(self, told: list[list[Told]]) -> list[tuple[int, Finish]]:
+        ended = []
+        for news in self.engine.step():
+            told[news.request] += news.tokens
+            if news.finish is not None:
+                ended.append((news.request, news.finish))
+        return ended
+
+    def _ask(self, at: int, part: _Part, talk: Conversation) -> None:
+        turn = sum(message.role == "assistant" for message in talk.turns)
+        sampling = Sampling(
+            max_tokens=self._how.max_tokens,
+            temperature=self._how.temperature,
+            seed=seed_of(self._seed, part.number, part.member, turn),
+        )
+        try:
+            self.engine.add(Request(id=at, prompt=talk.prompt, sampling=sampling))
+        except ConfigError as error:
+            raise ConfigError(f"{self._environment.path}: task {part.number}: {error}") from None
+
+    def _goes_on(self, part: _Part, talk: Conversation, finish: Finish) -> bool:
+        """Whether the model has another turn, the environment having said something."""
+        turns = sum(message.role == "assistant" for message in talk.turns)
+        if turns >= self._how.turns or finish == "length":
+            return False
+        said = self._environment.reply(part.task, tuple(talk.turns))
+        if isinstance(said, Done):
+            return False
+        talk.observe(said.messages)
+        return len(talk.prompt) < self.engine.info.context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One answer to be drawn: its group, its place in it, and the task."""
+
+    number: int
+    member: int
+    task: Task

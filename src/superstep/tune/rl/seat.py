@@ -1,0 +1,145 @@
+"""The sampler of shared ranks: each rank, or each few of them, has an engine that sleeps while they train.
+
+trainer   dp=2 tp=2      ranks 0 1 2 3
+sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
+sampler   4 of tp=1      0 │ 1 │ 2 │ 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from superstep.errors import ConfigError
+from superstep.grade.environment import Environment
+from superstep.grade.task import Task
+from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import resolve
+from superstep.runtime.launch import World
+from superstep.runtime.mesh import Mesh, build_mesh
+from superstep.serve.compute.ranks import follow
+from superstep.serve.engine import Engine
+from superstep.serve.load import Known, Rank, ServeConfig, load_rank, open_both, plan_of
+from superstep.serve.steward import Steward
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
+
+MESH_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """What a sampler is told once.
+
+    Attributes:
+        serve: how the model is served; ``tp`` ranks share it.
+        how: answers are sampled.
+        group: answers to a task.
+        seed: of the run.
+    """
+
+    serve: ServeConfig
+    how: RolloutConfig
+    group: int
+    seed: int
+
+
+class Seat:
+    """A rank's part in sampling.
+
+    Args:
+        world: the launched ranks.
+        told: how to sample.
+        words: of the model.
+        environment: that the tasks are of.
+    """
+
+    def __init__(self, world: World, told: Seated, words: Words, environment: Environment) -> None:
+        if world.size % told.serve.tp:
+            raise ConfigError(
+                f"rollout.tp = {told.serve.tp} does not divide the {world.size} ranks that sample; choose one of "
+                f"{[tp for tp in range(1, world.size + 1) if world.size % tp == 0]}."
+            )
+        self.replicas = world.size // told.serve.tp
+        self.replica = world.rank // told.serve.tp
+        self._told = told
+        self._world = world
+        self._words = words
+        self._environment = environment
+        self._mesh: Mesh | None = None
+        self._rank: Rank | None = None
+        self._open: tuple[Engine, Steward, Sampler] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it speaks for the ranks that share its model."""
+        return self._world.rank % self._told.serve.tp == 0
+
+    def sample(
+        self, folder: Path, version: int, tasks: Sequence[tuple[int, Task]], tell: Callable[[], None] = lambda: None
+    ) -> Iterator[Group]:
+        """Take a version, answer this replica's share of some tasks, and give the memory back.
+
+        Nothing comes from ranks that are not the first of their replica. All of it must be asked for.
+        """
+        threads = torch.get_num_threads()
+        engine = self._take(folder)
+        try:
+            if engine is not None:
+                yield from engine[2].sample(tasks[self.replica :: self.replicas], version, tell)
+                engine[1].sleep()
+                if self._told.serve.tp > 1:
+                    engine[0].end()  # the others train now; they follow again with the next version
+        finally:
+            torch.set_num_threads(threads)  # exact mode takes one
+
+    def _take(self, folder: Path) -> tuple[Engine, Steward, Sampler] | None:
+        tp = self._group(folder)
+        if not self.is_first:
+            if self._rank is None:
+                self._rank = load_rank(
+                    folder, self._told.serve, self._mesh_at.at.tp, self._mesh_at.tp, self._world.device
+                )
+            assert self._mesh_at.tp is not None
+            follow(self._rank.forward, self._mesh_at.tp, self._world.device, self._rank.party, self._rank.small)
+            return None
+        if self._open is None:
+            engine, steward = open_both(
+                folder, self._told.serve, tp=tp.tp if tp else None, device=self._world.device, known=Known(version="")
+            )
+            require_vocab(self._words, engine.info.vocab, folder)
+            sampler = Sampler(
+                engine, self._words, self._environment, self._told.how, group=self._told.group, seed=self._told.seed
+            )
+            self._open = engine, steward, sampler
+        else:
+            self._open[1].wake(folder)
+        return self._open
+
+    @property
+    def _mesh_at(self) -> Mesh:
+        assert self._mesh is not None, "ranks share the model"
+        return self._mesh
+
+    def _group(self, folder: Path) -> Mesh | None:
+        """The ranks of each replica, as a mesh of all."""
+        if self._told.serve.tp > 1 and self._mesh is None:
+            plan = plan_of(folder, self._told.serve)
+            config = RunConfig(
+                model=ModelConfig(name=str(folder / "config.json")),
+                data=replace(DataConfig(), sequence_tokens=plan.config.data.sequence_tokens),
+                train=TrainConfig(batch_sequences=self.replicas),
+                plan=PlanConfig(tp=self._told.serve.tp, dp=self.replicas, microbatch=1),
+                numerics=plan.config.numerics,
+            )
+            self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)
+        return self._mesh
+
+    def close(self) -> None:
+        """Let go of the engine and its ranks."""
+        if self._mesh is not None:
+            self._mesh.destroy()

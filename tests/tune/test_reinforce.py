@@ -1,0 +1,197 @@
+"""A run of reinforcement learning: the same bits on every layout and wherever it was cut."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import reinforced
+from pool import RankError
+from superstep.errors import ConfigError, StateError
+from superstep.model.hf import open_weights
+from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return reinforced.start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool, start, tmp_path_factory):
+    """Steps and last weights of a run on one rank that nothing happened to."""
+    root = tmp_path_factory.mktemp("run")
+    told = pool.run(1, reinforced.run, reinforced.job(root, start))[0]
+    return told, weights(root)
+
+
+def weights(root):
+    """The last checkpoint's tensors."""
+    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
+    return {name: found[name][:] for name in found}
+
+
+def require_same(found, root, undisturbed):
+    """Losses, norms, rewards and weights to the bit."""
+    told, tensors = undisturbed
+    assert found == told
+    now = weights(root)
+    assert now.keys() == tensors.keys()
+    assert [name for name in tensors if not torch.equal(now[name], tensors[name])] == []
+
+
+def test_a_run_learns_something_and_its_sampler_has_the_trainers_bits(undisturbed, start):
+    told, tensors = undisturbed
+    assert [each["step"] for each in told] == [1, 2, 3]
+    assert [each["lag"] for each in told] == [0, 1, 0]
+    # What was sampled with these weights has the trainer's log-probabilities; one step later it has others.
+    assert [each["max_dlogp"] == 0 for each in told] == [True, False, True]
+    assert all(each["norm"] > 0 for each in told)
+    begun = open_weights(start)
+    assert any(not torch.equal(tensors[name], begun[name][:]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rollout", "plan"),
+    [
+        (2, {}, {"dp": 2, "zero": 1}),
+        (2, {"tp": 2}, {"tp": 2}),
+        (2, {}, {"pp": 2}),
+        (4, {"tp": 2}, {"dp": 2, "tp": 2, "zero": 2}),
+    ],
+    ids=["dp", "tp", "pp", "dp and tp"],
+)
+def test_a_run_has_the_same_bits_on_every_layout_of_trainer_and_sampler(
+    pool, start, undisturbed, tmp_path, ranks, rollout, plan
+):
+    job = reinforced.job(tmp_path / "run", start, rollout=rollout, **plan)
+    require_same(pool.run(ranks, reinforced.run, job)[0], tmp_path / "run", undisturbed)
+
+
+def test_a_run_that_is_cut_goes_on_to_the_same_bits_on_another_layout(pool, start, undisturbed, tmp_path):
+    """After each line of the record once: between samples, behind a snapshot, before it is gone."""
+    root = tmp_path / "run"
+    lines = 2 + 6 + 2  # of two versions: published and retired; six groups
+    layouts = [(2, {"dp": 2}, {}), (1, {}, {}), (2, {"tp": 2}, {"tp": 2})]
+    steps = {}
+    for cut in range(1, lines + 1):
+        ranks, plan, rollout = layouts[cut % len(layouts)]
+        job = reinforced.job(root, start, rollout=rollout, **plan)
+        for told in pool.run(ranks, reinforced.run, job, 1)[0]:
+            steps[told["step"]] = told
+    found = pool.run(1, reinforced.run, reinforced.job(root, start))[0]
+    steps |= {told["step"]: told for told in found}
+    require_same([steps[step] for step in sorted(steps)], root, undisturbed)
+
+
+def test_one_differing_bit_ends_the_run_and_names_its_token(pool, start, tmp_path, undisturbed):
+    job = reinforced.job(tmp_path / "run", start, dp=2)
+    with pytest.raises(RankError) as raised:
+        pool.run(2, reinforced.planted, job, 1, 2, 3)
+    found = re.search(
+        r"version 0, task 1, answer 2: token (\d+) \(id \d+\) has log-probability (\S+) in training, and the sampler "
+        r"drew it with (\S+)\. In exact mode",
+        str(raised.value),
+    )
+    assert found, raised.value
+    assert found[2] != found[3]
+    assert abs(float(found[2]) - float(found[3])) < 1e-6
+    # Nothing was learnt from it.
+    assert checkpoints(RunFolder(root=tmp_path / "run").checkpoints) == []
+
+
+ALIKE = "def grade(task, rollout):\n    return 0.0\n"
+LATE = "import time\n\ndef grade(task, rollout):\n    time.sleep(60)\n"
+FAILS = "def grade(task, rollout):\n    return rollout.nothing\n"
+RAISES = "def task(index, seed):\n    return [Task(prompt='to be')][index]\n"
+
+
+def test_what_cannot_be_learnt_from_ends_the_run_with_one_line(pool, start, tmp_path):
+    for name, text in (("alike", ALIKE), ("late", LATE), ("fails", FAILS), ("raises", RAISES)):
+        (start / f"{name}.py").write_text(reinforced.ENVIRONMENT + text)
+
+    def error(environment, **more):
+        job = reinforced.job(tmp_path / environment, start, environment=f"{environment}.py", **more)
+        with pytest.raises(RankError) as raised:
+            pool.run(1, reinforced.run, job)
+        return str(raised.value)
+
+    rl = {"group": 2, "groups": 1}
+    alike = "all rewards of the last 8 steps are 0, and nothing is learnt from answers that are all alike: give easier"
+    assert alike in error("alike", steps=9, rl=rl, lag=0)
+    late = {"timeout_s": 0.5, "grader_timeout_s": 0.6, "retries": 50}
+    assert "the grader has no grades of task 0 after 1 s" in error(
+        "late", rl=rl, rollout={"timeout_s": 1.0}, grade=late
+    )
+    assert "no answer has a grade: every grader failed" in error("fails", rl=rl)
+    assert re.search(r"raises.py: task\(1, 0\) fails: IndexError: list index out of range; it must", error("raises"))
+
+
+IMPURE = (
+    "import itertools\nn = itertools.count()\n\ndef task(index, seed):\n    return Task(prompt=f'to be {next(n)}')\n"
+)
+
+
+def test_what_cannot_begin_is_refused(start, tmp_path):
+    (start / "impure.py").write_text(reinforced.ENVIRONMENT + IMPURE)
+
+    def refused(text, error=ConfigError, **more):
+        with pytest.raises(error, match=text):
+            reinforced.job(tmp_path / "run", start, **more)
+
+    refused("rl.group = 1: the answers of a group are compared with each other", rl={"group": 1})
+    refused("rl.lag = -1 must be at least 0", lag=-1)
+    refused("rollout.placement = 'apart' has no executor here; set shared", rollout={"placement": "apart"})
+    refused("rl.rows = 0 must be at least 1", rl={"rows": 0})
+    refused(r"impure.py: task\(0, 0\) gives another task when it is asked again", environment="impure.py")
+    refused("no Python file; name one that has task", environment="nothing.py")
+    (start / "empty.py").write_text("")
+    refused(r"empty.py has no function 'task\(index, seed\)'", environment="empty.py")
+    with pytest.raises(StateError, match=r"holds no config.json; name a folder that has a model whole"):
+        reinforced.job(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rollout", "plan"),
+    [({}, {"dp": 2}), ({"tp": 2}, {"tp": 2}), ({}, {"pp": 2}), ({"tp": 2}, {"pp": 2})],
+    ids=["dp, tp 1", "tp, tp 2", "pp, tp 1", "pp, tp 2"],
+)
+def test_a_hundred_thousand_tokens_have_no_differing_bit(pool, start, tmp_path, rollout, plan):
+    """The sampler's log-probabilities against those of the step that trains on them."""
+    how = {"max_tokens": 100, "turns": 2, "pages": 1024} | rollout
+    job = reinforced.job(
+        tmp_path / "run", start, steps=1, lag=0, tokens=256, rl={"group": 16, "groups": 16}, rollout=how, **plan
+    )
+    (told,) = pool.run(2, reinforced.run, job, timeout_s=480.0)[0]
+    assert told["max_dlogp"] == 0.0
+    assert told["drawn_tokens"] > 100_000 / 4  # four layouts
+
+
+@pytest.mark.parametrize(
+    ("rl", "exact"),
+    [
+        ({"estimator": "rloo", "kl_coef": 0.1, "drop_uniform": True}, True),
+        ({"ratio": "sequence", "estimator": "dr-grpo"}, True),
+        ({"correction": "tis", "overlong": "penalty"}, False),
+        ({"ratio": "sequence", "correction": "mis"}, False),
+    ],
+    ids=["rloo and kl", "gspo", "tis", "gspo and mis"],
+)
+def test_every_way_of_learning_runs_and_tells_how_far_the_sampler_is(pool, start, tmp_path, rl, exact):
+    job = reinforced.job(tmp_path / "run", start, steps=2, exact=exact, rl=rl)
+    told = pool.run(1, reinforced.run, job)[0]
+    assert [each["step"] for each in told] == [1, 2]
+    assert all(0 < each["norm"] < 1e3 for each in told)
+    if rl.get("kl_coef"):
+        # The weights that it began with, at the first step; others at the second.
+        assert told[0]["measures"]["reference_kl"] == 0.0
+        assert told[1]["measures"]["reference_kl"] > 0.0
+    if not exact and rl.get("ratio") != "sequence":
+        assert 0 < told[0]["measures"]["max_sampler_dlogp"] < 1e-4
+        assert told[0]["max_dlogp"] < 1e-4

@@ -1,0 +1,208 @@
+"""superstep tune rl: what it is told, what it writes, and that a run comes to one end however often it is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import reinforced
+from superstep.cli.arguments.reinforce import read
+from superstep.cli.main import main
+from superstep.model.hf import open_weights
+from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
+from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.rl.record import NAME
+
+RECIPE = """
+start = "{start}"
+
+[data]
+sequence_tokens = 96
+
+[train]
+steps = {steps}
+lr = 3e-3
+
+[plan]
+dp = 2
+microbatch = 2
+
+[numerics]
+exact = true
+
+[rl]
+environment = "{start}/tasks.py"
+group = 4
+groups = 2
+lag = 1
+overlong = "none"
+
+[rollout]
+max_tokens = 6
+turns = 2
+pages = 64
+
+[grade]
+sandbox = "none"
+workers = 1
+
+[state]
+dir = "{root}"
+save_every = 2
+existing = "resume"
+
+[observe]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return reinforced.start(tmp_path_factory.mktemp("start"))
+
+
+def recipe(folder: Path, start: Path, name: str, steps: int = 4) -> tuple[Path, Path]:
+    root, path = folder / name, folder / f"{name}.toml"
+    path.write_text(RECIPE.format(start=start, root=root, steps=steps))
+    return root, path
+
+
+def begin(path: Path, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "superstep", "tune", "rl", str(path), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def told(root: Path) -> list[tuple[object, ...]]:
+    """Of each step what must be the same."""
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if line["event"] == "step"}
+    rolled = {line["step"]: line for line in lines if line["event"] == "rolled"}
+    return [
+        (step, line["loss"], line["grad_norm"], rolled[step]["reward"], rolled[step]["drawn_tokens"])
+        for step, line in sorted(steps.items())
+    ]
+
+
+def weights(root: Path) -> dict[str, torch.Tensor]:
+    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
+    return {name: found[name][:] for name in found}
+
+
+def test_a_recipe_is_read_back(start, tmp_path):
+    _, path = recipe(tmp_path, start, "run")
+    found = read_rl(path)
+    assert (found.rl.lag, found.train.warmup_steps, found.train.min_lr_ratio) == (1, 0, 1.0)
+    path.write_text(write_rl(found))
+    assert read_rl(path) == found
+    assert read([str(path), "--rl.group", "8"]).rl.group == 8
+    assert read([]) == RlRecipe()
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ([], "superstep tune needs to be told what to do"),
+        (["rlx"], "superstep tune knows no 'rlx'; did you mean 'rl'?"),
+        (["rl"], "start is empty; name a run, a checkpoint or a Hugging Face folder to begin with."),
+        (
+            ["rl", "tasks.py"],
+            "'tasks.py' is no .toml file; name a recipe, or the tasks with --rl.environment",
+        ),
+        (["rl", "--rl.grup", "2"], "did you mean '--rl.group'"),
+        (["rl", "--rl.estimator", "ppo"], "--rl.estimator = 'ppo' is not valid; it must be one of 'grpo'"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_said_in_one_line(argv, error, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.py").touch()
+    assert main(["tune", *argv]) == 2
+    said = capsys.readouterr().err
+    assert error in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.multiproc
+def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path):
+    root, path = recipe(tmp_path, start, "run")
+    process = begin(path)
+    while process.poll() is None and not (root / NAME).is_file():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert f"superstep tune rl --state.dir {root} --state.existing resume" in said
+    process = begin(path)
+    said = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 0, said
+    assert "reward" in said
+    assert "Results:" in said
+    assert [step for step, *_ in told(root)] == [1, 2, 3, 4]
+    assert not list((root / "weights").glob("weights-*"))  # every snapshot was retired
+    # A folder as Hugging Face writes it, for who serves it.
+    names = {file.name for file in checkpoints(RunFolder(root=root).checkpoints)[-1].iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    process = begin(path, "--rl.group", "2")
+    said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 2
+    assert "rl.group = 2, and the run in state.dir" in said
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path):
+    """Trainers that sample, their launcher and graders; with dp 2 and tp 2 in turn."""
+    whole, path = recipe(tmp_path, start, "whole", steps=12)
+    begin_s = time.monotonic()
+    process = begin(path)
+    said = process.communicate(timeout=500)[0].decode()
+    assert process.returncode == 0, said
+    took_s = time.monotonic() - begin_s
+    root, path = recipe(tmp_path, start, "killed", steps=12)
+    draw = random.Random(0)
+    kills = dict.fromkeys(("launcher", "rank", "grader"), 0)
+    ends = 0
+    while sum(kills.values()) < 20 or not ends:
+        flags = draw.choice([(), ("--plan.dp", "1", "--plan.tp", "2", "--rollout.tp", "2")])
+        process = begin(path, *flags)
+        if sum(kills.values()) < 20:
+            time.sleep(draw.uniform(0.1, 0.9) * took_s)
+            kills[kill_one(process.pid, draw)] += 1
+        said = process.communicate(timeout=500)[0].decode()
+        assert process.returncode in (0, 1, -signal.SIGKILL), said
+        if process.returncode == 0:
+            ends += 1
+            assert told(root) == told(whole)
+            ours, theirs = weights(root), weights(whole)
+            assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+            shutil.rmtree(root)
+    assert min(kills.values()) > 0, kills
+
+
+def kill_one(launcher: int, draw: random.Random) -> str:
+    """SIGKILL for one of a run's processes; what it was."""
+    try:
+        below = psutil.Process(launcher).children(recursive=True)
+        kinds = {p: "grader" if "superstep.grade.worker" in " ".join(p.cmdline()) else "rank" for p in below}
+    except psutil.Error:  # it has ended already
+        kinds = {}
+    kind = draw.choice(["launcher", "rank", "grader"])
+    found = [process for process, what in kinds.items() if what == kind]
+    try:
+        if kind == "launcher" or not found:
+            psutil.Process(launcher).kill()
+            return "launcher"
+        draw.choice(found).kill()
+    except psutil.Error:
+        pass
+    return kind

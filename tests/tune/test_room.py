@@ -1,0 +1,68 @@
+"""The bytes of a run of reinforcement learning are known before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import reinforced
+from superstep.errors import ConfigError
+from superstep.plan.resolve import Resolved
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.serve.load import open_both
+from superstep.tune.rl.learner import Learner
+from superstep.tune.rl.reinforce import Job, beside, serve_of, with_room
+from superstep.tune.rl.room import pages_for, sizes_of
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return reinforced.start(tmp_path_factory.mktemp("start"))
+
+
+def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
+    """Bytes of the tensors that a rank has: its trainer's, its sampler's weights and keys; and of a snapshot."""
+    learner = Learner(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
+    learner.begin(None, job.start)
+    ours = learner._engine.bytes()
+    folder = learner.publish(job.folder.root / "weights").path
+    _, steward = open_both(folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1))
+    memory = steward._model.party.memory
+    weights = sum(held.values.nbytes for held in memory._served.params.values())
+    keys = memory._store.keys.nbytes + memory._store.values.nbytes
+    snapshot = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    learner.close()
+    return ours.params + ours.gradients + ours.optimizer, weights, keys, snapshot
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("exact", "plan"), [(True, {}), (False, {}), (True, {"dp": 2, "zero": 2})], ids=["exact", "fast", "zero"]
+)
+def test_what_is_predicted_is_what_is_held(pool, start, tmp_path, exact, plan):
+    job = reinforced.job(tmp_path / "run", start, exact=exact, **plan)
+    serve = serve_of(job.run, job.rollout)
+    pages = pages_for(job.run, serve, 1 << 30)
+    sizes = sizes_of(job.run, serve, job.rl, pages=pages, gives_back=False)
+    found = max(pool.run(plan.get("dp", 1), held, job))
+    predicted = (sizes.training, sizes.weights, sizes.keys, sizes.snapshot)
+    assert found == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_swap_that_has_no_room_is_refused_beforehand(start, tmp_path):
+    job = reinforced.job(tmp_path / "run", start)
+
+    def asked(run: Resolved, free_bytes: int, pages: int | None) -> int | None:
+        rollout = replace(job.rollout, pages=pages)
+        return with_room(run, job.rl, rollout, job.program, free_bytes, gives_back=False).pages
+
+    assert asked(job.run, 1 << 30, 40) == 40
+    assert asked(job.run, 1 << 30, None) == 64 * 96 // 16
+    with pytest.raises(
+        ConfigError, match=r"'take v0' needs [\d,]+ bytes of the ranks, .*fewer rollout.pages|'swap sam"
+    ):
+        asked(job.run, 4_000_000, 100_000)
+    with pytest.raises(ConfigError, match=r"rollout.placement = 'shared': 'train s0' needs .* smaller plan.microbatch"):
+        asked(job.run, 100_000, 6)
