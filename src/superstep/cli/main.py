@@ -45,8 +45,8 @@ VERBS = {
         launches=True,
     ),
     "tune": Verb(
-        "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its base; "
-        "serve is for Tinker's client",
+        "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its "
+        "base; serve is for Tinker's client",
         "superstep.cli.tune.verb",
         "superstep.cli.arguments.post_training",
         extra="serve",
