@@ -107,7 +107,6 @@ def test_what_is_not_one_number_is_none(text):
         (Json('{"b": 1}', {"type": "object", "required": ["a"]}), "wrong"),
         (Json("it is {}", {"type": "object"}), "wrong"),
     ],
-    ids=str,
 )
 def test_texts_numbers_and_forms(check, kind, tools):
     assert isinstance(check, Check)
@@ -124,7 +123,6 @@ def test_texts_numbers_and_forms(check, kind, tools):
         CodeTests("def f(): return 1", [Case("f", (), object())]),
         CodeTests("def f(): return 1", [Case("f", (), 1), Run("", "")]),
     ],
-    ids=str,
 )
 def test_a_check_that_cannot_decide_raises(check, tools):
     """Which is a grader_error, and not a score."""
