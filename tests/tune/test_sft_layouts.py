@@ -1,5 +1,6 @@
 """A packed sequence costs what its conversations cost alone, on any layout: none of them sees another one."""
 
+import contextlib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -49,13 +50,14 @@ def alone(config: RunConfig, batch):
     return float(total.detach()), squares**0.5
 
 
-def stepped(rank, world, configs):
+def stepped(rank, world, folder, configs):
     found = []
     for config, corpus in configs:
-        run = resolve(config)
+        with contextlib.chdir(folder):  # ranks of other tests may have another
+            run = resolve(config)
         mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(minutes=1))
         engine = Engine(run, units(run.shape), mesh)
-        fill(Path(config.model.weights), engine.pieces(("weight",)), tensor_shapes(engine), RankPeers(rank, world))
+        fill(folder / config.model.weights, engine.pieces(("weight",)), tensor_shapes(engine), RankPeers(rank, world))
         engine.loaded(0)
         batch = stream_of(config, open_corpus(corpus), "train").batch(0, rows(run.plan, mesh))
         parts = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh, batch.starts_BS, batch.streams)
@@ -82,7 +84,7 @@ def test_a_packed_sequence_costs_what_its_conversations_cost_alone(pool, tmp_pat
         for plan in LAYOUTS:
             configs.append((replace(run, plan=PlanConfig(microbatch=2, **plan)), corpus.folder))
             expected.append(wanted)
-    for found in pool.run(2, stepped, configs, timeout_s=120):
+    for found in pool.run(2, stepped, Path.cwd(), configs, timeout_s=120):
         for (loss, norm), (wanted, wanted_norm), (config, _) in zip(found, expected, configs, strict=True):
             assert loss == pytest.approx(wanted, rel=2e-6), config.plan
             assert norm == pytest.approx(wanted_norm, rel=2e-5), config.plan
