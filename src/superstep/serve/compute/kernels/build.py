@@ -13,6 +13,7 @@ NAMES = (
     "decoder.cpp",
     "attention.h",
     "exact.h",
+    "forward.h",
     "low_rank.h",
     "product.h",
     "short.h",
