@@ -9,8 +9,6 @@ The file is run as a module of its own, as that of ``model.source`` is.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from superstep.errors import ConfigError, did_you_mean
 from superstep.grade.task import Done, Message, Observation, Rollout, Task
 from superstep.grade.verdict import line
+from superstep.plan.own_file import run_file
 
 NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
 
@@ -78,18 +77,10 @@ def load_environment(source: str | Path) -> Environment:
     path = Path(source)
     if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"'{source}' is no Python file; name one that has task(index, seed), such as tasks.py.")
-    name = f"superstep_environment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Where a dataclass of the file looks its annotations up, and pickle its classes.
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        found = vars(run_file(path, f"superstep_environment_{path.stem}"))
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be run: {told(error)}.") from error
-    found = vars(module)
     for function, form in NEEDED.items():
         if not callable(found.get(function)):
             known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]

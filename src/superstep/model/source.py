@@ -6,14 +6,13 @@ else of it is used.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.unit import UnitSpec
 from superstep.plan.config import RunConfig
+from superstep.plan.own_file import run_file
 
 FUNCTION = "units"
 
@@ -29,15 +28,8 @@ def load_units(config: RunConfig) -> Sequence[UnitSpec]:
     path = Path(source)
     if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"model.source = '{source}' is no Python file; name one, such as my_model.py.")
-    name = f"superstep_source_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Where a dataclass of the file looks its annotations up, and pickle its classes.
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        module = run_file(path, f"superstep_source_{path.stem}")
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{source} cannot be run: {_told(error)}") from error
     function = getattr(module, FUNCTION, None)
