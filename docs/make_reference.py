@@ -9,11 +9,9 @@ same seconds and the embedding and the head none, so that they show the schedule
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +23,7 @@ from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
 
+from superstep.cli.help import field_docs
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.program.work import parameters
@@ -88,14 +87,7 @@ class Described:
 
 def described(cls: type[Any]) -> Iterator[Described]:
     """The fields of a dataclass in order."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    words: dict[str, str] = {}
-    for node, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            match below:
-                case ast.Expr(ast.Constant(str(text))):
-                    words[node.target.id] = " ".join(text.split())
+    words = {name: " ".join(text.split()) for name, text in field_docs(cls).items()}
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         yield Described(field.name, hints[field.name], field.default, words.get(field.name, ""))

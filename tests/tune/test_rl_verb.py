@@ -21,7 +21,8 @@ from superstep.cli.main import main
 from superstep.model.hf import open_weights
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.recipe import write
+from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.record import NAME
 
 RECIPE = """
@@ -103,7 +104,7 @@ def test_a_recipe_is_read_back(start, tmp_path):
     _, path = recipe(tmp_path, start, "run")
     found = read_rl(path)
     assert (found.rl.lag, found.train.warmup_steps, found.train.min_lr_ratio) == (1, 0, 1.0)
-    path.write_text(write_rl(found))
+    path.write_text(write(found))
     assert read_rl(path) == found
     assert read([str(path), "--rl.group", "8"]).rl.group == 8
     assert read([]) == RlRecipe()

@@ -20,8 +20,9 @@ from superstep.serve.text.chat import Chat, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.state.folders import checkpoints
 from superstep.train.batches import stream_of
-from superstep.tune.config import read_recipe, write_recipe
+from superstep.tune.config import read_recipe
 from superstep.tune.prepare import Conversations
+from superstep.tune.recipe import write
 from superstep.tune.start import started
 from superstep.tune.template import PLAIN
 
@@ -184,7 +185,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(place, capsys):
 def test_a_run_says_how_it_was_made_and_its_checkpoints_how_they_are_talked_to(place):
     assert tune() == 0
     config = read_recipe(place / "tuned" / "recipe.toml")
-    assert write_recipe(config) == (place / "tuned" / "recipe.toml").read_text(encoding="utf-8")
+    assert write(config) == (place / "tuned" / "recipe.toml").read_text(encoding="utf-8")
     asked = read_recipe(place / "recipe.toml")
     assert (config.start, config.sft, config.data) == (asked.start, asked.sft, asked.data)
     newest = checkpoints(place / "tuned" / "checkpoints")[-1]

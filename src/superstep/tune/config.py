@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.toml import build, literal, read_tables, write_fields
+from superstep.plan.config import DataConfig, StateConfig, TrainConfig
+from superstep.tune.recipe import Recipe, Usual, read
 
 TooLong = Literal["refuse", "drop", "truncate"]
 History = Literal["refuse", "split"]
 
-USUAL: Mapping[str, Mapping[str, Any]] = {
+USUAL: Usual = {
     "data": {"sequence_tokens": 1024, "document_mask": True},
     "train": {"lr": 2e-5, "weight_decay": 0.0},
     "state": {"dir": "runs/tuned"},
@@ -48,42 +47,16 @@ class DpoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneConfig(RunConfig):
+class TuneConfig(Recipe):
     """One recipe, whole."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
     state: StateConfig = field(default_factory=lambda: StateConfig(**USUAL["state"]))
-    start: str = ""
-    """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
-    tuned model's."""
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
 
-    @property
-    def run(self) -> RunConfig:
-        """What training is told."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
-
 
 def read_recipe(path: Path) -> TuneConfig:
-    """The recipe that a TOML file describes; what it leaves out keeps the default.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
-    """
-    raw = read_tables(path)
-    for section, usual in USUAL.items():
-        if isinstance(raw.get(section), dict):
-            raw[section] = {**usual, **raw[section]}
-    return build(TuneConfig, raw)
-
-
-def write_recipe(config: TuneConfig) -> str:
-    """The TOML text that ``read_recipe`` reads back as an equal value."""
-    sections = {each.name: value for each in fields(config) if is_dataclass(value := getattr(config, each.name))}
-    lines = [f"start = {literal(config.start)}", ""]
-    for name, section in sections.items():
-        if name != "model" or section != ModelConfig():  # it is that of the start
-            lines += [f"[{name}]", *write_fields(section), ""]
-    return "\n".join(lines)
+    """The recipe that a TOML file describes; raises as ``recipe.read`` does."""
+    return read(TuneConfig, USUAL, path)

@@ -22,9 +22,10 @@ from superstep.runtime.join import join
 from superstep.train import rundir
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_folder import RunFolder
-from superstep.tune.config import TuneConfig, read_recipe, write_recipe
+from superstep.tune.config import TuneConfig, read_recipe
 from superstep.tune.dpo import lesson_of
 from superstep.tune.prepare import Conversations, Kind
+from superstep.tune.recipe import write
 from superstep.tune.start import started
 
 
@@ -53,7 +54,7 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
     def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
         return _tokens(Conversations(run.config, config.sft, vocab_of(run), kind), folder, checkpoint, verb)
 
-    return prepared_job(run, tokens, verb=verb, files={RECIPE: write_recipe(recipe)}, lesson=lesson)
+    return prepared_job(run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson)
 
 
 def _run(config: TuneConfig) -> RunConfig:

@@ -27,7 +27,8 @@ from superstep.state.checkpoint import read_position
 from superstep.train import rundir
 from superstep.train.model import operations, resolved
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.tune.rl.config import RlRecipe, read_rl, write_rl
+from superstep.tune.recipe import write
+from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
 
@@ -77,7 +78,7 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
         )
         has_begun = folder.config.is_file()
         rundir.write(choice, folder)
-        write_whole(folder.root / RECIPE, write_rl(replace(recipe, state=choice.config.state)))
+        write_whole(folder.root / RECIPE, write(replace(recipe, state=choice.config.state)))
         if not has_begun:
             print(f"{folder.root}: {plan_text(choice)}", flush=True)
         yield job

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from superstep.errors import ConfigError
 from superstep.grade.config import GradeConfig
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.toml import build, literal, read_tables, write_fields
+from superstep.plan.config import DataConfig, StateConfig, TrainConfig
 from superstep.tune.advantage import Estimator
 from superstep.tune.program.instructions import Placement
+from superstep.tune.recipe import Recipe, Usual, read
 
 Correction = Literal["none", "tis", "mis"]
 Ratio = Literal["token", "sequence"]
 CutOff = Literal["none", "mask", "penalty"]
 
-USUAL: Mapping[str, Mapping[str, Any]] = {
+USUAL: Usual = {
     "data": {"sequence_tokens": 512, "document_mask": True},
     "train": {"lr": 1e-5, "weight_decay": 0.0, "warmup_steps": 0, "min_lr_ratio": 1.0},
     "state": {"dir": "runs/rl", "save_every": 10},
@@ -85,46 +84,20 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RlRecipe(RunConfig):
+class RlRecipe(Recipe):
     """One recipe, whole."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
     state: StateConfig = field(default_factory=lambda: StateConfig(**USUAL["state"]))
-    start: str = ""
-    """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
-    tuned model's."""
     rl: RlConfig = field(default_factory=RlConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grade: GradeConfig = field(default_factory=GradeConfig)
 
-    @property
-    def run(self) -> RunConfig:
-        """What training is told."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
-
 
 def read_rl(path: Path) -> RlRecipe:
-    """The recipe that a TOML file describes; what it leaves out keeps the default.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
-    """
-    raw = read_tables(path)
-    for section, usual in USUAL.items():
-        if isinstance(raw.get(section), dict):
-            raw[section] = {**usual, **raw[section]}
-    return build(RlRecipe, raw)
-
-
-def write_rl(recipe: RlRecipe) -> str:
-    """The TOML text that ``read_rl`` reads back as an equal value."""
-    lines = [f"start = {literal(recipe.start)}", ""]
-    for each in fields(recipe):
-        section = getattr(recipe, each.name)
-        if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
-            lines += [f"[{each.name}]", *write_fields(section), ""]
-    return "\n".join(lines)
+    """The recipe that a TOML file describes; raises as ``recipe.read`` does."""
+    return read(RlRecipe, USUAL, path)
 
 
 def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:

@@ -1,0 +1,55 @@
+"""Recipe: a run, and what post-training is told besides. One recipe.toml holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.toml import build, literal, read_tables, write_fields
+
+Usual = Mapping[str, Mapping[str, Any]]
+"""What a kind of recipe says of a run where it says nothing, by section: other than a run that begins with random
+weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(RunConfig):
+    """What every kind of recipe has; each adds sections of its own."""
+
+    start: str = ""
+    """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
+    tuned model's."""
+
+    @property
+    def run(self) -> RunConfig:
+        """What training is told."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+def read(kind: type[R], usual: Usual, path: Path) -> R:
+    """The recipe that a TOML file describes; what it leaves out keeps the default.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
+    """
+    raw = read_tables(path)
+    for section, said in usual.items():
+        if isinstance(raw.get(section), dict):
+            raw[section] = {**said, **raw[section]}
+    return build(kind, raw)
+
+
+def write(recipe: Recipe) -> str:
+    """The TOML text that ``read`` reads back as an equal value."""
+    lines = [f"start = {literal(recipe.start)}", ""]
+    for each in fields(recipe):
+        section = getattr(recipe, each.name)
+        if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
+            lines += [f"[{each.name}]", *write_fields(section), ""]
+    return "\n".join(lines)
