@@ -49,7 +49,7 @@ MODEL = ModelConfig(name="tiny", layers=2)
 FFN, VOCAB = (("ffn", "none"),), (("vocab", "none"),)
 
 
-def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, lora=None, **layout):
+def run_of(*, model=MODEL, compute="fp32", exact=False, sequence_tokens=32, lora=None, **layout):
     layout.setdefault("microbatch", 2)
     return resolve(
         RunConfig(
@@ -57,7 +57,7 @@ def run_of(*, model=MODEL, compute="fp32", sequence_tokens=32, lora=None, **layo
             data=DataConfig(sequence_tokens=sequence_tokens),
             train=TrainConfig(batch_sequences=2 * layout.get("dp", 1) * layout["microbatch"]),
             plan=PlanConfig(**layout),
-            numerics=NumericsConfig(compute=compute),
+            numerics=NumericsConfig(compute=compute, exact=exact),
             lora=lora,
         )
     )
@@ -70,16 +70,18 @@ def runs(draw):
     model = replace(model, vocab=draw(st.sampled_from([101, 102])))
     targets = st.sampled_from([("all-linear",), ("q_proj",), ("o_proj", "up_proj"), ("down_proj", "k_proj")])
     lora = None if model.experts else draw(st.none() | st.builds(LoraConfig, rank=st.integers(1, 5), targets=targets))
+    rules = draw(st.sampled_from([(), VOCAB] if model.experts else [(), FFN, VOCAB, FFN + VOCAB]))
     return run_of(
         model=model,
         lora=lora,
+        exact=not rules and draw(st.booleans()),  # its sums are those of the default rules
         compute=draw(st.sampled_from(["fp32", "bf16"])),
         pp=draw(st.sampled_from([1, 2, 3])),
         dp=draw(st.sampled_from([1, 2, 3])),
         tp=draw(st.sampled_from([1, 2])),
         zero=draw(st.sampled_from([0, 1, 2, 3])),
         sequence_parallel=draw(st.booleans()),
-        rules=draw(st.sampled_from([(), VOCAB] if model.experts else [(), FFN, VOCAB, FFN + VOCAB])),
+        rules=rules,
     )
 
 
@@ -93,6 +95,7 @@ def buffers(run, at, unit):
         plan.rules,
         sequence_parallel=plan.sequence_parallel,
         padding=plan.padding,
+        is_exact=plan.grain is not None,
     )
     return [
         UnitBuffers(
@@ -103,6 +106,7 @@ def buffers(run, at, unit):
             compute=DTYPES[run.config.numerics.compute],
             device=Device("cpu"),
             seed=0,
+            is_exact=plan.grain is not None,
             is_frozen=not plan.trains(layout.family),
         )
         for layout in layouts[unit]

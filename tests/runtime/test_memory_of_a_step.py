@@ -49,7 +49,11 @@ class Watch:
 
     def end(self, instruction, under_way):
         every = [b for each in self.engine.buffers.values() for b in each]
-        own = [t for b in every for t in (b.full, b.gradient, b.master, b.gradient_shard, b.exp_avg, b.exp_avg_sq)]
+        own = [
+            t
+            for b in every
+            for t in (b.full, b.gradient, b.master, b.gradient_shard, b.reduced, b.exp_avg, b.exp_avg_sq)
+        ]
         own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
         self.alive.append(self.noted.alive_bytes(but=own))
         self.transient.append(self.engine.bytes().transient)
@@ -81,6 +85,11 @@ LAYOUTS = [
     {"dp": 2, "zero": 2, "microbatch": 2},
     {"dp": 2, "zero": 3, "microbatch": 2, "compute": "bf16"},
     {"pp": 2, "dp": 2, "zero": 1, "microbatch": 1},
+    {"exact": True, "microbatch": 2, "recompute": "selective"},
+    {"exact": True, "dp": 2, "zero": 2, "microbatch": 2, "compute": "bf16"},
+    {"exact": True, "tp": 2, "microbatch": 2},
+    {"pp": 2, "microbatch": 2, "schedule": "zb-h1"},
+    {"exact": True, "pp": 2, "microbatch": 2, "schedule": "zb-h1"},
 ]
 SCALARS = 256
 """Bytes of losses and counts that are alive, which no category has."""

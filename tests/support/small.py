@@ -12,7 +12,16 @@ SEQUENCES = 8
 
 
 def config(
-    *, layers=5, sequences=SEQUENCES, tied=True, packed=True, masked=False, compute="fp32", qk_norm=True, **plan
+    *,
+    layers=5,
+    sequences=SEQUENCES,
+    tied=True,
+    packed=True,
+    masked=False,
+    compute="fp32",
+    exact=False,
+    qk_norm=True,
+    **plan,
 ):
     return RunConfig(
         model=ModelConfig(
@@ -30,7 +39,7 @@ def config(
         data=DataConfig(sequence_tokens=TOKENS, packed=packed, document_mask=masked),
         train=TrainConfig(batch_sequences=sequences, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),
         plan=PlanConfig(**plan),
-        numerics=NumericsConfig(compute=compute),
+        numerics=NumericsConfig(compute=compute, exact=exact),
     )
 
 

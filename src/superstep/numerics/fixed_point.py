@@ -112,6 +112,11 @@ class Grid:
         """A sum as fp32, rounded once."""
         return (total.double() * 2.0**-self.bits).float()
 
+    def take_into(self, out: Tensor, total: Tensor) -> None:
+        """``take`` into fp32 memory that is there, with no more than a block's beside it; both in a row."""
+        for to, part in zip(out.split(BLOCK), total.split(BLOCK), strict=True):
+            to.copy_(self.take(part))
+
 
 PARAMETER = Grid(50)
 ACTIVATION = Grid(58)

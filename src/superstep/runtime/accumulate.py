@@ -72,6 +72,7 @@ def input_gradient(
 
     Linears and embeddings put off their product or their rows. What autograd gives for other parameters, such as the
     weights of norms, is made now and added later; for a layer with products of its own that is its whole gradient.
+    What waits is detached: a graph that it hung on would hold ``x``.
 
     Args:
         x: where the graph begins; tokens have no gradient.
@@ -99,7 +100,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        ctx.sums.do(partial(add_product, ctx.into, rows.t(), x.flatten(0, -2)))
+        ctx.sums.do(partial(add_product, ctx.into, rows.t(), x.detach().flatten(0, -2)))
         return (rows @ weight).view_as(x), None, None, None
 
 
@@ -186,7 +187,7 @@ def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
         assert into is not None
 
         def add(grad: Tensor, x: Tensor, rows_E: Tensor) -> None:
-            sums.do(partial(add_outer_products, into, grad, x, rows_E))
+            sums.do(partial(add_outer_products, into, grad, x.detach(), rows_E))
 
         return grouped_linear(x, layer.weight, rows_E, add)
 

@@ -3,6 +3,7 @@
     zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N shards)
     full     compute      whole    whole    whole    while fetched
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
+      exact: int64, and beside it what the optimizer reads, fp32: whole, 1/N, 1/N, 1/N
     master   fp32         whole    1/N      1/N      1/N
     moments  fp32 × 2     whole    1/N      1/N      1/N
 
@@ -134,7 +135,7 @@ class UnitBuffers:
     def finish_gradient(self) -> None:
         """Have ``reduced``, the own part of the summed gradient, in fp32: what the optimizer reads."""
         if self._is_exact:
-            self.reduced.copy_(PARAMETER.take(self.gradient_shard))
+            PARAMETER.take_into(self.reduced, self.gradient_shard)
 
     def refresh(self) -> None:
         """Write the master weights into the own part of the parameters that modules see."""
@@ -205,11 +206,12 @@ class UnitBuffers:
         is_copy = self.master.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
         master = self.master.untyped_storage().nbytes() if is_copy else 0
         gradient = self.gradient.untyped_storage().nbytes()
+        beside = self.reduced.untyped_storage().nbytes() if self._is_exact else 0
         moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
         is_weight = self.zero == 3 and (self.full.dtype == torch.float32 or self.is_frozen)
         return Bytes(
             params=master if is_weight else (0 if self.zero == 3 else full),
-            gradients=self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient,
+            gradients=beside + (self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient),
             optimizer=moments + (0 if is_weight else master),
             transient=(full if self.zero == 3 else 0) + (gradient if self.zero >= 2 else 0),
         )

@@ -82,7 +82,7 @@ class _Adapted(torch.autograd.Function):
         grad_TO = grad.flatten(0, -2)
         grad_TR = (grad_TO @ b_OR).mul_(ctx.scale)
         ctx.sums.do(partial(add_product, into_b, grad_TO.t(), h_TR, ctx.scale))
-        ctx.sums.do(partial(add_product, into_a, grad_TR.t(), x.flatten(0, -2)))
+        ctx.sums.do(partial(add_product, into_a, grad_TR.t(), x.detach().flatten(0, -2)))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (grad_TO @ weight_OI).addmm_(grad_TR, a_RI).view_as(x)

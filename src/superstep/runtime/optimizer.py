@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.numerics.fixed_point import Excess, OutOfRange, from_square_sum, require_exact_loss, square_sum
+from superstep.numerics.fixed_point import BLOCK, Excess, OutOfRange, from_square_sum, require_exact_loss, square_sum
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import sum_over
 from superstep.runtime.launch import gather
@@ -122,7 +122,9 @@ class AdamW:
         for (params, grads, first, second), decay in ((self._decayed, h.weight_decay), (self._plain, 0.0)):
             if self._is_exact:
                 for tensors in zip(params, grads, first, second, strict=True):
-                    self._update(*tensors, lr=lr, decay=decay, scale=max(norm / h.clip_norm, 1.0))
+                    # What an update makes and drops is as large as what is updated.
+                    for block in zip(*(tensor.split(BLOCK) for tensor in tensors), strict=True):
+                        self._update(*block, lr=lr, decay=decay, scale=max(norm / h.clip_norm, 1.0))
             elif params:
                 torch._fused_adamw_(
                     params,

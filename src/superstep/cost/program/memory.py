@@ -62,9 +62,18 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
 With adapters the linears keep what ``cost.program.adapters`` says, a frozen head no input, and nothing goes back to
 the embedding.
 
+In exact mode gradients are sums of 8 bytes, beside which a rank has its share of them in fp32. Units keep as above, but
+
+    block
+      keys and values are fp32, and of whole sequences where a ring has their parts  for T·2K·H·e: T·cp·2K·H·4
+      no log-sum-exp                                                                 T·N·4 less
+      kept "selective": the input alone, of which all is computed again              t·D·e
+      of its norms and biases, in two halves, what their gradients are summed of     2·t·D·4; qk_norm T·(N + K)·H·4
+    head, whole or cut: its norm's output, the gradient of the logits                T·D·e + T·V·e
+
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; the rotary tables, which
 with ``data.document_mask`` each microbatch has for itself until the step ends, 2·T·H·e; a collective's own
-buffers; the batch read ahead; torch itself; what exact mode has besides (gradients of 8 bytes, attention in fp32).
+buffers; the batch read ahead; torch itself; rows and columns of zeros that exact mode puts beside few.
 Compiled units keep less than this; scores are kept whole on a GPU whose attention kernels take no fp32 with grouped
 heads.
 """
@@ -86,6 +95,8 @@ from superstep.program.memory import Peak, UnitBytes, high_water
 
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 FP32 = ELEMENT_BYTES["fp32"]
+EXACT = 8
+"""Bytes of a gradient's element where exact mode sums it."""
 TOKEN = 8
 """Bytes of a token's number."""
 INDEX = 8
@@ -169,8 +180,20 @@ def zero_stage(run: Resolved, family: Family | None = None) -> int:
 
 
 def has_fused_loss(run: Resolved) -> bool:
-    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: it does where whole."""
-    return not _is_vocabulary_cut(run)
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: it does where whole, but
+    for exact mode.
+    """
+    return not _is_vocabulary_cut(run) and not is_exact(run)
+
+
+def is_exact(run: Resolved) -> bool:
+    """Whether sums are those of exact mode."""
+    return run.plan.grain is not None
+
+
+def gradient_bytes(run: Resolved) -> int:
+    """Bytes of an element where a gradient is summed."""
+    return EXACT if is_exact(run) else FP32
 
 
 def _is_vocabulary_cut(run: Resolved) -> bool:
@@ -192,7 +215,7 @@ def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
         master = FP32 * share if compute != "fp32" else 0
         kept = 0 if zero == 3 else ELEMENT_BYTES[compute] * whole
         params += FP32 * share if zero == 3 and compute == "fp32" else kept
-        gradients += FP32 * (share if zero >= 2 else whole)
+        gradients += gradient_bytes(run) * (share if zero >= 2 else whole) + (FP32 * share if is_exact(run) else 0)
         optimizer += 2 * FP32 * share + master
     return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak)
 
@@ -215,7 +238,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     return tuple(
         UnitBytes(
             params=e * buffer_numel(run, unit),
-            gradient=FP32 * gradient_numel(run, unit),
+            gradient=gradient_bytes(run) * gradient_numel(run, unit),
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,
@@ -231,13 +254,24 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
     inputs = kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
     stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
-    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32) + _exchanged(d, e, run)
+    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     if shape.moe is None:
         feed_forward = (3 * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run.plan.mesh)
     return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward + kept_inner(run) * e
+
+
+def _keys(d: LocalDims, e: int, run: Resolved) -> int:
+    """Keys and values as attention keeps them."""
+    if not is_exact(run):
+        return d.T * 2 * d.K * d.H * e
+    return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
+
+
+def _log_sums(d: LocalDims, run: Resolved) -> int:
+    return 0 if is_exact(run) else d.T * d.N * FP32
 
 
 def _inner_inputs(d: LocalDims) -> dict[str, int]:
@@ -283,6 +317,8 @@ def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
 
 def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
     moe = run.shape.moe
+    if is_exact(run):
+        return d.t * d.D * e
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     kept = d.t * d.D * e + attention + d.T * d.D * e
     if moe is None:
@@ -298,7 +334,7 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
     if run.config.lora:
         inner = kept_inner(run)
         return (sum(kept_inputs(run).values()) + inner) * e, (kept_outputs(run) + inner) * e
-    vectors = 2 * d.D + (2 * d.H if shape.qk_norm else 0) + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0)
+    vectors = _vectors(run, d)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
     if shape.moe is None:
@@ -310,9 +346,20 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
     return inputs, gradients + (rows * d.D + 2 * (R + shared) * d.F) * e + d.D * shape.moe.logits * FP32
 
 
+def _vectors(run: Resolved, d: LocalDims) -> int:
+    """Elements of the gradients of norms and biases; in exact mode those of every token, until they are summed."""
+    shape = run.shape
+    if is_exact(run):
+        heads = (d.N + d.K) * d.H if shape.qk_norm else 0
+        return 2 * d.t * d.D + d.T * (heads + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0))
+    return 2 * d.D + (2 * d.H if shape.qk_norm else 0) + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0)
+
+
 def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
     if has_fused_loss(run):
         return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+    if is_exact(run):
+        return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32
     return d.T * d.D * e, d.T * d.V * e + d.D * FP32
 
 
@@ -321,4 +368,6 @@ def _head(run: Resolved, d: LocalDims, e: int) -> int:
     is_trained = run.plan.trains("dense")
     if has_fused_loss(run):
         return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 and is_trained else 0)
+    if is_exact(run):
+        return stream + d.T * d.V * e
     return stream - (0 if is_trained else d.Tv * d.D * e) + d.T * d.V * FP32 + (TOKEN + 2) * d.T

@@ -28,6 +28,7 @@ from superstep.cost.program.memory import (
     FP32,
     RankBytes,
     buffer_numel,
+    gradient_bytes,
     gradient_numel,
     rank_bytes,
     share_numel,
@@ -108,7 +109,7 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     return tuple(
         UnitBytes(
             params=e * buffer_numel(run, unit),
-            gradient=FP32 * gradient_numel(run, unit),
+            gradient=gradient_bytes(run) * gradient_numel(run, unit),
             kept_all=seen.kept_bytes,
             kept_selective=seen.kept_bytes,
             kept_input=seen.input_bytes,
@@ -150,8 +151,8 @@ class Operated:
 
     @property
     def gradient_bytes(self) -> float:
-        """Gradients are fp32."""
-        return FP32
+        """Gradients are fp32, and integers in exact mode."""
+        return gradient_bytes(self.run)
 
     def passes(self, unit: int) -> UnitSeconds:
         """A unit's operations one after the other, with the memory that they are the first to touch."""
@@ -159,7 +160,8 @@ class Operated:
         ranks = _ranks(run)
         # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
         is_new = zero_stage(run) >= 2
-        cleared_s = machine.pass_s("write", FP32 * gradient_numel(run, rank_parameters(run)[unit])) if is_new else 0.0
+        cleared = gradient_bytes(run) * gradient_numel(run, rank_parameters(run)[unit])
+        cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
         forward_s = seconds(seen.forward, machine, ranks)
         new_s, again_s = _new_memory_s(run, machine, unit, seen)
         return UnitSeconds(
@@ -188,7 +190,9 @@ class Operated:
         update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
         if zero_stage(run) == 0 and run.config.numerics.compute != "fp32":
             update_s += machine.pass_s("copy", 1.5 * sum(shares))
-        cleared = shares if zero_stage(run) >= 2 else [FP32 * gradient_numel(run, unit) for unit in units]
+        cleared = (
+            shares if zero_stage(run) >= 2 else [self.gradient_bytes * gradient_numel(run, unit) for unit in units]
+        )
         return update_s + sum(machine.pass_s("write", size) for size in cleared)
 
 

@@ -55,7 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
         x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
-        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI, rows_E, part_R))
+        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI.detach(), rows_E, part_R))
         return _products(grad_RO, weight_EOI, rows_E), None, None, None, None
 
 

@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
         dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
         dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
         if ctx.sink is not None:
-            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI, cut.chunks))
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI.detach(), cut.chunks))
         return dx.to(grad_BSO.dtype).view(*grad_BSO.shape[:-1], -1), None, None, None
 
 

@@ -76,7 +76,7 @@ class _Loss(torch.autograd.Function):
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         if ctx.sink is not None:
-            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD, cut.chunks))
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD.detach(), cut.chunks))
         return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
 
 

@@ -92,7 +92,7 @@ class _Adapted(torch.autograd.Function):
         # The scale goes to the narrow factor of B's gradient, as it does to that of A's.
         scaled_BSR = (h_BSR.float() * parts.scale).to(h_BSR.dtype)
         parts.sink_b.sums.do(partial(add_weight_gradient, parts.sink_b, grad_BSO, scaled_BSR, parts.b.chunks))
-        parts.sink_a.sums.do(partial(add_weight_gradient, parts.sink_a, dh_BSR, x_BSI, parts.a.chunks))
+        parts.sink_a.sums.do(partial(add_weight_gradient, parts.sink_a, dh_BSR, x_BSI.detach(), parts.a.chunks))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = parts.linear.over_ranks(

@@ -41,9 +41,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     served = setting_model(_plan(run, serve), serve)
     ranks = memory_of(run)
     fullest = max(ranks, key=lambda rank: rank.bytes)
-    # Exact mode sums gradients in twice their bytes.
-    gradients = fullest.gradients * (1 if run.plan.grain is None else 2)
-    training = fullest.params + gradients + fullest.optimizer
+    training = fullest.params + fullest.gradients + fullest.optimizer
     return Sizes(
         weights=(served.linears + served.embedding) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
