@@ -27,6 +27,12 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
     learner = Learner(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
     learner.begin(None, job.start)
     ours = learner._engine.bytes()
+    trained = ours.params + ours.gradients + ours.optimizer
+    if job.rl.kl_coef:
+        learner.keep_reference(job.start)
+        beside_it = learner._reference.bytes()
+        assert (beside_it.gradients, beside_it.optimizer) == (0, 0), "it takes no step"
+        trained += beside_it.params
     folder = learner.publish(job.folder.root / "weights").path
     _, steward = open_both(folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1))
     memory = steward._model.party.memory
@@ -34,15 +40,17 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
     keys = memory._store.keys.nbytes + memory._store.values.nbytes
     snapshot = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     learner.close()
-    return ours.params + ours.gradients + ours.optimizer, weights, keys, snapshot
+    return trained, weights, keys, snapshot
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("exact", "plan"), [(True, {}), (False, {}), (True, {"dp": 2, "zero": 2})], ids=["exact", "fast", "zero"]
+    ("exact", "rl", "plan"),
+    [(True, {}, {}), (False, {"kl_coef": 0.1}, {}), (True, {"kl_coef": 0.1}, {"dp": 2, "zero": 2})],
+    ids=["exact", "fast", "zero"],
 )
-def test_what_is_predicted_is_what_is_held(pool, start, tmp_path, exact, plan):
-    job = reinforced.job(tmp_path / "run", start, exact=exact, **plan)
+def test_what_is_predicted_is_what_is_held(pool, start, tmp_path, exact, rl, plan):
+    job = reinforced.job(tmp_path / "run", start, exact=exact, rl=rl, **plan)
     serve = serve_of(job.run, job.rollout)
     pages = pages_for(job.run, serve, 1 << 30)
     sizes = sizes_of(job.run, serve, job.rl, pages=pages, gives_back=False)

@@ -66,13 +66,20 @@ class Engine:
         specs: the model's units.
         mesh: the launched ranks.
         example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
+        learns: whether it takes steps; what only evaluates has neither gradients nor moments.
 
     Attributes:
         routers: counts of the training steps; None without experts.
     """
 
     def __init__(
-        self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, example: torch.Tensor | None = None
+        self,
+        run: Resolved,
+        specs: Sequence[UnitSpec],
+        mesh: Mesh,
+        example: torch.Tensor | None = None,
+        *,
+        learns: bool = True,
     ) -> None:
         self.run = run
         self.mesh = mesh
@@ -103,7 +110,7 @@ class Engine:
                     device=mesh.device,
                     seed=config.train.seed,
                     is_exact=plan.grain is not None,
-                    is_frozen=not plan.trains(layout.family),
+                    is_frozen=not (learns and plan.trains(layout.family)),
                 )
                 for layout in layouts[unit]
             )

@@ -132,6 +132,22 @@ def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | Non
     return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
 
 
+def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
+    """What each pipeline rank holds of a model of the same layout that is not trained: its weights, without adapters'
+    factors.
+    """
+    owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
+    found = []
+    for rank in range(program.pp):
+        numel = 0
+        for family in run.plan.families:
+            ways = run.plan.mesh.shards(family) if run.plan.zero == 3 else 1
+            if family != "adapters":
+                numel += sum(family_numel(run, owned[u], family) // ways for u in program.held_by(rank))
+        found.append(e * numel)
+    return tuple(found)
+
+
 def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     """Elements of a unit's whole flat buffer of one family on one rank; 0 where it has none."""
     mesh = run.plan.mesh

@@ -34,7 +34,7 @@ class Sizes:
         weights: of the sampler.
         keys: of its pages.
         taking: that a version needs beside the weights in place, until it has taken it.
-        training: what a trainer holds between steps: weights, gradients, moments.
+        training: what a trainer holds between steps: weights, gradients, moments, and the weights of a reference.
         step: what a step needs more, its activations above all.
         asleep: of the trainer's, what stays while shared ranks sample.
         kept: of the sampler's, what stays while shared ranks train.

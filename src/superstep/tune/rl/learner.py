@@ -64,7 +64,7 @@ class Learner:
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
         self._shapes = tensor_shapes(self._engine)
-        self._asleep: Sleeping | None = None
+        self._asleep: list[Sleeping] = []
         self._reference: Engine | None = None
 
     def begin(self, checkpoint: Path | None, start: Path | None) -> None:
@@ -78,12 +78,9 @@ class Learner:
             write_whole(self._folder.program, write_program(self._engine.step_program))
 
     def keep_reference(self, start: Path) -> None:
-        """Keep the weights of a folder beside those that are trained, to say what they say.
-
-        They take as much memory as those that are trained, with buffers of an optimizer that never steps.
-        """
-        self._reference = Engine(self.run, units_of(self.run), self._mesh)
-        fill(start, self._reference.pieces(("weight",)), self._shapes, self.peers)
+        """Keep the weights of a folder beside those that are trained, to say what they say."""
+        self._reference = Engine(self.run, units_of(self.run), self._mesh, learns=False)
+        fill(start, self._reference.frozen_pieces(), self._shapes, self.peers)
         self._reference.loaded(0)
 
     def reference(self, batch: Batch) -> Tensor:
@@ -179,13 +176,13 @@ class Learner:
     def sleep(self) -> None:
         """Give the memory of training back while shared ranks sample. On a CPU it would go from memory to memory."""
         if self._world.device.kind != "cpu":
-            self._asleep = self._engine.sleep()
+            self._asleep = [engine.sleep() for engine in (self._engine, self._reference) if engine is not None]
 
     def wake(self) -> None:
         """Take it again."""
-        if self._asleep is not None:
-            self._asleep.wake()
-            self._asleep = None
+        for held in self._asleep:
+            held.wake()
+        self._asleep = []
 
     def close(self) -> None:
         """Give the process groups back."""

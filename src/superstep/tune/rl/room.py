@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from superstep.cost.program.memory import weights_bytes
 from superstep.cost.program.memory_fit import memory_of
 from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
 from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, require_room
@@ -39,9 +41,11 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
         gives_back: whether the trainer gives its memory back while they sample.
     """
     served = setting_model(_plan(run, serve), serve)
-    ranks = memory_of(run)
-    fullest = max(ranks, key=lambda rank: rank.bytes)
-    training = fullest.params + fullest.gradients + fullest.optimizer
+    ranks, reference_bytes = memory_of(run), weights_bytes(run, compile_step(run.plan))
+    if not rl.kl_coef:
+        reference_bytes = (0,) * len(ranks)
+    fullest, reference = max(zip(ranks, reference_bytes, strict=True), key=lambda each: each[0].bytes + each[1])
+    training = fullest.params + fullest.gradients + fullest.optimizer + reference
     return Sizes(
         weights=(served.linears + served.embedding) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
