@@ -66,6 +66,14 @@ def test_where_only_products_take_time_a_step_takes_its_model_flops(layout):
     assert predict(run, ONLY_PRODUCTS).step_s == pytest.approx(ideal_s(run, ONLY_PRODUCTS))
 
 
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "zero": 2}, {"tp": 2}], ids=str)
+def test_a_loss_of_whole_answers_takes_a_forward_pass_more(layout):
+    run = run_of(**layout)
+    weighed = predict(run, ONLY_PRODUCTS, is_weighed=True)
+    assert weighed.step_s == pytest.approx(ideal_s(run, ONLY_PRODUCTS) * 4 / 3)
+    assert weighed.timeline == predict(run, ONLY_PRODUCTS).timeline
+
+
 def test_full_recomputation_adds_the_blocks_forward():
     run = run_of(recompute="full")
     blocks = unit_work(run.shape, tokens=64, sequence_tokens=64)[1:-1]

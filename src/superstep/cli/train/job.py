@@ -204,7 +204,9 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
 
 
 def _started(job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None) -> RunStarted:
-    prediction = None if machine is None else predict(job.run, machine, job.operations)
+    prediction = (
+        None if machine is None else predict(job.run, machine, job.operations, is_weighed=job.lesson is not None)
+    )
     return RunStarted(
         run=str(job.folder.root),
         plan=plan_text(job.run),

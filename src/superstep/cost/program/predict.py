@@ -30,17 +30,18 @@ from superstep.cost.program.memory import (
     buffer_numel,
     gradient_bytes,
     gradient_numel,
+    has_fused_loss,
     rank_bytes,
     share_numel,
     zero_stage,
 )
 from superstep.cost.program.operation import Axis, UnitOperations
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.work import UnitParameters, rank_parameters
 from superstep.hardware.cluster import Collective
 from superstep.plan.resolve import Resolved
-from superstep.program.compile import compile_step
-from superstep.program.instructions import Program, Recv
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Forward, Program, Recv
 from superstep.program.memory import UnitBytes
 from superstep.program.timeline import Timeline
 
@@ -54,15 +55,17 @@ class Prediction:
     Attributes:
         timeline: what would run when.
         memory: of each pipeline rank.
+        before_s: of the pass before it, in which a loss of whole answers finds what each token weighs.
     """
 
     timeline: Timeline
     memory: tuple[RankBytes, ...]
+    before_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """The whole step."""
-        return self.timeline.step_s
+        return self.before_s + self.timeline.step_s
 
     @property
     def bubble(self) -> float:
@@ -81,24 +84,47 @@ class Prediction:
         return max(rank.bytes for rank in self.memory)
 
 
-def predict(run: Resolved, machine: Prices, operations: Sequence[UnitOperations] | None = None) -> Prediction:
+def predict(
+    run: Resolved,
+    machine: Prices,
+    operations: Sequence[UnitOperations] | None = None,
+    *,
+    is_weighed: bool = False,
+) -> Prediction:
     """The training step of a run on a machine.
 
     Args:
         run: what would be trained.
         machine: what operations take.
         operations: of each unit as its own modules do them; None means those of the formulas.
+        is_weighed: whether each step asks for the log-probabilities of its batch first.
 
     Raises:
         ConfigError: the model is the user's own, and no operations are given.
     """
     program = compile_step(run.plan)
     took = durations(run, program, machine, operations)
+    timeline = _shared(run, machine, program, took)
+    before_s = 0.0
+    if is_weighed:
+        before_s = _shared(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
+    return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)), before_s)
+
+
+def _shared(run: Resolved, machine: Prices, program: Program, took: Durations) -> Timeline:
+    """A program on a clock, slower where ranks share cores."""
     timeline = simulate(program, took)
-    if machine.shared_cores is not None:
-        slower = _crowding(timeline, run.plan.mesh.world, machine.shared_cores)
-        timeline = simulate(program, lambda i, rank: slower * took(i, rank)) if slower > 1 else timeline
-    return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)))
+    if machine.shared_cores is None:
+        return timeline
+    slower = _crowding(timeline, run.plan.mesh.world, machine.shared_cores)
+    return simulate(program, lambda i, rank: slower * took(i, rank)) if slower > 1 else timeline
+
+
+def _without_gradients(run: Resolved, took: Durations) -> Durations:
+    """Where a head finds its gradients in its forward pass, a third of its products are the logits."""
+    last = len(run.plan.units) - 1
+    share = 1 / 3 if run.decoder is not None and has_fused_loss(run) else 1.0
+    return lambda i, rank: took(i, rank) * (share if isinstance(i, Forward) and i.unit == last else 1.0)
 
 
 def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tuple[UnitBytes, ...] | None:
