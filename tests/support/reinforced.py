@@ -10,7 +10,15 @@ import numpy as np
 
 import model_folder
 from superstep.grade.config import GradeConfig
-from superstep.plan.config import DataConfig, NumericsConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
+from superstep.plan.config import (
+    DataConfig,
+    LoraConfig,
+    NumericsConfig,
+    PlanConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+)
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -57,6 +65,7 @@ def job(
     grade: dict | None = None,
     environment: str = "tasks.py",
     tokens: int = TOKENS,
+    lora: LoraConfig | None = None,
     **plan: int,
 ) -> Job:
     """What every rank is told; it goes on where the run in ``root`` stands."""
@@ -69,6 +78,7 @@ def job(
             plan=PlanConfig(microbatch=2, **plan),
             numerics=NumericsConfig(exact=exact),
             state=StateConfig(dir=str(root), save_every=1),
+            lora=lora,
         ),
         learn,
         str(start),

@@ -22,7 +22,7 @@ from superstep.state.start import fill
 from superstep.train.base import begin_base
 from superstep.train.batches import microbatches_of
 from superstep.train.model import units_of
-from superstep.train.session import RankPeers
+from superstep.train.peers import RankPeers
 
 LR = 1e-3
 ALONE = RankPeers(0, 1)

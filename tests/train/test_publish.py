@@ -25,8 +25,8 @@ from superstep.serve.weights import MARK, version_of
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position
 from superstep.train.batches import microbatches
+from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
-from superstep.train.session import RankPeers, tensor_shapes
 
 CPU = Device("cpu")
 HEAD_OF_RANK_1 = "model.layers.1.self_attn.q_proj.weight"

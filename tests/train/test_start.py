@@ -25,7 +25,7 @@ from superstep.runtime.launch import gather
 from superstep.runtime.mesh import build_mesh
 from superstep.state.folders import checkpoints
 from superstep.state.start import fill
-from superstep.train.session import RankPeers, tensor_shapes
+from superstep.train.peers import RankPeers, tensor_shapes
 
 pytestmark = pytest.mark.usefixtures("small_measure")
 

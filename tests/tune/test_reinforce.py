@@ -11,6 +11,7 @@ import reinforced
 from pool import RankError
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import open_weights
+from superstep.plan.config import LoraConfig
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 
@@ -32,7 +33,9 @@ def undisturbed(pool, start, tmp_path_factory):
 
 def weights(root):
     """The last checkpoint's tensors."""
-    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
+    folder = checkpoints(RunFolder(root=root).checkpoints)[-1]
+    adapter = folder / "adapter_model.safetensors"
+    found = open_weights(adapter if adapter.exists() else folder)
     return {name: found[name][:] for name in found}
 
 
@@ -71,6 +74,35 @@ def test_a_run_has_the_same_bits_on_every_layout_of_trainer_and_sampler(
 ):
     job = reinforced.job(tmp_path / "run", start, rollout=rollout, **plan)
     require_same(pool.run(ranks, reinforced.run, job)[0], tmp_path / "run", undisturbed)
+
+
+def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_layout(pool, start, tmp_path):
+    """Their sampler has base and adapters unmerged; a version is these alone. One run is cut half-way."""
+    lora = LoraConfig(rank=4, alpha=8.0)
+    told, roots = [], []
+    for name, ranks, rollout, plan, rl in (
+        ("one", 1, {}, {}, {}),
+        ("tp", 2, {"tp": 2}, {"tp": 2}, {}),
+        ("zero", 2, {}, {"dp": 2, "zero": 3}, {}),
+        ("kl", 1, {}, {}, {"kl_coef": 0.1}),
+    ):
+        roots.append(tmp_path / name)
+        job = reinforced.job(roots[-1], start, steps=2, lora=lora, rollout=rollout, rl=rl, **plan)
+        if name == "tp":
+            pool.run(ranks, reinforced.run, job, 4)
+            job = reinforced.job(roots[-1], start, steps=2, lora=lora, rollout=rollout, rl=rl, **plan)
+        told.append(pool.run(ranks, reinforced.run, job)[0])
+    assert [each["max_dlogp"] == 0 for each in told[0]] == [True, False]
+    for found, root in zip(told[1:3], roots[1:3], strict=True):
+        require_same(found, root, (told[0], weights(roots[0])))
+    # The reference is the model alone: at first no token is any farther from it, and then all are.
+    first, second = (each["measures"]["reference_kl"] for each in told[3])
+    assert first == 0.0 < second
+    names = {name.rsplit(".", 2)[-2] for name in weights(roots[0])}
+    assert names == {"lora_A", "lora_B"}
+    folder = checkpoints(RunFolder(root=roots[0]).checkpoints)[-1]
+    assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "base.json"}
+    assert not (folder / "config.json").exists()
 
 
 def test_a_run_that_is_cut_goes_on_to_the_same_bits_on_another_layout(pool, start, undisturbed, tmp_path):

@@ -62,8 +62,8 @@ def test_what_is_predicted_is_what_is_held(pool, start, tmp_path, exact, rl, pla
 def test_a_swap_that_has_no_room_is_refused_beforehand(start, tmp_path):
     job = reinforced.job(tmp_path / "run", start)
 
-    def asked(run: Resolved, free_bytes: int, pages: int | None) -> int | None:
-        rollout = replace(job.rollout, pages=pages)
+    def asked(run: Resolved, free_bytes: int, pages: int | None, requests: int = 64) -> int | None:
+        rollout = replace(job.rollout, pages=pages, requests=requests)
         return with_room(run, job.rl, rollout, job.program, free_bytes, gives_back=False).pages
 
     assert asked(job.run, 1 << 30, 40) == 40
@@ -73,4 +73,4 @@ def test_a_swap_that_has_no_room_is_refused_beforehand(start, tmp_path):
     ):
         asked(job.run, 4_000_000, 100_000)
     with pytest.raises(ConfigError, match=r"rollout.placement = 'shared': 'train s0' needs .* smaller plan.microbatch"):
-        asked(job.run, 100_000, 6)
+        asked(job.run, 100_000, 6, requests=1)

@@ -22,7 +22,7 @@ from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.state.start import fill
 from superstep.train.batches import microbatches, rows, stream_of
-from superstep.train.session import RankPeers, tensor_shapes
+from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.tune.config import read_recipe
 from superstep.tune.prepare import Conversations
 from superstep.tune.start import started

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -18,25 +17,22 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
-from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.compile import compile_evaluation
 from superstep.program.instructions import Step
 from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
-from superstep.runtime.buffers import Bytes, UnitBuffers
 from superstep.runtime.collectives import gather_sequence, sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor
-from superstep.runtime.flat_parameters import Slot, lay_out
+from superstep.runtime.holding import Holding
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.microbatch import Microbatch
 from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
-from superstep.runtime.sleeping import Sleeping
 from superstep.runtime.stop import Stop
 from superstep.runtime.watch import WEIGHTS_MEND, Watch, require_divisor
-from superstep.state.piece import Kind, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,7 @@ class StepResult:
     measures: Mapping[str, float] = field(default_factory=dict)
 
 
-class Engine:
+class Engine(Holding):
     """One rank of a run.
 
     Args:
@@ -81,41 +77,11 @@ class Engine:
         *,
         learns: bool = True,
     ) -> None:
-        self.run = run
-        self.mesh = mesh
-        self.specs = tuple(specs)
-        self.step_program = compile_step(run.plan)
         self.evaluation_program = compile_evaluation(run.plan)
         plan, config = run.plan, run.config
-        compute = DTYPES[config.numerics.compute]
         if plan.grain is not None:
-            require_exact(compute, mesh.device)
-        layouts = lay_out(
-            tuple(specs),
-            plan.mesh,
-            mesh.at,
-            plan.rules,
-            sequence_parallel=plan.sequence_parallel,
-            padding=plan.padding,
-            is_exact=plan.grain is not None,
-        )
-        self.buffers = {
-            unit: tuple(
-                UnitBuffers(
-                    layout,
-                    zero=plan.zero,
-                    shards=mesh.sharers[layout.family].shards,
-                    place=mesh.sharers[layout.family].shard,
-                    compute=compute,
-                    device=mesh.device,
-                    seed=config.train.seed,
-                    is_exact=plan.grain is not None,
-                    is_frozen=not (learns and plan.trains(layout.family)),
-                )
-                for layout in layouts[unit]
-            )
-            for unit in self.step_program.held_by(mesh.at.pp)
-        }
+            require_exact(DTYPES[config.numerics.compute], mesh.device)
+        super().__init__(run, specs, mesh, learns=learns)
         self.optimizer = AdamW(
             [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
             Hyper(
@@ -143,10 +109,6 @@ class Engine:
         self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
 
-    def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
-        """Every flat buffer, with its unit."""
-        return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
-
     def _begin(self, m: int) -> None:
         """Tell the exchange which sequences come next."""
         plan, train = self.run.plan, self.run.config.train
@@ -157,16 +119,6 @@ class Engine:
             seed=train.seed,
             step=self.optimizer.steps if self._is_training else None,
         )
-
-    def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
-        """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
-        at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
-        if at.pp != min(self.step_program.holders(unit)) or sharers.replica > 0 or (b.zero == 0 and sharers.shard > 0):
-            return
-        for slot, low, high in b.held():
-            if at.tp == 0 or b.layout.family == "experts" or not slot.is_replicated:
-                start = slot.start + low - b.start
-                yield start, start + high - low
 
     def train_step(  # noqa: PLR0913
         self,
@@ -325,31 +277,6 @@ class Engine:
                 rows.copy_(mine)
         return sum_over(whole, self.mesh.world)
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
-        """What this rank holds of the state, piece by piece, in the order of the units: of all that is trained."""
-        return self._pieces(kinds, is_frozen=False)
-
-    def frozen_pieces(self) -> Iterator[Piece]:
-        """What this rank holds of the weights that are not trained, in the compute dtype."""
-        return self._pieces(("weight",), is_frozen=True)
-
-    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[Piece]:
-        for unit, b in self._each():
-            if b.is_frozen != is_frozen:
-                continue
-            owned = set(self._owned_ranges(unit, b))
-            for kind in kinds:
-                buffer = {
-                    "weight": b.master,
-                    "exp_avg": b.exp_avg,
-                    "exp_avg_sq": b.exp_avg_sq,
-                    "gradient": b.reduced,
-                }[kind]
-                for slot, low, high in b.held():
-                    start = slot.start + low - b.start
-                    values = b.view(buffer, slot, low, high)
-                    yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
-
     def loaded(self, steps: int) -> None:
         """To be called after the state was written to from outside: parameters follow the master weights.
 
@@ -360,24 +287,6 @@ class Engine:
         for _, b in self._each():
             if b.zero == 0:
                 b.refresh()
-
-    def sleep(self, folder: Path | None = None) -> Sleeping:
-        """Give this rank's memory back until the returned value's ``wake``. Between two steps only.
-
-        Args:
-            folder: for a file with what was held; None keeps that in the host's memory.
-        """
-        return Sleeping((b for _, b in self._each()), folder)
-
-    def bytes(self) -> Bytes:
-        """What this rank's buffers hold now, by category."""
-        every = [b.bytes() for _, b in self._each()]
-        return Bytes(
-            params=sum(b.params for b in every),
-            gradients=sum(b.gradients for b in every),
-            optimizer=sum(b.optimizer for b in every),
-            transient=sum(b.transient for b in every),
-        )
 
 
 def _bare(microbatch: Microbatch) -> Microbatch:
@@ -390,23 +299,3 @@ def _weight_sum(microbatch: Microbatch) -> torch.Tensor:
     counts = microbatch.targets != IGNORE
     weights = microbatch.streams.get("weights")
     return exact_loss_sum(counts if weights is None else weights.abs().where(counts, 0.0))
-
-
-def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:
-    """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
-    stacked = 1 if slot.spec.stack else 0
-    names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
-    numel = math.prod(slot.held_shape[stacked:])
-    high = low + values.numel()
-    for number, name in enumerate(names):
-        start, stop = max(low, number * numel), min(high, (number + 1) * numel)
-        if start < stop:
-            yield Piece(
-                kind=kind,
-                name=name,
-                shape=slot.shape[stacked:],
-                index=slot.index[stacked:],
-                low=start - number * numel,
-                values=values[start - low : stop - low],
-                is_owner=is_owner,
-            )

@@ -122,14 +122,6 @@ class PiecemealEngine(Engine):
             if not b.is_frozen:
                 b.zero_gradient()
 
-    def share_frozen(self, other: Engine) -> None:
-        """Take the memory of another engine of the same model for what is not trained."""
-        for unit, mine in self.buffers.items():
-            theirs = {b.layout.family: b for b in other.buffers[unit]}
-            for b in mine:
-                if b.is_frozen:
-                    b.share(theirs[b.layout.family])
-
 
 def _without_update(program: Program) -> Program:
     ranks = (tuple(x for x in instructions if not isinstance(x, Step)) for instructions in program.ranks)

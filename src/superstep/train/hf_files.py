@@ -44,7 +44,7 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
         if set(chat["sources"]) == {"default"}:
             found["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
     found["tokenizer_config.json"] = _text(names)
-    if shape is None:
+    if shape is None or config.lora is not None:  # a folder of an adapter is no model's
         return found
     # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
     is_foreign = config.data.tokenizer is not None and config.model.name.endswith(".json")

@@ -80,6 +80,11 @@ def units_of(run: Resolved) -> Sequence[UnitSpec]:
     return specs if run.config.lora is None else adapt(specs, run.outline, run.config.lora)
 
 
+def model_alone(run: Resolved) -> Resolved:
+    """The same run of the model alone."""
+    return run if run.config.lora is None else resolved(replace(run.config, lora=None))
+
+
 def shapes_of(run: Resolved) -> dict[str, torch.Size]:
     """The shape of every global tensor of the model, in its order, without those of adapters."""
     found: dict[str, torch.Size] = {}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
 from superstep.data.tokens import SplitName, open_corpus
 from superstep.errors import Fault, StateError
-from superstep.model.unit import global_specs
 from superstep.observe.append_file import unwritable
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
@@ -42,12 +40,12 @@ from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.model import units_of
+from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.schedule import rate
 from superstep.train.start import weights_of
 
-T = TypeVar("T")
 WARM_UP_STEPS = 2
 MESH_TIMEOUT = timedelta(minutes=10)
 
@@ -65,31 +63,9 @@ class Rate:
     peak_flops: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankPeers:
-    """The launched ranks, as ``state`` wants them."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
-        return gather(value)
-
-
-def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The shape of every global tensor that is trained, in the order of the model. Every rank calls this together."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
-        shapes |= part
-    return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}
-
-
 def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
     """The text files of a checkpoint, which rank 0 writes. They are made before the first step, as they may fail."""
     files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
-    if run.config.lora is not None:  # a folder of an adapter is no model's
-        files = {name: text for name, text in files.items() if name not in ("config.json", "generation_config.json")}
     return files | {"corpus.json": (corpus / "corpus.json").read_text(encoding="utf-8")}
 
 

@@ -134,8 +134,10 @@ def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | Non
 
 def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     """What each pipeline rank holds of a model of the same layout that is not trained: its weights, without adapters'
-    factors.
+    factors. Beside adapters they are the trainer's own, where each rank has these whole.
     """
+    if run.config.lora is not None and zero_stage(run, "dense") < 3:
+        return (0,) * program.pp
     owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
     found = []
     for rank in range(program.pp):

@@ -26,8 +26,8 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
+from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.schedule import rate
-from superstep.train.session import RankPeers, tensor_shapes
 
 KINDS = ("loss", "gradient", "norm", "weight")
 """What is compared in each step, in the order in which it is computed."""

@@ -33,7 +33,7 @@ from superstep.state.checkpoint import load
 from superstep.state.piece import STATE
 from superstep.train.batches import microbatches, microbatches_of, rows
 from superstep.train.model import units_of
-from superstep.train.session import RankPeers
+from superstep.train.peers import RankPeers
 
 
 def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:

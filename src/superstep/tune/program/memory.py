@@ -33,6 +33,7 @@ class Sizes:
     Attributes:
         weights: of the sampler.
         keys: of its pages.
+        answering: that the sampler has besides: weights laid out for its products, what its steps make and drop.
         taking: that a version needs beside the weights in place, until it has taken it.
         training: what a trainer holds between steps: weights, gradients, moments, and the weights of a reference.
         step: what a step needs more, its activations above all.
@@ -44,6 +45,7 @@ class Sizes:
 
     weights: int = 0
     keys: int = 0
+    answering: int = 0
     taking: int = 0
     training: int = 0
     step: int = 0
@@ -107,7 +109,7 @@ def _mend(i: Instruction) -> str:
 
 
 def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Held]:
-    training, sampling = s.training + s.kept, s.asleep + s.weights + s.keys
+    training, sampling = s.training + s.kept, s.asleep + s.weights + s.keys + s.answering
     match lane:
         case "grader":
             return []
@@ -139,7 +141,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Hel
 
 
 def _sampling(i: Instruction, s: Sizes) -> int:
-    return s.weights + s.keys + (s.taking if isinstance(i, Take) else 0)
+    return s.weights + s.keys + s.answering + (s.taking if isinstance(i, Take) else 0)
 
 
 def _host(program: Iterations, sizes: Sizes) -> list[Held]:

@@ -26,12 +26,13 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.start import fill
 from superstep.state.together import together
+from superstep.train.base import begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.model import units_of
+from superstep.train.model import model_alone, shapes_of, units_of
+from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.schedule import rate
-from superstep.train.session import RankPeers, tensor_shapes
 
 MESH_TIMEOUT = timedelta(minutes=10)
 
@@ -68,19 +69,37 @@ class Learner:
         self._reference: Engine | None = None
 
     def begin(self, checkpoint: Path | None, start: Path | None) -> None:
-        """Go on from a checkpoint, or begin with the weights of a folder."""
+        """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these."""
         if checkpoint is not None:
             self.position = load(checkpoint, self._engine.pieces(STATE), self.peers)
-        elif start is not None:
+        if self.run.config.lora is not None:
+            self._stand_on(checkpoint, start)
+        elif checkpoint is None and start is not None:
             fill(start, self._engine.pieces(("weight",)), self._shapes, self.peers)
         self._engine.loaded(self.position.step)
         if self.peers.rank == 0:
             write_whole(self._folder.program, write_program(self._engine.step_program))
 
+    def _stand_on(self, checkpoint: Path | None, start: Path | None) -> None:
+        """Read the weights that adapters add to, and have every folder of adapters say which those are."""
+        if checkpoint is not None:
+            base = resume_base(self.run, self._engine, self.peers, checkpoint)
+        else:
+            assert start is not None, "adapters begin beside a model"
+            base = begin_base(self.run, self._engine, self.peers, start)
+        if self.peers.rank == 0:
+            self._beside |= files_of(self.run, base)
+
     def keep_reference(self, start: Path) -> None:
-        """Keep the weights of a folder beside those that are trained, to say what they say."""
-        self._reference = Engine(self.run, units_of(self.run), self._mesh, learns=False)
-        fill(start, self._reference.frozen_pieces(), self._shapes, self.peers)
+        """Keep the weights of a folder beside those that are trained, to say what they say. Adapters leave these as
+        they are: then both have the same memory, where each rank has them whole.
+        """
+        run = model_alone(self.run)
+        self._reference = Engine(run, units_of(run), self._mesh, learns=False)
+        if self.run.config.lora is not None and not self._reference.is_cut:
+            self._reference.share_frozen(self._engine)
+        else:
+            fill(start, self._reference.frozen_pieces(), shapes_of(run), self.peers)
         self._reference.loaded(0)
 
     def reference(self, batch: Batch) -> Tensor:

@@ -147,7 +147,8 @@ def job_of(  # noqa: PLR0913
     world = run.plan.mesh.world
     if choose(run.config.plan.device, world) == "cpu":
         # What a GPU has left its rank alone can tell.
-        rollout = with_room(run, rl, rollout, program, Device("cpu").free_bytes(world), gives_back=False)
+        free_bytes = Device("cpu").free_bytes(world)
+        rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
     return Job(
         run=run,
         rl=rl,
@@ -171,19 +172,27 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
         exact=run.config.numerics.exact,
         tp=rollout.tp,
         dp=max(1, run.plan.mesh.world // rollout.tp),
-        kernels=kernels,
+        # What adapters add in exact mode is not made in the compiled decoder.
+        kernels=None if run.config.lora is not None and run.config.numerics.exact else kernels,
     )
 
 
 def with_room(
-    run: Resolved, rl: RlConfig, rollout: RolloutConfig, program: Iterations, free_bytes: int, *, gives_back: bool
+    run: Resolved,
+    rl: RlConfig,
+    rollout: RolloutConfig,
+    program: Iterations,
+    free_bytes: int,
+    *,
+    gives_back: bool,
+    kernels: Path | None = None,
 ) -> RolloutConfig:
     """How answers are sampled, with pages for which there is room beside what trains.
 
     Raises:
         ConfigError: some instruction of the program has no room on a rank.
     """
-    serve = serve_of(run, rollout)
+    serve = serve_of(run, rollout, kernels)
     pages = pages_for(run, serve, free_bytes)
     require_sizes(program, sizes_of(run, serve, rl, pages=pages, gives_back=gives_back), free_bytes)
     return replace(rollout, pages=pages)
@@ -234,7 +243,13 @@ def reinforce(
         learner.keep_reference(job.start)
     config = job.run.config
     serve = serve_of(job.run, job.rollout, job.kernels)
-    told = Seated(serve=serve, how=job.rollout, group=job.rl.group, seed=config.train.seed)
+    told = Seated(
+        serve=serve,
+        how=job.rollout,
+        group=job.rl.group,
+        seed=config.train.seed,
+        base=None if config.lora is None else job.start,
+    )
     seat = Seat(world, told, words, environment)
     with ExitStack() as stack:
         stack.callback(words.template.close)

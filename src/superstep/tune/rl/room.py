@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from superstep.cost.program.memory import weights_bytes
+from superstep.cost.program.memory import FP32, weights_bytes
 from superstep.cost.program.memory_fit import memory_of
+from superstep.cost.program.workspace import batch_bytes, workspace
+from superstep.cost.serve import ServedModel
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, require_room
 from superstep.tune.rl.config import RlConfig
+
+STREAMS = 3
+"""Of a batch: advantages, the log-probabilities at sampling time, the sampler's or the reference's."""
 
 TOKEN_BYTES = 200
 """Of an answer's token on the host: an id and a log-probability as Python has them, and their shares of lists."""
@@ -49,12 +54,34 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     return Sizes(
         weights=(served.linears + served.embedding) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
+        answering=_laid_out(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
         training=training,
-        step=fullest.peak.bytes,
+        step=fullest.peak.bytes + workspace(run) + batch_bytes(run, streams=STREAMS),
         asleep=0 if gives_back else training,
         snapshot=4 * run.outline.numel,
         group=rl.group * run.config.data.sequence_tokens * TOKEN_BYTES,
     )
+
+
+def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
+    """Weights once more, in the order in which a CPU's products read them: in fast mode, and where exact mode's step is
+    compiled (``serve.compute.choice``).
+    """
+    is_compiled = serve.kernels is not None and serve.compute == "bf16" and serve.tp == 1
+    return served.linears * served.bytes if is_host and (is_compiled or not serve.exact) else 0
+
+
+def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
+    """What one of its steps makes and drops: keys and values of all contexts side by side, once more as wide numbers
+    and whole heads in exact mode; logits of every context and their totals; a chunk of prompts in a feed-forward.
+    """
+    tokens = run.config.data.sequence_tokens
+    contexts = min(serve.requests, -(-rl.group * rl.groups * (rl.lag + 1) // serve.dp))
+    of_a_layer = contexts * tokens * served.key_bytes // served.layers
+    logits = contexts * served.vocab * FP32
+    rows = min(serve.step_tokens, contexts * tokens)
+    inner = served.behind_keys // served.width * served.bytes
+    return of_a_layer * (3 if serve.exact else 1) + 2 * logits + rows * inner
 
 
 def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:

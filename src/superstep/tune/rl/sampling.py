@@ -96,6 +96,7 @@ class Sampler:
         how: answers are sampled.
         group: answers to a task.
         seed: of the run.
+        adapter: that every answer is drawn with, by its name in the engine; empty for none.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Sampler:
         *,
         group: int,
         seed: int,
+        adapter: str = "",
     ) -> None:
         self.engine = engine
         self._words = words
@@ -114,6 +116,7 @@ class Sampler:
         self._how = how
         self._group = group
         self._seed = seed
+        self._adapter = adapter
 
     def sample(
         self, tasks: Sequence[tuple[int, Task]], version: int, tell: Callable[[], None] = lambda: None
@@ -177,7 +180,7 @@ class Sampler:
             seed=seed_of(self._seed, part.number, part.member, turn),
         )
         try:
-            self.engine.add(Request(id=at, prompt=talk.prompt, sampling=sampling))
+            self.engine.add(Request(id=at, prompt=talk.prompt, sampling=sampling, adapter=self._adapter))
         except ConfigError as error:
             raise ConfigError(f"{self._environment.path}: task {part.number}: {error}") from None
 

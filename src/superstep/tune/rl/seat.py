@@ -29,6 +29,8 @@ from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
 
 MESH_TIMEOUT = timedelta(minutes=10)
+ADAPTER = "trained"
+"""What the sampler calls the adapters that are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +42,15 @@ class Seated:
         how: answers are sampled.
         group: answers to a task.
         seed: of the run.
+        base: the folder of the weights that adapters are trained beside: versions are these adapters'. None where
+            versions are whole models.
     """
 
     serve: ServeConfig
     how: RolloutConfig
     group: int
     seed: int
+    base: Path | None = None
 
 
 class Seat:
@@ -97,7 +102,8 @@ class Seat:
         finally:
             torch.set_num_threads(threads)  # exact mode takes one
 
-    def _take(self, folder: Path) -> tuple[Engine, Steward, Sampler] | None:
+    def _take(self, version: Path) -> tuple[Engine, Steward, Sampler] | None:
+        folder = self._told.base or version
         tp = self._group(folder)
         if not self.is_first:
             if self._rank is None:
@@ -113,11 +119,19 @@ class Seat:
             )
             require_vocab(self._words, engine.info.vocab, folder)
             sampler = Sampler(
-                engine, self._words, self._environment, self._told.how, group=self._told.group, seed=self._told.seed
+                engine,
+                self._words,
+                self._environment,
+                self._told.how,
+                group=self._told.group,
+                seed=self._told.seed,
+                adapter=ADAPTER if self._told.base else "",
             )
             self._open = engine, steward, sampler
         else:
             self._open[1].wake(folder)
+        if self._told.base:  # unmerged, so that a version is a few megabytes, and exact mode has the trainer's sums
+            self._open[0].adapters.load(ADAPTER, version)
         return self._open
 
     @property

@@ -1,0 +1,79 @@
+"""Workspace: what a pass over a unit makes and drops within one instruction, beside what ``memory`` counts.
+
+With the letters of ``cost.program.memory``, C the tokens of one chunk of the loss, O and I the sides of the largest
+matrix of a rank, G the block in which exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
+
+    fast mode
+      head, fused with its loss    logits of a chunk and their softmax; its rows; in bf16 the weight's gradient
+                                                                       C·V·(e + 4) + C·D·e (+ D·V·e)
+      head, cut                    logits, and their gradient          T·V·(e + 4)
+      block                        gradients in its feed-forward       2·Tf·F·e
+    exact mode
+      head                         the weight's gradient in fp32 and on the grid, the input's
+                                                                       O·I·4 + min(G, O·I)·8 + T·D·4
+      block                        likewise, and one of attention's chunks: scores, weights and their gradients
+                                                                       ... + 2·T·D·4, or 4·rows·N·chunk·P·4
+    positions, where documents are kept apart: a table of each microbatch          m·2·T·H·e
+    the batch of a step, where all of it lies on every rank: ids, targets, starts, and streams of fp32
+
+It is the height of a unit's passes and no course: a step's peak is where most is kept, which is beside the head or the
+last block of a rank, so that the larger of both is added there.
+"""
+
+from __future__ import annotations
+
+from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, is_exact
+from superstep.cost.program.work import LocalDims, local_dims
+from superstep.plan.resolve import Resolved
+
+CHUNK_TOKENS = 512
+"""Rows of logits that a fused loss has at once (``numerics.loss``)."""
+GRID_BLOCK = 2**16
+"""Numbers that exact mode puts on its grid at once (``numerics.fixed_point``)."""
+KEY_BLOCK = 256
+"""Keys that exact mode's attention sums at once (``numerics.invariant_attention``)."""
+
+
+def workspace(run: Resolved) -> int:
+    """The most that an instruction of the step makes and drops, and the tables that a step has throughout."""
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    work = max(_exact_head(d), _exact_block(run, d)) if is_exact(run) else max(_head(run, d, e), 2 * d.Tf * d.F * e)
+    return work + _tables(run, d)
+
+
+def batch_bytes(run: Resolved, *, streams: int) -> int:
+    """A global batch with so many streams."""
+    numbers = run.config.train.batch_sequences * run.config.data.sequence_tokens
+    return numbers * (2 * TOKEN + INDEX + streams * FP32)
+
+
+def _head(run: Resolved, d: LocalDims, e: int) -> int:
+    if not has_fused_loss(run):
+        return d.T * d.V * (e + FP32)
+    C = min(d.Tv, CHUNK_TOKENS)
+    return C * d.V * (e + FP32) + C * d.D * e + (d.D * d.V * e if e < FP32 else 0)
+
+
+def _exact_head(d: LocalDims) -> int:
+    return _summed(d.D * d.V) + d.T * d.D * FP32
+
+
+def _exact_block(run: Resolved, d: LocalDims) -> int:
+    grain = run.plan.grain
+    assert grain is not None, "exact mode"
+    matrix = d.D * max(d.F, d.N * d.H)
+    keys = -(-d.S // KEY_BLOCK) * KEY_BLOCK
+    # Documents are attended to one after the other, and so are rows then.
+    rows = 1 if run.config.data.is_masked else run.plan.microbatch
+    scores = 4 * rows * d.N * (d.S // grain.chunks) * keys * FP32
+    return max(_summed(matrix) + 2 * d.T * d.D * FP32, scores)
+
+
+def _summed(numel: int) -> int:
+    """A matrix's gradient, and a block of it on the grid."""
+    return numel * FP32 + min(GRID_BLOCK, numel) * 8
+
+
+def _tables(run: Resolved, d: LocalDims) -> int:
+    e = ELEMENT_BYTES[run.config.numerics.compute]
+    return (run.plan.microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
