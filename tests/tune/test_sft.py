@@ -13,11 +13,14 @@ from superstep.data.tokenizer import END_OF_TEXT, load_tokenizer
 from superstep.data.tokens import open_corpus
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
+from superstep.plan.toml import read_config
 from superstep.serve.load import ServeConfig, ends_of_text, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.serve.text.chat import Chat, load_chat_template
+from superstep.serve.text.chat_process import ChatProcess
 from superstep.serve.text.chat_tokens import ChatEncoder
+from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 from superstep.train.batches import stream_of
 from superstep.tune.config import read_recipe
@@ -93,6 +96,14 @@ def test_conversations_are_prepared_once_for_equal_settings(place):
     # Nobody's tokens are replaced in a folder that is shared.
     with pytest.raises(Exception, match=r"^data.cache = '.*' holds the tokens of other settings"):
         wanted(data={"sequence_tokens": 50}).prepare(folder, is_shared=True)
+
+
+def test_many_records_are_shown_at_one_turn_of_the_templates_process(place, monkeypatch):
+    asked = []
+    ask = ChatProcess._ask
+    monkeypatch.setattr(ChatProcess, "_ask", lambda self, line: (asked.append(line), ask(self, line))[1])
+    wanted().prepare(place / "data")
+    assert len([line for line in asked if "messages" in line]) == 1, "60 records"
 
 
 def test_what_is_too_long_is_refused_dropped_or_cut_and_counted(place, capsys):
@@ -251,6 +262,26 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place, capsys):
 
 
 @pytest.mark.multiproc
+def test_a_run_is_so_many_passes_over_its_sequences(place, capsys):
+    recipe = place / "recipe.toml"
+    assert tune("--sft.epochs", "1") == 2
+    assert "sft.epochs = 1 and train.steps = 6 both say how long the run is; leave one of them out" in error(capsys)
+    recipe.write_text(tuned.RECIPE.replace("steps = 6\n", ""), encoding="utf-8")
+    assert tune("--sft.epochs", "0") == 2
+    assert "sft.epochs = 0 must be above 0" in error(capsys)
+    assert tune("--sft.epochs", "0.5") == 0
+    saved = read_config(place / "tuned" / "run.toml")
+    sequences = stream_of(saved, open_corpus(place / "tuned" / "data"), "train").sequences
+    half = -(-sequences // 8)
+    assert saved.train.steps == half > 1, "four sequences a step"
+    assert tune("--sft.epochs", "0.5", "--state.existing", "resume") == 0
+    assert "is complete at step" in capsys.readouterr().out
+    assert tune("--sft.epochs", "1", "--state.existing", "resume") == 0
+    last = checkpoints(place / "tuned" / "checkpoints")[-1]
+    assert read_position(last).step == -(-sequences // 4)
+    assert read_recipe(place / "tuned" / "recipe.toml").sft.epochs == 1.0
+
+
 def test_a_run_goes_on_with_another_layout_to_the_bit(place):
     exact = ["--numerics.exact", "true"]
     assert tune(*exact, "--state.dir", "whole", "--train.steps", "4", "--state.save-every", "2") == 0

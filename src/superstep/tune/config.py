@@ -30,6 +30,9 @@ class SftConfig:
     too_long: TooLong = "refuse"
     """What to do with a conversation that is longer than a sequence: refuse it by its line, drop it, or truncate it at
     its end. What is dropped and truncated is counted."""
+    epochs: float | None = None
+    """Passes over the sequences that conversations make, in the place of `train.steps`; the last step may go a little
+    beyond. Raise it to go on with a run."""
     history: History = "refuse"
     """What to do where the template shows earlier turns otherwise than they were said, without their thoughts say:
     refuse the record, or split it, so that each turn is learnt after what was shown before it."""

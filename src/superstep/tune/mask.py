@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from superstep.data.tokenizer import Tokenizer
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, DataError
 from superstep.serve.text.chat import Chat, ChatTemplate, Turn
 from superstep.serve.text.chat_tokens import ChatEncoder, Part
+from superstep.serve.text.marks import Marks
 from superstep.tune.config import History
 from superstep.tune.records import Completion, Conversation, Record, refused
 
@@ -72,9 +73,26 @@ class Masker:
         if isinstance(record, Completion):
             return [self._completed(record)]
         try:
-            return self._conversed(record)
+            (shown,) = self._encoder.turns([self._asked(record)])
         except ConfigError as error:
             raise refused(record.where, f"cannot be shown: {str(error).rstrip('.')}", "mend the record") from None
+        return self._conversed(record, *shown)
+
+    def many(self, several: Sequence[Record]) -> list[list[Sample]]:
+        """``samples`` of each record; the template is asked for all of them at once.
+
+        Raises:
+            DataError: as ``samples``, for the first record that it raises for.
+        """
+        chats = [record for record in several if isinstance(record, Conversation)]
+        try:
+            shown = dict(zip(map(id, chats), self._encoder.turns(list(map(self._asked, chats))), strict=True))
+        except (ConfigError, DataError):  # of one of them, or of all together: who it is shows one by one
+            return [self.samples(record) for record in several]
+        return [
+            [self._completed(record)] if isinstance(record, Completion) else self._conversed(record, *shown[id(record)])
+            for record in several
+        ]
 
     def _completed(self, record: Completion) -> Sample:
         told, said = self._encoder.plain([record.prompt, record.completion])
@@ -84,14 +102,17 @@ class Masker:
             told = [end]
         return _sample([(told, False), ([*said, end], True)], len(record.completion.encode()))
 
-    def _conversed(self, record: Conversation) -> list[Sample]:
+    def _asked(self, record: Conversation) -> tuple[Chat, list[Turn]]:
+        """What the template is to show of a record."""
         self._check_shown(record)
-        answers = [k for k, message in enumerate(record.messages) if message.get("role") == "assistant"]
+        answers = _answers(record)
         if answers[0] == 0:
             raise refused(record.where, "begins with an answer, to nothing", "put a message of the user before it")
-        chat = Chat(messages=record.messages, tools=record.tools)
         turns = [turn for k in answers for turn in (Turn(k, is_open=True), Turn(k + 1, is_open=False))]
-        texts, marks = self._encoder.turns(chat, turns)
+        return Chat(messages=record.messages, tools=record.tools), turns
+
+    def _conversed(self, record: Conversation, texts: Sequence[str], marks: Marks) -> list[Sample]:
+        answers = _answers(record)
         chains: list[list[tuple[int, str, bool]]] = []
         before = ""
         for number, prompt, whole in zip(answers, texts[::2], texts[1::2], strict=True):
@@ -172,6 +193,11 @@ class Masker:
                     f"has {word}, which the chat template does not show",
                     "give one that does (sft.template)",
                 )
+
+
+def _answers(record: Conversation) -> list[int]:
+    """The places of its answers."""
+    return [k for k, message in enumerate(record.messages) if message.get("role") == "assistant"]
 
 
 def _sample(parts: list[tuple[list[int], bool]], answer_bytes: int) -> Sample:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from superstep.data.answer_writer import AnswerFiles
 from superstep.data.corpus import source_files
@@ -26,6 +27,8 @@ from superstep.tune.mask import Masker, Sample
 from superstep.tune.records import preferences, records, refused
 from superstep.tune.template import template_of
 
+T = TypeVar("T")
+
 Kind = Literal["sft", "dpo"]
 
 KINDS: Mapping[Kind, TokenKind] = {"sft": "answers", "dpo": "pairs"}
@@ -33,6 +36,9 @@ KINDS: Mapping[Kind, TokenKind] = {"sft": "answers", "dpo": "pairs"}
 
 REPORT_EVERY = 64
 """Records between two reports."""
+
+AT_ONCE = 64
+"""Records that the template's process is asked for together: to ask takes longer than to render one."""
 
 
 def _unheard(progress: Progress) -> None:
@@ -134,11 +140,15 @@ class Conversations:
         data = self.run.data
         inputs = [stamp(file.path) for file in source_files(data.corpus)]
         shaped_by = [
-            *(FORMAT, self.kind, template.sources, template.special, asdict(replace(self.sft, template=None))),
+            *(FORMAT, self.kind, template.sources, template.special, self._shaping()),
             *(self._ends(), stamp(Path(str(data.tokenizer))), data.sequence_tokens, data.packed),
             *(data.validation_fraction, inputs),
         ]
         return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
+
+    def _shaping(self) -> dict[str, object]:
+        """Settings that tokens depend on; the template stands beside with its text."""
+        return {name: value for name, value in asdict(replace(self.sft, template=None)).items() if name != "epochs"}
 
     def _ends(self) -> tuple[int, ...]:
         return ends_of_text(Path(self.run.model.name).parent)
@@ -182,14 +192,17 @@ class Conversations:
     def _records(self, masker: Masker) -> Iterator[tuple[str, list[list[Sample]], int]]:
         """Where each record stands, its items, and its bytes."""
         if self.kind == "sft":
-            for record, read_bytes in records(self.run.data.corpus):
-                yield record.where, [[sample] for sample in masker.samples(record)], read_bytes
+            for some in _several(records(self.run.data.corpus)):
+                for (record, read_bytes), samples in zip(some, masker.many([one for one, _ in some]), strict=True):
+                    yield record.where, [[sample] for sample in samples], read_bytes
             return
-        for chosen, rejected, read_bytes in preferences(self.run.data.corpus):
-            pair = [masker.samples(each)[-1] for each in (chosen, rejected)]
-            if pair[0].ids == pair[1].ids:
-                raise refused(chosen.where, "prefers an answer to itself", "leave the record out")
-            yield chosen.where, [pair], read_bytes
+        for pairs in _several(preferences(self.run.data.corpus)):
+            each = masker.many([one for chosen, rejected, _ in pairs for one in (chosen, rejected)])
+            for (chosen, _, read_bytes), one, other in zip(pairs, each[::2], each[1::2], strict=True):
+                pair = [one[-1], other[-1]]
+                if pair[0].ids == pair[1].ids:
+                    raise refused(chosen.where, "prefers an answer to itself", "leave the record out")
+                yield chosen.where, [pair], read_bytes
 
     def _fitting(self, item: list[Sample], where: str, files: AnswerFiles) -> list[Sample] | None:
         """An item as it fits into a sequence, in which a sample takes a place less than it has tokens."""
@@ -210,6 +223,13 @@ class Conversations:
             return None
         files.truncated += 1
         return [cut]
+
+
+def _several(every: Iterable[T]) -> Iterator[list[T]]:
+    """So many at a time as a template is asked for at once."""
+    rest = iter(every)
+    while some := list(islice(rest, AT_ONCE)):
+        yield some
 
 
 def _holds(folder: Path, fingerprint: str) -> bool:

@@ -43,6 +43,9 @@ from superstep.train.start import check_start
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
 
+Length = Callable[[Resolved, Path], Resolved]
+"""The run with as many steps as its tokens make."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -90,6 +93,7 @@ def prepared_job(
     verb: str = "train",
     files: Mapping[str, str] | None = None,
     lesson: Lesson | None = None,
+    length: Length | None = None,
 ) -> Iterator[Job | None]:
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
     nothing left to do.
@@ -105,6 +109,9 @@ def prepared_job(
         require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
     with rundir.hold(folder):
         step = 0 if checkpoint is None else read_position(checkpoint).step
+        corpus = None if length is None else tokens(run, folder, checkpoint)
+        if length is not None and corpus is not None:
+            run = length(run, corpus)
         if step >= run.config.train.steps:
             print(
                 f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.",
@@ -115,7 +122,7 @@ def prepared_job(
             yield Job(
                 run=run,
                 folder=folder,
-                corpus=tokens(run, folder, checkpoint),
+                corpus=corpus or tokens(run, folder, checkpoint),
                 checkpoint=checkpoint,
                 was_complete=checkpoint is not None and step >= read_config(folder.config).train.steps,
                 operations=seen,

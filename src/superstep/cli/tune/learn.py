@@ -24,6 +24,7 @@ from superstep.train.model import resolved, vocab_of
 from superstep.train.run_folder import RunFolder
 from superstep.tune.config import TuneConfig, read_recipe
 from superstep.tune.dpo import lesson_of
+from superstep.tune.length import check_epochs, length_of
 from superstep.tune.prepare import Conversations, Kind
 from superstep.tune.recipe import write
 from superstep.tune.start import started
@@ -48,13 +49,16 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
 
 def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[Job | None]:
     verb, lesson = f"tune {kind}", lesson_of(config.dpo) if kind == "dpo" else None
+    check_epochs(config)
     run = resolved(_run(config), ranks)
     recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})
 
     def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
         return _tokens(Conversations(run.config, config.sft, vocab_of(run), kind), folder, checkpoint, verb)
 
-    return prepared_job(run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson)
+    return prepared_job(
+        run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)
+    )
 
 
 def _run(config: TuneConfig) -> RunConfig:
@@ -69,6 +73,7 @@ def _run(config: TuneConfig) -> RunConfig:
             "another --state.dir."
         )
     before, run = read_recipe(saved), read_config(folder.config)
+    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be made longer
     for name in ("start", "sft", "dpo"):
         was, now = getattr(before, name), getattr(config, name)
         if was != now:

@@ -137,29 +137,35 @@ class ChatTemplate:
         last["content"] += marks.end + " "
         return _cut(self._processes[name].render(marked), marks.end), marks
 
-    def render_turns(
-        self, chat: Chat, turns: Sequence[Turn], control: Sequence[str], plain: Sequence[str] = ()
-    ) -> tuple[list[str], Marks]:
-        """The texts of the beginnings of a chat, all with the same marks.
+    def render_many(
+        self, asked: Sequence[tuple[Chat, Sequence[Turn]]], control: Sequence[str], plain: Sequence[str] = ()
+    ) -> list[tuple[list[str], Marks]]:
+        """Of each chat the texts of its beginnings, all with the same marks; a template is asked for all at once.
 
         Args:
-            chat: whole; whether it opens or continues an answer is not looked at.
-            turns: of each text.
+            asked: chats, whole; whether one opens or continues an answer is not looked at. The turns of each text.
             control: spellings of control tokens.
             plain: of added tokens that are control tokens only where the template spells them.
 
         Raises:
-            ConfigError: as ``render``.
+            ConfigError: as ``render``, for one of the chats.
         """
-        name = self._name(has_tools=bool(chat.tools))
-        variables = self._variables(chat, self.sources[name])
-        marks = marks_for(variables, control, self.sources[name], plain)
-        marked = marks.put(variables) | self.special
-        messages = marked["messages"]
-        each = [
-            {**marked, "messages": messages[: turn.messages], "add_generation_prompt": turn.is_open} for turn in turns
-        ]
-        return self._processes[name].render_all(each), marks
+        found: list[list[str]] = [[] for _ in asked]
+        every: list[Marks] = []
+        wanted: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        for number, (chat, turns) in enumerate(asked):
+            name = self._name(has_tools=bool(chat.tools))
+            variables = self._variables(chat, self.sources[name])
+            every.append(marks_for(variables, control, self.sources[name], plain))
+            marked = every[-1].put(variables) | self.special
+            for turn in turns:
+                given = {"messages": marked["messages"][: turn.messages], "add_generation_prompt": turn.is_open}
+                wanted.setdefault(name, []).append((number, marked | given))
+        for name, each in wanted.items():
+            texts = self._processes[name].render_all([variables for _, variables in each])
+            for (number, _), text in zip(each, texts, strict=True):
+                found[number].append(text)
+        return list(zip(found, every, strict=True))
 
     def _name(self, *, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self.sources else "default"

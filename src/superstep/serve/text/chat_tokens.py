@@ -77,9 +77,9 @@ class ChatEncoder:
         parts = self._encoded(rest, is_amid=bool(before))
         return Piece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
 
-    def turns(self, chat: Chat, turns: Sequence[Turn]) -> tuple[list[str], Marks]:
-        """The texts of the beginnings of a chat, all with the same marks; raises as ``tokens`` does."""
-        return self.template.render_turns(chat, turns, self._control, self._added)
+    def turns(self, asked: Sequence[tuple[Chat, Sequence[Turn]]]) -> list[tuple[list[str], Marks]]:
+        """Of each chat the texts of its beginnings, all with the same marks; raises as ``tokens`` does."""
+        return self.template.render_many(asked, self._control, self._added)
 
     def parts(self, texts: Sequence[str], marks: Marks) -> list[list[Part]]:
         """The ids of texts that follow each other, as if the model had been given each before the next one was there.
