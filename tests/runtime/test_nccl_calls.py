@@ -102,11 +102,11 @@ FEW = {
 
 
 def _run(*, experts=None, exact=False, **plan):
-    config = small.config(**plan)
+    config = small.config(layers=small.layers_for(plan), **plan)
     if experts is not None:
         config = replace(config, model=replace(config.model, experts=experts, ffn=24))
     if exact:
-        config = replace(config, numerics=replace(config.numerics, exact=True, exact_chunks=8))
+        config = replace(config, numerics=replace(config.numerics, exact=True, exact_chunks=4))
     return resolve(config)
 
 

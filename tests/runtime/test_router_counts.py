@@ -25,7 +25,7 @@ EXPERTS = ["--model.experts", "4", "--model.router", "switch", "--observe.log-ev
 
 
 def run_of(router="switch", **plan):
-    config = small.config(layers=4, **plan)
+    config = small.config(layers=2, **plan)
     return resolve(replace(config, model=replace(config.model, experts=4, router=router, ffn=24)))
 
 
@@ -50,7 +50,7 @@ def _routed(rank, world, run):
 def test_every_layout_reports_what_one_rank_does(pool, world):
     expected = pool.run(1, _routed, run_of())[0]
     assert [r.steps for r in expected] == [2, 1]
-    assert [sum(row) for row in expected[0].chosen] == [2 * small.SEQUENCES * small.TOKENS] * 4
+    assert [sum(row) for row in expected[0].chosen] == [2 * small.SEQUENCES * small.TOKENS] * 2
     assert all(len(set(row)) > 1 for row in expected[0].chosen)
     assert sum(map(sum, expected[0].dropped)) > 0
     for plan in LAYOUTS[world]:

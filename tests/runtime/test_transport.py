@@ -108,7 +108,7 @@ def _hosts(rank):
     return mock.patch.object(region, "_offer", offer)
 
 
-def _proven(rank, world, runs, folder, way):
+def _proven(rank, world, runs, root, way):
     verdicts = []
     for run in runs:
         with contextlib.ExitStack() as stack:
@@ -117,8 +117,8 @@ def _proven(rank, world, runs, folder, way):
                 assert transport.reach(rank, world, CPU).describe() == "shared memory and Gloo"
             else:
                 stack.enter_context(mock.patch.object(close, "build_mesh", partial(build_mesh, transport=GLOO)))
-            batches = small.batches(packed=False, tokens=32)
-            verdicts.append(prove(World(rank, world, CPU), run, batches, Path(folder), reruns=False))
+            batches, folder = small.batches(packed=False, tokens=32), Path(root) / str(run.shape.layers)
+            verdicts.append(prove(World(rank, world, CPU), run, batches, folder, reruns=False))
     return verdicts
 
 
@@ -126,10 +126,13 @@ def _proven(rank, world, runs, folder, way):
 def test_layouts_compute_the_same_over_other_ways(pool, tmp_path, way):
     runs = []
     for layout in LAYOUTS:
-        config = small.config(layers=4, packed=False, **{"microbatch": 2} | layout)
+        config = small.config(layers=small.layers_for(layout), packed=False, **{"microbatch": 2} | layout)
         runs.append(resolve(replace(config, data=replace(config.data, sequence_tokens=32))))
     torch.set_num_threads(1)
-    write_reference(runs[0].shape, runs[0].config.train, small.batches(packed=False, tokens=32), tmp_path)
+    for shape in {run.shape for run in runs}:
+        folder = tmp_path / str(shape.layers)
+        folder.mkdir()
+        write_reference(shape, runs[0].config.train, small.batches(packed=False, tokens=32), folder)
     for run, verdict in zip(runs, pool.run(4, _proven, runs, str(tmp_path), way, timeout_s=200)[0], strict=True):
         assert verdict.compared > 0
         assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())

@@ -123,10 +123,10 @@ def test_every_layout_that_fits(pool, references, world):
     ids=str,
 )
 def test_bf16_stays_within_its_tolerance(pool, references, plan):
-    run = resolve(small.config(compute="bf16", packed=False, **plan))
+    run = resolve(small.config(layers=small.layers_for(plan), compute="bf16", packed=False, **plan))
     assert_proven(pool, 2, [run], references, timeout_s=60)
 
 
 def test_any_split_of_the_batch_gives_the_same_gradient(pool, references):
-    runs = [resolve(small.config(dp=2, zero=2, microbatch=size, packed=False)) for size in (1, 2, 4)]
+    runs = [resolve(small.config(layers=2, dp=2, zero=2, microbatch=size, packed=False)) for size in (1, 2, 4)]
     assert_proven(pool, 2, runs, references, timeout_s=60)

@@ -15,7 +15,7 @@ FFN, VOCAB = ("ffn", "none"), ("vocab", "none")
 
 
 def run_of(rules, *, tied=True, **plan):
-    return resolve(small.config(tied=tied, rules=tuple(sorted(rules)), **plan))
+    return resolve(small.config(layers=small.layers_for(plan), tied=tied, rules=tuple(sorted(rules)), **plan))
 
 
 @pytest.mark.multiproc
