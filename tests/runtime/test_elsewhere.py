@@ -92,7 +92,7 @@ POLICY = PolicyLoss(correction="mis", kl_coef=0.1, dual_clip=3.0)
 
 
 def run_of(name):
-    config = small.config(microbatch=2, **LAYOUTS[name])
+    config = small.config(layers=2, microbatch=4, **LAYOUTS[name])  # two of each: what one hands on to the next is seen
     if name == "experts":
         config = replace(config, model=MOE)
     return resolve(replace(config, numerics=replace(config.numerics, exact=name == "exact")))
