@@ -121,6 +121,10 @@ LAYOUTS = [
 ]
 
 
+# What a rehearsal sees is carried over these axes alone; of the layouts without them one is rehearsed too.
+REHEARSED = [layout for layout in LAYOUTS if {"tp", "cp", "ep", "pp"} & layout.keys()] + [{"dp": 2, "zero": 3}]
+
+
 def everywhere(run, units_of_run):
     """The predicted bytes by axis, all ranks together."""
     total = Counter()
@@ -136,4 +140,5 @@ def test_the_bytes_over_each_axis_are_those_that_ranks_hand_over(pool, layout):
     counted = sum(pool.run(run.plan.mesh.world, count, layout), Counter())
     assert counted
     assert everywhere(run, decoder_operations(run)) == counted
-    assert everywhere(run, operations_of(run, units_of(run))) == counted
+    if layout in REHEARSED:
+        assert everywhere(run, operations_of(run, units_of(run))) == counted
