@@ -24,7 +24,7 @@ TOKENS = 32
 
 
 def config(*, experts=None, exact=False, **plan):
-    """A run whose sequences 4 context-parallel ranks can share; targets are ignored here and there."""
+    """A run whose sequences 2 context-parallel ranks can share; targets are ignored here and there."""
     plan = {"layers": 2, "microbatch": small.microbatch_for(plan)} | plan
     found = small.config(packed=False, **plan)
     if experts is not None:
@@ -33,7 +33,7 @@ def config(*, experts=None, exact=False, **plan):
     return replace(
         found,
         data=replace(found.data, sequence_tokens=TOKENS),
-        numerics=replace(found.numerics, exact=exact, exact_chunks=8 if exact else None),
+        numerics=replace(found.numerics, exact=exact, exact_chunks=4 if exact else None),
     )
 
 

@@ -53,6 +53,11 @@ def microbatch_for(plan):
     return 2 if plan.get("dp", 1) > 1 or plan.get("pp", 1) > 2 else 4
 
 
+def pieces_for(plan):
+    """Pieces of exact mode's sums, each of which takes time: four, which have a tree, or two for each rank of cp."""
+    return max(4, 2 * plan.get("cp", 1))
+
+
 def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS, masked=False):
     """Global batches; not packed, the rows end at different places, so that no two ranks have as many targets. Masked,
     each row has documents of its own, from one to one for every other token, and no target at their ends.

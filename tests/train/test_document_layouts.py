@@ -35,7 +35,8 @@ RULES = (("attention", "tp"), ("hidden", "tp"), ("words", "tp"))
 TOKENS = 32
 
 
-def config(*, layers=None, experts=False, exact=False, compute="fp32", **plan):
+def config(*, layers=None, experts=False, exact=False, compute="fp32", pieces=None, **plan):
+    pieces = (pieces or small.pieces_for(plan)) if exact else None
     found = small.config(layers=layers or small.layers_for(plan), compute=compute, **plan)
     if experts:
         model = replace(found.model, experts=4, router="dropless", ffn=24, shared_experts=1, balance_weight=0.2)
@@ -43,7 +44,7 @@ def config(*, layers=None, experts=False, exact=False, compute="fp32", **plan):
     return replace(
         found,
         data=replace(found.data, sequence_tokens=TOKENS, document_mask=True),
-        numerics=replace(found.numerics, exact=exact, exact_chunks=8 if exact else None),
+        numerics=replace(found.numerics, exact=exact, exact_chunks=pieces),
     )
 
 
@@ -165,6 +166,7 @@ def bits(pool, tmp_path_factory):
     def folder(layout):
         kind = {name: layout[name] for name in ("experts", "compute") if name in layout}
         kind |= {"layers": small.layers_for(layout), "microbatch": small.microbatch_for(layout)}
+        kind |= {"pieces": small.pieces_for(layout)}
         if str(kind) not in folders:
             folders[str(kind)] = str(tmp_path_factory.mktemp("bits"))
             pool.run(1, _write, resolve(config(exact=True, **kind)), folders[str(kind)], timeout_s=100)

@@ -38,7 +38,7 @@ def config(*, tied=True, exact=False, compute="fp32", **plan):
         found,
         model=replace(found.model, vocab=VOCAB),
         data=replace(found.data, sequence_tokens=TOKENS),
-        numerics=replace(found.numerics, exact=exact, exact_chunks=8 if exact else None),
+        numerics=replace(found.numerics, exact=exact, exact_chunks=4 if exact else None),
     )
 
 
