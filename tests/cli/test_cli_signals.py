@@ -4,16 +4,20 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 import runs
+from pool import IMPORTED
 from ranks import ranks_below
-from superstep.cli.main import main
+from superstep.cli.main import entry, main
+from superstep.runtime.seed import place_at, planted
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 
@@ -208,10 +212,32 @@ def test_torchruns_ranks_join_and_stop_together(tmp_path, monkeypatch):
     assert runs.events(tmp_path / "run", "stopped")[-1]["step"] == last
     assert [line["step"] for line in runs.events(tmp_path / "run", "step")] == list(range(1, last + 1))
 
+
+def test_ranks_that_join_are_refused_together(tmp_path, monkeypatch):
+    """As srun starts them: by nobody who imports torch for them, of which they are forks here."""
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "run.toml", "--train.steps", "1"]) == 0
     before = runs.files(tmp_path / "run")
-    done = subprocess.run([*train, "--plan.dp", "2"], timeout=120, check=False, **whole)
-    assert done.returncode == 1, "torchrun's own status"
-    lines = [line for line in done.stderr.splitlines() if line.startswith("superstep:")]
-    assert [line.split(". ")[0] for line in lines] == ["superstep: state.dir = 'run' already holds a run"]
-    assert "exitcode  : 2" in done.stderr
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = []
+    for rank in range(2):
+        its = replace(place_at(tmp_path / f"said-{rank}"), environment=shared | {"RANK": str(rank)})
+        ranks.append(planted(IMPORTED).Process(target=_joins, args=(its, ["train", "run.toml", "--plan.dp", "2"])))
+        ranks[-1].start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [2, 2]
+    said = "".join((tmp_path / f"said-{rank}").read_text() for rank in range(2))
+    assert said.count("\n") == 1, said
+    assert said.startswith("superstep: state.dir = 'run' already holds a run. ")
     assert runs.files(tmp_path / "run") == before
+
+
+def _joins(place, argv):
+    place.take()
+    sys.argv = ["superstep", *argv]
+    entry()

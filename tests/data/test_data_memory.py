@@ -2,55 +2,63 @@
 
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 from threading import Event
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from pool import IMPORTED
 from superstep.data.background import run_aside
-
-LINE = "".join(f"word{i % 977} and {i % 13} of them, " for i in range(200_000))
-
-PROGRAM = """
-import resource, sys
-from pathlib import Path
 from superstep.data.prepare import prepare
 from superstep.plan.config import DataConfig
+from superstep.runtime.seed import planted
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-before = peak()
-corpus = prepare(DataConfig(corpus=(sys.argv[1],)), 300, Path(sys.argv[2]))
-print(peak() - before, corpus.manifest.text_bytes)
-"""
+def line():
+    return "".join(f"word{i % 977} and {i % 13} of them, " for i in range(200_000))
 
 
 def write(folder, kind):
-    path = folder / f"one.{kind}"
+    """The file, and how long its line is."""
+    path, text = folder / f"one.{kind}", line()
     match kind:
         case "txt":
-            path.write_text(LINE)
+            path.write_text(text)
         case "jsonl":
-            path.write_text(json.dumps({"text": LINE}))
+            path.write_text(json.dumps({"text": text}))
         case "parquet":
-            parquet.write_table(pyarrow.table({"text": [LINE]}), path)
-    return path
+            parquet.write_table(pyarrow.table({"text": [text]}), path)
+    return path, len(text)
+
+
+def grown(pipe, path, folder):
+    """What preparing adds to the most memory that this process had: a new one, which has torch and nothing else."""
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = peak()
+    corpus = prepare(DataConfig(corpus=(str(path),)), 300, folder)
+    pipe.send((peak() - before, corpus.manifest.text_bytes))
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_one_line_of_megabytes_is_prepared_in_little_memory(tmp_path, kind):
-    command = [sys.executable, "-c", PROGRAM, str(write(tmp_path, kind)), str(tmp_path / "data")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    grown_kib, text_bytes = map(int, said.split())
-    assert text_bytes == len(LINE)
+    path, length = write(tmp_path, kind)
+    forks = planted(IMPORTED)
+    here, there = forks.Pipe(duplex=False)
+    process = forks.Process(target=grown, args=(there, path, tmp_path / "data"))
+    process.start()
+    there.close()
+    grown_kib, text_bytes = here.recv()
+    process.join()
+    assert text_bytes == length
     # Encoded at once it is 80 bytes and more for each character. The sample for the tokenizer holds all of it, and a
     # record is held whole beside it.
-    assert grown_kib * 1024 < (180 << 20) + 4 * len(LINE)
+    assert grown_kib * 1024 < (180 << 20) + 4 * length
 
 
 def test_what_cannot_be_interrupted_is_not_waited_for():
