@@ -1,20 +1,20 @@
 """What tests of serving share."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from official_client import OfficialClient, official_client
+from superstep.runtime.native import folder_of
+from superstep.serve.compute.kernels.build import NAMES, SOURCES
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """The folder of operations that are compiled for the tests, once for all processes that run them."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "compiled"
-    folder.mkdir(exist_ok=True)
-    return folder
+def compiled():
+    """The folder of operations that are compiled for the tests: once for all processes and sessions that run them, for
+    a file's name tells sources, flags and processor.
+    """
+    return folder_of(SOURCES / NAMES[0])
 
 
 @pytest.fixture(scope="module")
