@@ -59,6 +59,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 seconds[report.location[0]] += report.duration
     terminalreporter.section("slowest files")
+    terminalreporter.write_line(f"{seconds.total():7.1f} s  all {len(seconds)} files")
     for name, spent in seconds.most_common(10):
         terminalreporter.write_line(f"{spent:7.1f} s  {name}")
 
