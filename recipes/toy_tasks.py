@@ -5,7 +5,7 @@ for ``superstep tune rl`` and ``superstep grade``.
     superstep tune rl --start runs/tuned --rl.environment recipes/toy_tasks.py
 
     reverse   letters the other way round       "Reverse: k e p"    ->  "p e k"
-    sums      two numbers below a hundred       "Add: 47 + 8"       ->  "55"
+    sums      two numbers below a hundred       "Add: 47 + 08"      ->  "055"
     form      an answer in JSON                 "As JSON: sun 7"    ->  '{"word": "sun", "number": 7}'
 
 An example is a function of its task, number and seed alone: others may ask for those that nobody has trained on.
@@ -30,11 +30,11 @@ def example(task: str, number: int, seed: int = 0) -> tuple[str, str]:
     draw = random.Random(f"{task}:{seed}:{number}")
     match task:
         case "reverse":
-            letters = [draw.choice(LETTERS) for _ in range(draw.randint(2, 4))]
+            letters = [draw.choice(LETTERS) for _ in range(draw.randint(3, 8))]
             return f"Reverse: {' '.join(letters)}", " ".join(reversed(letters))
         case "sums":
             first, second = draw.randint(0, 99), draw.randint(0, 99)
-            return f"Add: {first} + {second}", str(first + second)
+            return f"Add: {first:02d} + {second:02d}", f"{first + second:03d}"
         case "form":
             word, count = draw.choice(WORDS), draw.randint(0, 99)
             return f"As JSON: {word} {count}", json.dumps({"word": word, "number": count})

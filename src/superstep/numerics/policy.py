@@ -66,6 +66,7 @@ class PolicyLoss:
         watches_sampler: tell of the sampler's log-probabilities where nothing is corrected.
         kl: how the distance from the reference is estimated.
         kl_coef: its factor; with 0 there is no reference.
+        is_fresh: the weights are still those of then: `old` is l as it is, held fixed, and no stream of its own.
 
     Raises:
         ConfigError: a number lies where it means nothing.
@@ -81,6 +82,7 @@ class PolicyLoss:
     watches_sampler: bool = False
     kl: Kl = "k3"
     kl_coef: float = 0.0
+    is_fresh: bool = False
 
     def __post_init__(self) -> None:
         rules = {
@@ -100,7 +102,8 @@ class PolicyLoss:
     def reads(self) -> tuple[str, ...]:
         """The streams that must be there."""
         sampled = ("sampled",) if self._sees_sampler else ()
-        return ("advantages", "old", *sampled, *(("reference",) if self.kl_coef else ()))
+        old = () if self.is_fresh else ("old",)
+        return ("advantages", *old, *sampled, *(("reference",) if self.kl_coef else ()))
 
     @property
     def _sees_sampler(self) -> bool:
@@ -137,6 +140,7 @@ class PolicyLoss:
 
     def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
         """Each token's loss and its derivative."""
+        streams = self._with_old(logp_T, streams)
         loss_T, slope_T = self._surrogate(logp_T, streams)
         if self.correction != "none":
             factor_T = self._factor(streams)
@@ -147,6 +151,9 @@ class PolicyLoss:
         if "weights" in streams:
             loss_T, slope_T = loss_T * streams["weights"], slope_T * streams["weights"]
         return loss_T, slope_T
+
+    def _with_old(self, logp_T: Tensor, streams: Streams) -> Streams:
+        return {**streams, "old": logp_T.detach()} if self.is_fresh else streams
 
     def _surrogate(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
         gain_T = streams["advantages"]
@@ -180,6 +187,7 @@ class PolicyLoss:
 
     def watch(self, logp_T: Tensor, streams: Streams) -> Mapping[str, Tensor]:
         """What ``sums`` and ``maxima`` name, of each token."""
+        streams = self._with_old(logp_T, streams)
         change_T = logp_T - streams["old"]
         ratio_T = change_T.exp()
         told = {

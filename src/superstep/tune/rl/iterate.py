@@ -243,16 +243,16 @@ class Iterate:
             correction=self._rl.correction,
             watches_sampler=not is_exact,
             kl_coef=self._rl.kl_coef,
+            is_fresh=is_fresh and not is_exact,
         )
         if self._rl.kl_coef:
             streams["reference"] = self._learner.reference(batch)
         is_whole = self._rl.ratio == "sequence"
-        logprobs = self._learner.logprobs(batch) if is_whole or (is_fresh and not is_exact) else None
         # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
-        is_own = logprobs is not None and is_fresh and not is_exact
-        streams["old"] = logprobs if logprobs is not None and is_own else streams["sampled"]
+        if not policy.is_fresh:
+            streams["old"] = streams["sampled"]
         if is_whole:
-            assert logprobs is not None
+            logprobs = self._learner.logprobs(batch)
             if is_exact and is_fresh:
                 require_same_bits(lessons, logprobs, version)
             return self._step_of_answers(lessons, policy, logprobs, streams)
