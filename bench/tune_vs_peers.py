@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.learns import TASKS, superstep, warmed_up
@@ -27,6 +28,8 @@ WARM_UP = 4
 """Steps of a run that are no figure."""
 
 LR = 3e-4
+FLAGS = ("--plan.dp", "2", "--plan.microbatch", "16", "--numerics.compute", "bf16")
+"""Of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,6 @@ class Size:
         groups: tasks of a step.
         max_tokens: of an answer.
         sequence_tokens: of a row of ours.
-        rows: of ours.
         threads: in all.
         steps: of a run.
     """
@@ -47,7 +49,6 @@ class Size:
     groups: int = 16
     max_tokens: int = 30
     sequence_tokens: int = 64
-    rows: int = 64
     threads: int = 2
     steps: int = 20
 
@@ -55,32 +56,31 @@ class Size:
 def ours(start: Path, size: Size, seed: int, flags: tuple[str, ...]) -> tuple[list[float], list[float], dict[str, str]]:
     """Seconds and rewards of each step of a run of ``superstep tune rl``."""
     with tempfile.TemporaryDirectory() as name:
-        settings = {
-            "--start": start,
-            "--rl.environment": TASKS,
-            "--rl.group": size.group,
-            "--rl.groups": size.groups,
-            "--rl.rows": size.rows,
-            "--rl.overlong": "none",
-            "--rollout.max-tokens": size.max_tokens,
-            "--rollout.requests": size.group * size.groups,
-            "--data.sequence-tokens": size.sequence_tokens,
-            "--train.steps": size.steps,
-            "--train.lr": LR,
-            "--train.seed": seed,
-            "--grade.sandbox": "none",
-            "--grade.workers": 1,
-            "--state.dir": f"{name}/run",
-            "--state.save-every": size.steps,
-        }
-        superstep("tune", "rl", *(str(word) for pair in settings.items() for word in pair), *flags)
+        superstep(
+            *("tune", "rl", *flags),
+            start=start,
+            rl__environment=TASKS,
+            rl__group=size.group,
+            rl__groups=size.groups,
+            rl__overlong="none",
+            rollout__max_tokens=size.max_tokens,
+            rollout__requests=size.group * size.groups,
+            data__sequence_tokens=size.sequence_tokens,
+            train__steps=size.steps,
+            train__lr=LR,
+            train__seed=seed,
+            grade__sandbox="none",
+            grade__workers=1,
+            state__dir=f"{name}/run",
+            state__save_every=size.steps,
+        )
         lines = [json.loads(line) for line in (Path(name) / "run/metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [line for line in lines if line["event"] == "rolled"]
     return [line["seconds"] for line in steps], [line["reward"] for line in steps], {}
 
 
 def trl(
-    python: str, start: Path, size: Size, seed: int, flags: tuple[str, ...]
+    python: str, start: Path, size: Size, seed: int, *, is_bf16: bool
 ) -> tuple[list[float], list[float], dict[str, str]]:
     """The same of TRL's trainer."""
     with tempfile.TemporaryDirectory() as name:
@@ -94,6 +94,7 @@ def trl(
             "threads": size.threads,
             "steps": size.steps,
             "lr": LR,
+            "bf16": is_bf16,
             "seed": seed,
             "out": str(out),
         }
@@ -119,32 +120,37 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--start", type=Path, help="a run to begin with; none makes one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--flags", nargs="*", default=["--plan.dp", "1", "--plan.microbatch", "32"])
+    parser.add_argument("--flags", nargs="*", default=FLAGS)
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "tune_vs_peers.json")
     asked = parser.parse_args(argv)
     size = Size(steps=asked.steps)
     with tempfile.TemporaryDirectory() as name:
         start = weights_of(asked.start or warmed_up(Path(name)))
-        sides = {"superstep": ours, "trl": lambda *given: trl(asked.trl_python, *given)}
+        sides = {"superstep": partial(ours, flags=tuple(asked.flags))}
+        for kind in ("fp32", "bf16"):
+            sides[f"trl {kind}"] = partial(trl, asked.trl_python, is_bf16=kind == "bf16")
         found: dict[str, list[float]] = {side: [] for side in sides}
         rewards: dict[str, list[float]] = {side: [] for side in sides}
         versions: dict[str, str] = {}
         for number in range(asked.rounds):
             for side in sorted(sides, reverse=bool(number % 2)):
-                seconds, rewarded, used = sides[side](start, size, number, tuple(asked.flags))
+                seconds, rewarded, used = sides[side](start=start, size=size, seed=number)
                 versions |= used
                 found[side].append(statistics.median(seconds[WARM_UP:]))
                 rewards[side].append(statistics.fmean(rewarded))
                 samples_per_s = size.group * size.groups / found[side][-1]
                 print(f"{side:10s} {found[side][-1]:.3f} s a step, {samples_per_s:.0f} samples/s", flush=True)
-    ratios = [theirs / own for theirs, own in zip(found["trl"], found["superstep"], strict=True)]
-    print(f"superstep is {statistics.median(ratios):.2f}x TRL's")
+    own = found["superstep"]
+    ratios = {side: [his / our for his, our in zip(row, own, strict=True)] for side, row in found.items()}
+    faster = {side: statistics.median(row) for side, row in ratios.items() if side != "superstep"}
+    for side, ratio in faster.items():
+        print(f"superstep is {ratio:.2f}x {side}")
     write_result(
         asked.json,
         samples_a_step=size.group * size.groups,
         seconds_a_step=found,
         rewards=rewards,
-        ours_is_faster_by=statistics.median(ratios),
+        ours_is_faster_by=faster,
         ratios=ratios,
         settings={name: getattr(size, name) for name in Size.__dataclass_fields__} | {"flags": asked.flags, "lr": LR},
         versions=versions | {"superstep python": sys.version.split()[0]},

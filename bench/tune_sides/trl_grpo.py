@@ -48,10 +48,7 @@ def main() -> None:
     rows = Dataset.from_dict({"prompt": prompts, "index": list(range(len(tasks)))})
 
     def reward(completions: list[str], index: list[int], **more: object) -> list[float]:
-        return [
-            float(environment.grade(tasks[i], answered(text)))
-            for i, text in zip(index, completions, strict=True)
-        ]
+        return [float(environment.grade(tasks[i], answered(text))) for i, text in zip(index, completions, strict=True)]
 
     model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(asked["folder"])
@@ -64,7 +61,7 @@ def main() -> None:
             args=trl.GRPOConfig(
                 output_dir=folder,
                 use_cpu=True,
-                bf16=False,
+                bf16=asked["bf16"],
                 per_device_train_batch_size=answers,
                 num_generations=asked["group"],
                 max_completion_length=asked["max_tokens"],

@@ -195,7 +195,7 @@ def test_a_planted_fault_is_seen(pool, kind, fault):
     assert {name for _, name, error, bound in found if error > 100 * bound} == set(NAMES)
 
 
-def _scores_of_a_rank(rank, world, kind):
+def _scores_of_a_rank(rank, world, kind, short):
     """The scores that the kernels are asked for."""
     asked = []
 
@@ -205,7 +205,11 @@ def _scores_of_a_rank(rank, world, kind):
         return inner(q, k, v, is_causal=is_causal)
 
     inner = flash_parts.attend_block
-    with mock.patch.object(flash_parts, "attend_block", count), mock.patch.object(ring, "attend_block", count):
+    with (
+        mock.patch.object(flash_parts, "attend_block", count),
+        mock.patch.object(ring, "attend_block", count),
+        mock.patch.object(flash_parts, "SHORT", short),
+    ):
         attend_own(rank, world, kind, CASES[:1])
     return sum(asked)
 
@@ -214,7 +218,9 @@ def _scores_of_a_rank(rank, world, kind):
 @pytest.mark.parametrize(("world", "kind"), [(1, alone), (2, around_a_ring), (4, around_a_ring)])
 def test_no_score_between_documents_is_computed(pool, world, kind):
     needed = (torch.arange(TOKENS) - starts() + 1).sum().item()
-    assert sum(pool.run(world, _scores_of_a_rank, kind)) == needed
+    assert sum(pool.run(world, _scores_of_a_rank, kind, 0)) == needed
+    # Short ones are computed beside others of at most twice their length.
+    assert needed < sum(pool.run(world, _scores_of_a_rank, kind, flash_parts.SHORT)) < 4 * needed
 
 
 def _wrapped(compiled):

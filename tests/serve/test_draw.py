@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from superstep.serve.compute.draw import Seen, changed, draw, gumbel, totals_of, truncated
+from superstep.serve.compute.draw import Seen, changed, draw, draw_plain, gumbel, totals_of, truncated
 from superstep.serve.request import Sampling
 
 V = 50
@@ -121,3 +121,20 @@ def test_top_p_keeps_the_token_that_crosses_the_line_and_one_at_least():
     assert truncated(logits, Sampling(top_p=1e-9))[0].tolist() == [0]
     assert truncated(logits, Sampling(min_p=0.5))[0].tolist() == [0, 1]
     assert truncated(logits, Sampling(top_k=3, top_p=0.7))[0].tolist() == [0, 1], "top-p of what top-k kept"
+
+
+def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(37, 301, generator=generator) * 3
+    logits[5, 7:] = float("-inf")
+    asked = [(Sampling(seed=row % 5, temperature=(1.0, 0.3, 1.7)[row % 3]), 100 + row) for row in range(len(logits))]
+    monkeypatch.setattr("superstep.serve.compute.draw.MOST_NOISE", 10 * 301)
+    drawn = draw_plain(logits, asked)
+    assert drawn[5].finite == 7
+    for row, (sampling, position), each in zip(logits, asked, drawn, strict=True):
+        (totals,) = totals_of(row[None])
+        noise = gumbel(sampling.seed, position, torch.arange(301))
+        assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
+        assert draw(row, totals, sampling, Seen((), ()), position, each) == draw(
+            row, totals, sampling, Seen((), ()), position
+        )

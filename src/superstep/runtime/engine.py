@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,8 +17,8 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
-from superstep.program.compile import compile_evaluation
-from superstep.program.instructions import Step
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.collectives import gather_sequence, sum_over
@@ -78,6 +78,7 @@ class Engine(Holding):
         learns: bool = True,
     ) -> None:
         self.evaluation_program = compile_evaluation(run.plan)
+        self._others: dict[int, tuple[Program, Program]] = {}
         plan, config = run.plan, run.config
         if plan.grain is not None:
             require_exact(DTYPES[config.numerics.compute], mesh.device)
@@ -98,6 +99,7 @@ class Engine(Holding):
         moe = run.decoder.moe if run.decoder else None
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._is_training = False
+        self._count = plan.microbatches
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
         self._excess = machine.excess
         self._executor = Executor(machine, self._update)
@@ -112,10 +114,10 @@ class Engine(Holding):
     def _begin(self, m: int) -> None:
         """Tell the exchange which sequences come next."""
         plan, train = self.run.plan, self.run.config.train
-        first = (self.mesh.at.dp * plan.microbatches + m) * plan.microbatch
+        first = (self.mesh.at.dp * self._count + m) * plan.microbatch
         self._exchange.now = Now(
             sequences=tuple(range(first, first + plan.microbatch)),
-            batch_sequences=train.batch_sequences,
+            batch_sequences=self._count * plan.microbatch * self.mesh.shape.dp,
             seed=train.seed,
             step=self.optimizer.steps if self._is_training else None,
         )
@@ -135,7 +137,8 @@ class Engine(Holding):
         """Run the step program.
 
         Args:
-            microbatches: this data-parallel rank's, in order.
+            microbatches: this data-parallel rank's, in order. For another number of them than the plan's, which must be
+                the same on all ranks, a program is made and kept.
             valid_tokens: of the whole global batch.
             lr: the learning rate.
             divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
@@ -156,7 +159,8 @@ class Engine(Holding):
             if not b.is_frozen:
                 b.zero_gradient()
         scale = 1.0 / self._divisor
-        self._executor.run(self.step_program, microbatches, scale=scale, watch=self._watch, record=record)
+        program, _ = self._programs(len(microbatches))
+        self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record)
         if self.routers is not None:
             self.routers.add(self._exchange.told())
         loss, norm = self._result
@@ -167,6 +171,16 @@ class Engine(Holding):
             is_stop_asked=self._is_stop_asked,
             measures=self._measures,
         )
+
+    def _programs(self, count: int) -> tuple[Program, Program]:
+        """A step and an evaluation of so many microbatches on a rank."""
+        plan, self._count = self.run.plan, count
+        if count == plan.microbatches:
+            return self.step_program, self.evaluation_program
+        if count not in self._others:
+            other = replace(plan, microbatches=count)
+            self._others[count] = compile_step(other), compile_evaluation(other)
+        return self._others[count]
 
     def _watching(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> Watch:
         """What the loss is in the run of a program to come."""
@@ -234,7 +248,8 @@ class Engine(Holding):
 
     def _evaluate(self, watch: Watch, microbatches: Sequence[Microbatch]) -> None:
         self._is_training, self._watch = False, watch
-        self._executor.run(self.evaluation_program, microbatches, scale=1.0, watch=watch)
+        _, program = self._programs(len(microbatches))
+        self._executor.run(program, microbatches, scale=1.0, watch=watch)
         self._exchange.told()  # of training alone is kept count
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
@@ -257,19 +272,20 @@ class Engine(Holding):
         return found
 
     def logprobs(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """The log-probability of each target of the whole global batch, [batch_sequences, S] and fp32, the same on
+        """The log-probability of each target of the whole global batch, [rows, S] and fp32, the same on
         every rank: in exact mode the same bits on every layout. Zero where a target is ignored. Every rank calls it.
         """
-        own, plan, at = self.own_logprobs(microbatches), self.run.plan, self.mesh.at
-        _, *dims = microbatches[0].targets.shape
+        own, at = self.own_logprobs(microbatches), self.mesh.at
+        size, *dims = microbatches[0].targets.shape
         cp, tokens = self.mesh.shape.cp, dims[0] * self.mesh.shape.cp if dims else 0
+        count = len(microbatches) * size
         whole = torch.zeros(
-            self.run.config.train.batch_sequences, *([tokens, *dims[1:]] if dims else []), device=self.mesh.device.torch
+            count * self.mesh.shape.dp, *([tokens, *dims[1:]] if dims else []), device=self.mesh.device.torch
         )
         # Of the ranks that share a token one adds it to the others' zeros, which rounds nothing.
         if own and at.tp == 0:
             mine = torch.cat(own)
-            first = at.dp * plan.microbatches * plan.microbatch
+            first = at.dp * count
             rows = whole[first : first + len(mine)]
             if cp > 1:
                 rows[:, list(positions(tokens, cp=cp, rank=at.cp))] = mine

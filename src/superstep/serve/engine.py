@@ -13,22 +13,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.adapters import Holder, Shelf
 from superstep.serve.books import book, computed
-from superstep.serve.compute.draw import Seen, Totals, draw, likeliest, logprob
+from superstep.serve.compute.draw import Drawn, Seen, Totals, draw, draw_plain, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.matcher import Matcher, Matchers
 from superstep.serve.pages import Pages
-from superstep.serve.request import Counters, Finish, Info, Progress, Request, Told, check_request
+from superstep.serve.request import Counters, Finish, Info, Progress, Request, Sampling, Told, check_request
 from superstep.serve.schedule import schedule
 from superstep.serve.speculate import Speculation
 from superstep.serve.step import Budget, Chunk, Step, check
+
+
+class _Row(NamedTuple):
+    """A row of logits, what is known of it, and what was drawn from it together with others."""
+
+    logits: Tensor
+    totals: Totals
+    drawn: Drawn | None
 
 
 class Model(Holder, Protocol):
@@ -241,7 +249,12 @@ class Engine:
         logits_RV = self._model(rows)
         totals = self._model.totals(logits_RV) if len(logits_RV) else []
         # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
-        told = dict(zip(rows.wanted, zip(logits_RV[:, : self.info.vocab], totals, strict=True), strict=True))
+        logits_RV = logits_RV[:, : self.info.vocab]
+        early = self._drawn_at_once(step, live, wanted, rows.wanted, logits_RV)
+        told = {
+            row: _Row(logits_V, each, early.get(row))
+            for row, logits_V, each in zip(rows.wanted, logits_RV, totals, strict=True)
+        }
         news += [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
         self._watch.end()
         return news
@@ -265,7 +278,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: dict[int, tuple[Tensor, Totals]],
+        told: Mapping[int, _Row],
     ) -> Progress:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt = self._of_prompt(live, chunk, wanted, told)
@@ -283,11 +296,11 @@ class Engine:
             self._leave(live)
         return replace(news, tokens=tuple(drawn), finish=finish)
 
-    def _drawn_of(self, live: LiveRequest, rows: Sequence[tuple[Tensor, Totals]]) -> tuple[list[Told], Finish | None]:
+    def _drawn_of(self, live: LiveRequest, rows: Sequence[_Row]) -> tuple[list[Told], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
         drawn: list[Told] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
-            token = self._drawn(live, *row)
+            token = self._drawn(live, row)
             if token is None:
                 return drawn, "abort"
             drawn.append(token)
@@ -304,8 +317,29 @@ class Engine:
             finish = "stop" if matcher.is_done else None
         return finish
 
-    def _drawn(self, live: LiveRequest, logits_V: Tensor, totals: Totals) -> Told | None:
+    def _drawn_at_once(
+        self,
+        step: Step,
+        live: Mapping[int, LiveRequest],
+        wanted: Mapping[int, Sequence[int]],
+        rows: Sequence[int],
+        logits_RV: Tensor,
+    ) -> dict[int, Drawn]:
+        """By row, what is drawn where nothing but a temperature changes the logits: most of a busy engine's draws."""
+        place = {row: at for at, row in enumerate(rows)}
+        asked: dict[int, tuple[Sampling, int]] = {}
+        for chunk in step.chunks:
+            one, own = live[chunk.request], wanted[chunk.request]
+            how = one.request.sampling
+            if chunk.end == one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
+                asked[own[-1]] = (how, one.known)
+        if not asked:
+            return {}
+        return dict(zip(asked, draw_plain(logits_RV[[place[row] for row in asked]], list(asked.values())), strict=True))
+
+    def _drawn(self, live: LiveRequest, row: _Row) -> Told | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
+        logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
             return None
         matcher = self._matcher.get(live.id)
@@ -314,7 +348,7 @@ class Engine:
         except ConfigError:
             return None
         seen = Seen(live.request.prompt, live.drawn, allowed)
-        told = draw(logits_V, totals, live.request.sampling, seen, live.known)
+        told = draw(logits_V, totals, live.request.sampling, seen, live.known, drawn)
         return replace(told, version=live.adapter.version_with(self.info.version))
 
     def _of_prompt(
@@ -322,7 +356,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: dict[int, tuple[Tensor, Totals]],
+        told: Mapping[int, _Row],
     ) -> tuple[Told, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
@@ -332,7 +366,7 @@ class Engine:
             if place + 1 < live.prompt_told:  # before its pages were taken back
                 continue
             live.prompt_told = place + 2
-            logits_V, totals = told[row]
+            logits_V, totals, _ = told[row]
             token = live.tokens[place + 1]
             top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
             version = live.adapter.version_with(self.info.version)

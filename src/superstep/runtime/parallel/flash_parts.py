@@ -1,7 +1,12 @@
 """Causal attention of neighbouring parts of a sequence, each of which sees itself alone.
 
 ``cuts`` says for each row where its parts begin, from 0 on, and last how many tokens there are. No score between two
-parts is computed. A CPU goes part by part; a GPU takes all parts of all rows in one launch where its kernel can.
+parts is computed. A GPU takes all parts of all rows in one launch where its kernel can. A CPU goes part by part; short
+parts, of which a call each would cost more than its products, are laid below others of about their length::
+
+    a a a b b │ c c c . .        a a a
+                           ->    b b ·        what fills up comes last, so that no token sees it
+                                 c c c
 
     B  sequences    N  query heads           S  tokens    T  tokens of all rows: B · S
     K  key and value heads                   H  width of one head
@@ -20,6 +25,9 @@ from torch import Tensor
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward, has_flash
 
 _ATEN = torch.ops.aten
+
+SHORT = 128
+"""Tokens of the longest part that is computed together with others."""
 
 Cuts = Sequence[Sequence[int]]
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -53,8 +61,10 @@ def attend_parts(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, cuts: Cuts) -> 
         return out_TNH.view(B, S, N, H).transpose(1, 2), lse_NT.view(N, B, S).transpose(0, 1).contiguous()
     out = q_BNSH.new_empty(B, S, N, H).transpose(1, 2)
     lse = q_BNSH.new_empty(B, N, S, dtype=torch.float32)
-    for at in _places(cuts):
-        out[at], lse[at] = attend_block(q_BNSH[at], k_BKSH[at], v_BKSH[at], is_causal=True)
+    for stack in _stacks(cuts, S, q_BNSH.device):
+        part, part_lse = attend_block(*(stack.lay(x) for x in (q_BNSH, k_BKSH, v_BKSH)), is_causal=True)
+        stack.back(part, out)
+        stack.back(part_lse[..., None], lse[..., None])
     return out, lse
 
 
@@ -73,19 +83,60 @@ def attend_parts_backward(grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_
         dq, dk, dv = (x.view(B, S, -1, H).transpose(1, 2) for x in found)
         return dq, dk, dv
     grads = tuple(x.new_empty(B, S, x.shape[1], H).transpose(1, 2) for x in inputs)
-    for at in _places(cuts):
-        q, k, v = (x[at] for x in inputs)
-        shares = attend_block_backward(grad_BNSH[at], (q, k, v), out_BNSH[at], lse_BNS[at], is_causal=True)
-        for grad, share in zip(grads, shares, strict=True):
-            grad[at] = share
+    for stack in _stacks(cuts, S, inputs[0].device):
+        q, k, v = (stack.lay(x) for x in inputs)
+        # exp(score - inf) is nothing: no gradient comes from what fills up.
+        lse = stack.lay(lse_BNS[..., None], fill=torch.inf)[..., 0]
+        grad, out = (stack.lay(x, fill=0.0) for x in (grad_BNSH, out_BNSH))
+        for share, whole in zip(attend_block_backward(grad, (q, k, v), out, lse, is_causal=True), grads, strict=True):
+            stack.back(share, whole)
     return grads[0], grads[1], grads[2]
 
 
-def _places(cuts: Cuts) -> Iterator[tuple[slice, slice, slice]]:
-    """Each part of each row, as what picks it out of [B, heads, S, ...]."""
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Some parts below one another.
+
+    Attributes:
+        source: of each place, the token among those of all rows: [P, L]. What fills up repeats its part's last.
+        is_filled: of each place, whether nothing is there: [P, L].
+    """
+
+    source: Tensor
+    is_filled: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, int]], device: torch.device) -> Self:
+        """Of each part, from its first token to behind its last, what it has of the longest part's length."""
+        starts, stops = torch.tensor(parts).unbind(1)
+        places = starts[:, None] + torch.arange(int((stops - starts).max()))
+        source = torch.minimum(places, stops[:, None] - 1)
+        return cls(source.to(device), (places >= stops[:, None]).to(device))
+
+    def lay(self, x_BNSH: Tensor, fill: float | None = None) -> Tensor:
+        """[P, N, L, H]; None fills up with whatever there is."""
+        x_PLNH = _in_a_row(x_BNSH)[self.source]
+        if fill is not None:
+            x_PLNH.masked_fill_(self.is_filled[..., None, None], fill)
+        return x_PLNH.transpose(1, 2)
+
+    def back(self, x_PNLH: Tensor, into_BNSH: Tensor) -> None:
+        """The reverse: write the parts where they are in their rows."""
+        S, at = into_BNSH.shape[2], self.source[~self.is_filled]
+        into_BNSH.transpose(1, 2)[at // S, at % S] = x_PNLH.transpose(1, 2)[~self.is_filled]
+
+
+def _stacks(cuts: Cuts, tokens: int, device: torch.device) -> Iterator[_Stack]:
+    """All parts: the short ones of about one length together, and each long one alone."""
+    alike: dict[int, list[tuple[int, int]]] = {}
     for row, cut in enumerate(cuts):
         for start, stop in pairwise(cut):
-            yield slice(row, row + 1), slice(None), slice(start, stop)
+            part = row * tokens + start, row * tokens + stop
+            if stop - start <= SHORT:
+                alike.setdefault((stop - start - 1).bit_length(), []).append(part)
+            else:
+                yield _Stack.of([part], device)
+    yield from (_Stack.of(parts, device) for parts in alike.values())
 
 
 def _in_a_row(x_BNSH: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ from superstep.serve.request import Sampling, Told
 _MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
 """The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
 
+MOST_NOISE = 1 << 22
+"""Numbers of noise that are made at once: 32 MiB."""
+
 
 class Totals(NamedTuple):
     """What a row of logits says of its distribution.
@@ -62,7 +65,14 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
         position: of the token that is drawn.
         tokens: ids, int64.
     """
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little", signed=True)
+    return _noise(_key(seed, position), tokens)
+
+
+def _key(seed: int, position: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _noise(key: int | Tensor, tokens: Tensor) -> Tensor:
     bits = tokens * -0x61C8864680B583EB + key  # a step of the golden ratio; int64 wraps around
     for shift, factor in ((33, _MIX_1), (33, _MIX_2), (33, 1)):
         bits = (bits ^ (bits >> shift) & ((1 << (64 - shift)) - 1)) * factor
@@ -70,7 +80,41 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-def draw(logits_V: Tensor, totals: Totals, sampling: Sampling, seen: Seen, position: int) -> Told:
+class Drawn(NamedTuple):
+    """A token that was drawn.
+
+    Attributes:
+        token: its id.
+        finite: how many tokens it was drawn from.
+    """
+
+    token: int
+    finite: int
+
+
+def draw_plain(logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
+    """What is drawn from many rows whose logits are taken as they are, but for a temperature above zero: of each row
+    the same as if it were alone.
+
+    Args:
+        logits_RV: fp32.
+        asked: of each row, how to draw and the position of the token.
+    """
+    found: list[Drawn] = []
+    rows = max(1, MOST_NOISE // logits_RV.shape[1])
+    for first in range(0, len(asked), rows):
+        some, device = asked[first : first + rows], logits_RV.device
+        scores = logits_RV[first : first + rows] / torch.tensor([[how.temperature] for how, _ in some], device=device)
+        keys = torch.tensor([[_key(how.seed, position)] for how, position in some], device=device)
+        noise = _noise(keys, torch.arange(logits_RV.shape[1], device=device))
+        tokens = (scores.double() + noise).argmax(-1)
+        found += map(Drawn, tokens.tolist(), scores.isfinite().sum(-1).tolist())
+    return found
+
+
+def draw(
+    logits_V: Tensor, totals: Totals, sampling: Sampling, seen: Seen, position: int, drawn: Drawn | None = None
+) -> Told:
     """One token, and what is to be told of it.
 
     Args:
@@ -79,25 +123,37 @@ def draw(logits_V: Tensor, totals: Totals, sampling: Sampling, seen: Seen, posit
         sampling: how to draw.
         seen: what was drawn before.
         position: of the token.
+        drawn: what ``draw_plain`` has drawn here already.
     """
     top = likeliest(logits_V, totals, sampling.top_logprobs)
-    if sampling.is_plain and seen.allowed is None and sampling.is_greedy:
-        token = totals.likeliest
-        return Told(token=token, logprob=_logprob(totals.largest, totals), kept=1, top=top)
+    if sampling.is_plain and seen.allowed is None:
+        if sampling.is_greedy:
+            return Told(token=totals.likeliest, logprob=_logprob(totals.largest, totals), kept=1, top=top)
+        if drawn is None:
+            drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
+        token = drawn.token
+        own = logprob(logits_V, totals, token)
+        tempered = own if sampling.temperature == 1.0 else _tempered(logits_V / sampling.temperature, token)
+        cut = 0 if drawn.finite == len(logits_V) else drawn.finite
+        return Told(token=token, logprob=own, drawn_logprob=tempered, kept=cut, top=top)
     scores_V = changed(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
         return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top)
     kept, scores = truncated(scores_V / sampling.temperature, sampling)
-    token_at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
-    token = int(kept[token_at])
+    at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
+    token = int(kept[at])
     return Told(
         token=token,
         logprob=logprob(logits_V, totals, token),
-        drawn_logprob=float(scores[token_at].double() - scores.double().logsumexp(0)),
+        drawn_logprob=_tempered(scores, at),
         kept=0 if len(kept) == len(logits_V) else len(kept),
         top=top,
     )
+
+
+def _tempered(scores: Tensor, at: int) -> float:
+    return float(scores[at].double() - scores.double().logsumexp(0))
 
 
 def logprob(logits_V: Tensor, totals: Totals, token: int) -> float:

@@ -13,6 +13,7 @@ Dims: B rows, S tokens of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -72,9 +73,10 @@ def lessons_of(
     shares: Sequence[Sequence[Share | None] | None],
     *,
     divisor: float,
-    rows: int,
+    multiple: int,
     tokens: int,
     is_masked: bool,
+    keeps_all: bool = True,
 ) -> Lessons:
     """The global batch of a step.
 
@@ -82,14 +84,16 @@ def lessons_of(
         groups: of the step.
         shares: of each group's answers; None leaves one out, or a whole group.
         divisor: of the loss.
-        rows: of the batch.
+        multiple: of which the batch's rows are one; it has no more of them than its strands need.
         tokens: of a row.
         is_masked: whether a row may hold several strands, each as if it stood alone.
+        keeps_all: whether answers that add nothing to the gradient are computed as well, to see what they say.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: a strand is longer than a row.
     """
-    placed = tuple(_place(groups, shares, rows=rows, tokens=tokens, is_masked=is_masked))
+    placed = tuple(_place(groups, shares, tokens=tokens, is_masked=is_masked, keeps_all=keeps_all))
+    rows = multiple * max(1, math.ceil((1 + max((one.row for one in placed), default=0)) / multiple))
     tokens_BS = torch.zeros(rows, tokens, dtype=torch.int64)
     targets_BS = torch.full_like(tokens_BS, IGNORE)
     starts_BS = torch.zeros_like(tokens_BS)
@@ -123,24 +127,25 @@ def _place(
     groups: Sequence[Group],
     shares: Sequence[Sequence[Share | None] | None],
     *,
-    rows: int,
     tokens: int,
     is_masked: bool,
+    keeps_all: bool,
 ) -> Iterator[Placed]:
     """Each strand that is learnt from, in the first row with room."""
-    ends = [0] * rows
+    ends: list[int] = []
     for group, each in zip(groups, shares, strict=True):
         for number, (answer, share) in enumerate(zip(group.answers, each or (), strict=each is not None)):
-            if share is None:
+            if share is None or not (keeps_all or share.advantage * share.weight):
                 continue
             for strand in answer.strands:
                 size = len(strand.tokens) - 1
-                row = next((r for r, end in enumerate(ends) if end + size <= tokens and (is_masked or not end)), None)
-                if row is None:
+                if size > tokens:
                     raise ConfigError(
-                        f"rl.rows = {rows} of data.sequence_tokens = {tokens} have no room for the answers of "
-                        f"{len(groups)} groups; set rl.rows or data.sequence_tokens higher."
+                        f"data.sequence_tokens = {tokens} has no room for answer {number} to task {group.number}: with "
+                        f"its prompt it has {size + 1}; set it higher, or rollout.max_tokens lower."
                     )
+                row = next((r for r, end in enumerate(ends) if is_masked and end + size <= tokens), len(ends))
+                ends += [0] * (row == len(ends))
                 yield Placed(row, ends[row], strand, group.number, number, share)
                 ends[row] += size
 

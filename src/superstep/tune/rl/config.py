@@ -36,7 +36,8 @@ class RlConfig:
     groups: int = 8
     """Tasks of a step."""
     rows: int | None = None
-    """Rows of a step's batch, in which answers lie side by side; none takes one for each answer."""
+    """Rows of a step's batch that its plan reckons with; none takes one for each answer. Answers lie side by side in
+    them, and a step has as many microbatches as they fill."""
     lag: int = 0
     """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
     policy."""

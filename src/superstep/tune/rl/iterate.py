@@ -220,14 +220,15 @@ class Iterate:
         groups = [self._record.groups[number] for number in numbers]
         self._alike.see(step, verdicts)
         shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
-        config = self._learner.run.config
+        config, rl = self._learner.run.config, self._rl
         lessons = lessons_of(
             groups,
             shares,
             divisor=divisor or 1.0,
-            rows=config.train.batch_sequences,
+            multiple=self._learner.multiple,
             tokens=config.data.sequence_tokens,
             is_masked=config.data.is_masked,
+            keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
         )
         result = self._step(lessons, version=groups[0].version, step=step)
         self._tell(self._learnt(step, groups, verdicts, result))

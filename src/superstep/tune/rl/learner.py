@@ -27,7 +27,7 @@ from superstep.state.piece import STATE
 from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.train.base import begin_base, files_of, resume_base
-from superstep.train.batches import microbatches_of, rows
+from superstep.train.batches import microbatches_of
 from superstep.train.model import model_alone, shapes_of, units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
@@ -107,9 +107,19 @@ class Learner:
         assert self._reference is not None, "a reference was asked for"
         return self._reference.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
 
+    @property
+    def multiple(self) -> int:
+        """Of which the rows of a global batch are one: each place has whole microbatches, and where they pass several
+        stages as many as the plan says, or that several times.
+        """
+        plan = self.run.plan
+        each = plan.microbatch * (1 if plan.mesh.pp == 1 else plan.microbatches)
+        return plan.mesh.dp * each
+
     def mine(self, batch: Batch) -> Batch:
         """The rows of a global batch that this rank trains on."""
-        return batch.rows(rows(self.run.plan, self._mesh))
+        count = len(batch.tokens_BS) // self.run.plan.mesh.dp
+        return batch.rows(slice(self._mesh.at.dp * count, (self._mesh.at.dp + 1) * count))
 
     def step(self, batch: Batch, objective: Objective = CROSS_ENTROPY, *, is_checked: bool = False) -> StepResult:
         """One step on a global batch.
@@ -147,7 +157,7 @@ class Learner:
             )
         self.position = Position(
             step=step,
-            samples=self.position.samples + self.run.config.train.batch_sequences,
+            samples=self.position.samples + len(batch.tokens_BS),
             tokens=self.position.tokens + result.tokens,
         )
         return result
