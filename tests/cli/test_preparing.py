@@ -75,9 +75,9 @@ def test_a_report_counts_what_was_passed_over(tmp_path):
 
 def test_one_long_line_is_told_of_megabyte_by_megabyte(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_CHARS", 1 << 14)
-    monkeypatch.setattr(module, "PASSAGE_CHARS", 1 << 12)
+    monkeypatch.setattr(module, "PASSAGE_CHARS", 1 << 14)
     path = tmp_path / "line.txt"
-    path.write_text("lorem ipsum dolor " * 150_000)
+    path.write_text("lorem ipsum dolor " * 110_000)
     told = []
     data = DataConfig(corpus=(str(path),), sequence_tokens=8)
     module.prepare(data, 300, tmp_path / "data", told.append)
