@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_line(argv, error, capsys, tm
 
 
 @pytest.mark.multiproc
-def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path):
+def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     root, path = recipe(tmp_path, start, "run")
     process = begin(path)
     while process.poll() is None and not (root / NAME).is_file():
@@ -143,9 +143,8 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path):
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 128 + signal.SIGTERM, said
     assert f"superstep tune rl --state.dir {root} --state.existing resume" in said
-    process = begin(path)
-    said = process.communicate(timeout=300)[0].decode()
-    assert process.returncode == 0, said
+    assert main(["tune", "rl", str(path)]) == 0
+    said = capfd.readouterr().out
     assert "reward" in said
     assert "Results:" in said
     assert [step for step, *_ in told(root)] == [1, 2, 3, 4]
@@ -153,10 +152,8 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path):
     # A folder as Hugging Face writes it, for who serves it.
     names = {file.name for file in checkpoints(RunFolder(root=root).checkpoints)[-1].iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
-    process = begin(path, "--rl.group", "2")
-    said = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 2
-    assert "rl.group = 2, and the run in state.dir" in said
+    assert main(["tune", "rl", str(path), "--rl.group", "2"]) == 2
+    assert "rl.group = 2, and the run in state.dir" in capfd.readouterr().err
 
 
 @pytest.mark.slow
