@@ -5,7 +5,7 @@ The demo model reads conversations of the three tasks of ``recipes/toy_tasks.py`
 likeliest answer counts. The rewards of the control are drawn by a hash of task and answer, as often 1 as the true ones
 were at first: who learns from them gains by something else than the reward.
 
-    python -m bench.learns [--seeds 3] [--steps 1200] [--warm-up 365]
+    python -m bench.learns [--seeds 3] [--steps 1500] [--warm-up 365]
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def learnt(start: Path, environment: Path, root: Path, *, seed: int, steps: int)
         data__sequence_tokens=TOKENS,
         numerics__compute="bf16",
         train__steps=steps,
-        train__lr=3e-4,
+        train__lr=4e-4,
+        train__min_lr_ratio=0.1,
         train__seed=seed,
         plan__dp=1,
         plan__microbatch=16,
@@ -151,8 +152,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run all, and write bench/results/learns.json after each."""
     parser = argparse.ArgumentParser(description="Held-out answers before and after learning from rewards.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--warm-up", type=int, default=365)
+    parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
     parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
@@ -164,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         shuffled.write_text(SHUFFLED.format(path=str(TASKS), share=before["all"]), encoding="utf-8")
         found: dict[str, list[dict[str, Any]]] = {"true": [], "shuffled": []}
         for seed in range(options.seeds):
-            for kind, environment in (("true", TASKS), ("shuffled", shuffled)):
+            for kind in options.kinds:
+                environment = TASKS if kind == "true" else shuffled
                 row = learnt(start, environment, folder / f"{kind}-{seed}", seed=seed, steps=options.steps)
                 found[kind].append(row)
                 print(f"{kind} {seed}: {row['after']} in {row['seconds']:.0f} s", flush=True)

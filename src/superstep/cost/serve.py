@@ -34,11 +34,11 @@ KNOTS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512)
 
 TERMS = (
     "step", "layer", "request", "row", "wide", "draw", "vocab", "noise", "keys", "group", "gather", "places", "pairs",
-    *(f"rows_{rows}" for rows in KNOTS),
+    "powers", *(f"rows_{rows}" for rows in KNOTS),
 )  # fmt: skip
 
 BOUNDS: Mapping[str, str] = {
-    "wide": "compute", "pairs": "compute", "keys": "memory traffic", "gather": "memory traffic",
+    "wide": "compute", "pairs": "compute", "powers": "compute", "keys": "memory traffic", "gather": "memory traffic",
     "draw": "draws", "vocab": "draws", "noise": "draws",
 }  # fmt: skip
 """What holds a step back in each kind of work; the rest is the host's."""
@@ -61,6 +61,7 @@ class ServedModel:
         vocab: columns of the logits.
         query_numbers: query heads of this rank times their width.
         key_numbers: key heads of this rank times their width.
+        query_heads: of this rank.
         bytes: of a number.
         window: tokens that a row sees back to; None for all.
     """
@@ -77,6 +78,7 @@ class ServedModel:
     vocab: int
     query_numbers: int
     key_numbers: int
+    query_heads: int = 1
     bytes: int
     window: int | None = None
 
@@ -109,6 +111,11 @@ class Way:
     is_paged: bool
     leaves_rows: bool = False
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bits are those of exact mode."""
+        return "exact" in self.name.split("-")
+
 
 def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedModel:
     """The part of a decoder that each of ``tp`` ranks has."""
@@ -131,6 +138,7 @@ def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedMode
         vocab=shape.vocab,
         query_numbers=N * H,
         key_numbers=K * H,
+        query_heads=N,
         bytes=number_bytes,
         window=shape.window,
     )
@@ -156,6 +164,7 @@ class Work:
         drawn: tokens drawn.
         chance: of these, the ones that are not simply the likeliest.
         paged_keys: keys read in their pages, by rows that are alone in their text.
+        powers: exponentials of a head.
         groups: of the other rows.
     """
 
@@ -165,6 +174,7 @@ class Work:
     drawn: int
     chance: int
     paged_keys: int
+    powers: int = 0
     groups: tuple[Group, ...] = ()
 
 
@@ -189,6 +199,7 @@ def counts(model: ServedModel, work: Work, *, leaves_rows: bool = False) -> Arra
         "gather": gathered * kv_bytes,
         "places": gathered,
         "pairs": 4.0 * pairs * model.query_numbers * layers,
+        "powers": work.powers * model.query_heads * layers,
     }
     for rows, weights in _products(model, work, gone_on * work.rows):
         for knot, share in _knots(rows):

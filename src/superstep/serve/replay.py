@@ -152,7 +152,7 @@ def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
         way: how it is computed.
         window: tokens that a row sees back to; None for all.
     """
-    wanted = drawn = chance = paged = 0
+    wanted = drawn = chance = paged = powers = 0
     groups: dict[tuple[int, int, int | None], Group] = {}
     for number, chunk in enumerate(entry.step.chunks):
         fact = entry.facts[chunk.request]
@@ -160,6 +160,8 @@ def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
         wanted += chunk.count if fact.marks & WHOLE else drawing
         drawn += drawing
         chance += drawing if fact.marks & CHANCE else 0
+        if way.is_exact:
+            powers += sum(_whole(place + 1, way.block_keys) for place in range(chunk.first, chunk.end))
         if chunk.count == 1 and way.is_paged:
             paged += min(chunk.end, window or chunk.end)
             continue
@@ -178,8 +180,13 @@ def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
         drawn=drawn,
         chance=chance,
         paged_keys=paged,
+        powers=powers,
         groups=tuple(groups.values()),
     )
+
+
+def _whole(keys: int, block: int) -> int:
+    return -(-keys // block) * block
 
 
 def samples(setting: Setting, entries: Iterable[Entry]) -> list[Sample]:
