@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ranks import ranks_below
 from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
-from superstep.runtime import launch as launching
-from superstep.runtime.launch import gather, launch
+from superstep.runtime.launch import Party, gather, launch, launch_parties
+from superstep.runtime.trouble import Trouble, trouble_of
 
 
 def _meet(world):
@@ -62,6 +62,19 @@ def _place(world):
     print(f"rank {world.rank}\n", end="", flush=True)  # in one piece, whether or not Python keeps a buffer
     _meet(world)  # who leaves before the other has connected breaks its connection
     return os.environ.get("OF_THE_LAUNCHER"), Path.cwd(), os.getppid()
+
+
+def _meeting(world, wanted):
+    """Waits for a party, or is one that is waited for and killed."""
+    if not wanted:
+        (world.folder / "there").touch()
+        return gather(world.rank)
+    while not (world.folder / "there").exists():
+        time.sleep(0.01)
+    if wanted == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+    return None
 
 
 def _stuck(world, folder):
@@ -121,6 +134,15 @@ class TestLaunch:
         match = r"^rank 1: the process ended with exit status 3 before.* was: a cause in some library$"
         with pytest.raises(Fault, match=match):
             launch(2, _silent)
+
+    def test_parties_are_worlds_of_their_own_and_end_together(self):
+        def party(name, size, wanted):
+            return Party(name=name, size=size, worker=_meeting, args=(wanted,))
+
+        assert launch_parties("cpu", [party("trainer", 2, ""), party("sampler 0", 1, "")]) == [0, 1]
+        parties = [party("trainer", 1, ""), party("sampler 0", 1, "is there"), party("sampler 1", 1, "killed")]
+        with pytest.raises(Fault, match=r"^sampler 1, rank 0: the process was killed by SIGKILL"):
+            launch_parties("cpu", parties)
 
     def test_a_rank_has_its_launchers_place_though_the_seed_is_older(self, capfd, tmp_path, monkeypatch):
         _, _, seed = launch(2, _place)
@@ -206,8 +228,8 @@ def _during(cause, error):
     ids=lambda value: str(value)[:30],
 )
 def test_the_cause_comes_before_what_follows_from_it(earlier, later, told):
-    reports = [launching._trouble(0, earlier), launching._trouble(1, later)]
-    reports[1] = launching.Trouble(at_s=reports[0].at_s + 1, order=reports[1].order, error=reports[1].error)
+    reports = [trouble_of(0, earlier), trouble_of(1, later)]
+    reports[1] = Trouble(at_s=reports[0].at_s + 1, order=reports[1].order, error=reports[1].error)
     first = min(reports, key=lambda trouble: (trouble.order, trouble.at_s))
     assert isinstance(first.error, SuperstepError)
     assert str(first.error).startswith(told)

@@ -23,9 +23,8 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -37,11 +36,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from superstep.errors import Fault, SuperstepError, UserError
+from superstep.errors import Fault
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
 from superstep.runtime.stop import STOPPED, Stop, listening
+from superstep.runtime.trouble import Trouble, trouble_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,31 +63,24 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The launched ranks, seen from one of them."""
+    """The launched ranks, seen from one of them.
+
+    Attributes:
+        rank: this one's number.
+        size: how many there are.
+        device: where this one computes.
+        stop: whether it was asked to stop.
+        folder: of this launch, where parties meet; it goes with the launch. None where the rank is the launcher.
+    """
 
     rank: int
     size: int
     device: Device
     stop: Stop = field(default_factory=Stop)
+    folder: Path | None = None
 
 
 Worker = Callable[Concatenate[World, P], T]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """Why a rank did not return.
-
-    Attributes:
-        at_s: when, in seconds of the host's clock.
-        order: 0 where the rank said why itself, 1 where it was killed, 2 where something unforeseen was raised, 3
-            where that came over a connection: as a rule, because the rank at the other end had failed before.
-        error: what the launcher shall raise.
-    """
-
-    at_s: float
-    order: int
-    error: SuperstepError
 
 
 def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -126,25 +119,63 @@ def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.ar
 
 def launch_from(first: int, kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``launch_apart`` beside other ranks of this host, which have the GPUs before ``first``."""
-    call = pickle.dumps((worker, args, kwargs))
+    value: T = launch_parties(kind, [Party(size=world, worker=worker, args=args, kwargs=kwargs)], first)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """Ranks that are a world of their own, launched beside those of others.
+
+    Attributes:
+        size: how many.
+        worker: what each of them does.
+        args, kwargs: what it is given beside its ``World``.
+        name: what a fault of theirs begins with.
+    """
+
+    size: int
+    worker: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -> Any:  # noqa: ANN401
+    """Launch several worlds at once; they end together, with the first trouble of any of them.
+
+    Args:
+        kind: of device. Each rank has its own GPU, in the order of the parties.
+        parties: the first one's rank 0 may hold a terminal.
+        first: GPUs before it belong to others.
+
+    Returns:
+        What rank 0 of the first party returned. Raises as ``launch_on``.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
-        _ranks(worker, world, kind, Path(folder), call, first) as ranks,
+        _ranks(parties, kind, Path(folder), first) as ranks,
     ):
         stop = Stop()
         with listening(stop, lambda: _pass_on(ranks)):
-            value: T = _collect(ranks, stop)
-        return value
+            return _collect(ranks, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
     """A rank's process, as the launcher sees it."""
 
+    party: str
     number: int
+    is_first: bool
     process: BaseProcess
     pipe: Connection
     stderr: Path
+
+    def named(self, trouble: Trouble) -> Trouble:
+        """The same with the party's name, where it has one and what is told is not the user's to mend."""
+        is_fault = self.party and isinstance(trouble.error, Fault)
+        return replace(trouble, error=Fault(f"{self.party}, {trouble.error}")) if is_fault else trouble
 
     def death(self) -> Trouble:
         """Why it ended without a report."""
@@ -165,30 +196,35 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _ranks(
-    worker: Callable[..., Any], world: int, kind: DeviceKind, folder: Path, call: bytes, first: int
-) -> Iterator[list[_Rank]]:
-    """The processes of ``world`` ranks; none is left when the block ends."""
-    context = context_of(worker)
+def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int) -> Iterator[list[_Rank]]:
+    """The processes of all ranks; none is left when the block ends."""
+    context = context_of(parties[0].worker)
+    calls = [pickle.dumps((party.worker, party.args, party.kwargs)) for party in parties]
+    places = [(at, number) for at, party in enumerate(parties) for number in range(party.size)]
     ranks: list[_Rank] = []
     try:
         with _signals_deferred():
-            for number in range(world):
-                ranks.append(_start(context, number, world, kind, folder, first))  # noqa: PERF401 - known even if a later one fails
-        for rank in ranks:
+            for nth, (at, number) in enumerate(places):  # each is known even if a later one fails
+                ranks.append(_start(context, parties[at], number, kind, folder / f"store-{at}", nth, first))
+        for rank, (at, _) in zip(ranks, places, strict=True):
             with contextlib.suppress(OSError):  # one that has died already is found out by its silence
-                rank.pipe.send_bytes(call)
+                rank.pipe.send_bytes(calls[at])
         yield ranks
     finally:
         with _signals_deferred():
             _end(ranks)
 
 
-def _start(context: BaseContext, number: int, world: int, kind: DeviceKind, folder: Path, first: int) -> _Rank:
+def _start(
+    context: BaseContext, party: Party, number: int, kind: DeviceKind, store: Path, nth: int, first: int
+) -> _Rank:
+    """The process of a rank: of its party, and the ``nth`` of all."""
     ours, theirs = context.Pipe()
-    place = place_at(folder / f"stderr-{number}")
+    place = place_at(store.with_name(f"stderr-{nth}"))
     process = context.Process(  # type: ignore[attr-defined]
-        target=_serve, args=(theirs, place, number, world, kind, folder / "store", first), name=f"rank {number}"
+        target=_serve,
+        args=(theirs, place, number, party.size, kind, store, first + nth - number),
+        name=f"{party.name} rank {number}".strip(),
     )
     try:
         with stderr_away():
@@ -196,14 +232,14 @@ def _start(context: BaseContext, number: int, world: int, kind: DeviceKind, fold
     except (OSError, EOFError) as error:
         raise Fault(f"the process cannot be started: {error}.", rank=number) from error
     theirs.close()
-    return _Rank(number, process, ours, place.stderr)
+    return _Rank(party.name, number, nth == 0, process, ours, place.stderr)
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
     """End what still runs: rank 0 gently, then not."""
     deadline_s = time.monotonic() + END_S
     for rank in ranks:
-        if rank.number == 0 and rank.process.is_alive() and rank.process.pid is not None:
+        if rank.is_first and rank.process.is_alive() and rank.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, END)
         else:
@@ -236,9 +272,9 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
             except (EOFError, OSError):
                 report = rank.death()
             if isinstance(report, Trouble):
-                troubles.append(report)
+                troubles.append(rank.named(report))
                 deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
-            elif rank.number == 0:
+            elif rank.is_first:
                 (value,) = report
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
@@ -268,11 +304,11 @@ def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKi
             )
             if rank == 0:
                 signal.signal(END, _leave)
-            value = worker(World(rank, world, device), *args, **kwargs)
+            value = worker(World(rank, world, device, folder=store.parent), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
             # Reported before this process ends, and with it the connections that others will miss.
-            pipe.send_bytes(pickle.dumps(_trouble(rank, error)))
+            pipe.send_bytes(pickle.dumps(trouble_of(rank, error)))
         else:
             pipe.send_bytes(pickle.dumps((value if rank == 0 else None,)))
 
@@ -291,31 +327,6 @@ def _follow_launcher(folders: Sequence[Path]) -> None:
     os.kill(os.getpid(), END)
     time.sleep(END_S)
     os._exit(1)
-
-
-def _trouble(rank: int, error: BaseException) -> Trouble:
-    known: SuperstepError
-    order = 3 if is_echo(error) else 2
-    match error:
-        case UserError():
-            known, order = UserError(str(error)), 0
-        case Fault():
-            known = error if error.rank >= 0 else error.on(rank)
-            order = order if isinstance(error.__cause__, RuntimeError) else 0
-        case SystemExit():
-            known, order = Fault("the process was told to end.", rank=rank), 1
-        case OSError():
-            known = Fault(f"{type(error).__name__}: {error}.", rank=rank)
-        case _:
-            text = "".join(traceback.format_exception(error)).rstrip()
-            known = Fault(f"{type(error).__name__}: {error}\n{text}", rank=rank)
-    return Trouble(at_s=time.time(), order=order, error=known)
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether it came over a connection between ranks."""
-    cause = error.__cause__ or error
-    return isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))
 
 
 @contextlib.contextmanager

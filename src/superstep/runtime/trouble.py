@@ -1,0 +1,55 @@
+"""Trouble: why a rank did not return, as it is told the launcher; the first cause of several comes first in order."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from superstep.errors import Fault, SuperstepError, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why a rank did not return.
+
+    Attributes:
+        at_s: when, in seconds of the host's clock.
+        order: 0 where the rank said why itself, 1 where it was killed, 2 where something unforeseen was raised, 3
+            where that came over a connection: as a rule, because the rank at the other end had failed before.
+        error: what the launcher shall raise.
+    """
+
+    at_s: float
+    order: int
+    error: SuperstepError
+
+
+def trouble_of(rank: int, error: BaseException) -> Trouble:
+    """What a rank says of the error that ended it."""
+    known: SuperstepError
+    order = 3 if is_echo(error) else 2
+    match error:
+        case UserError():
+            known, order = UserError(str(error)), 0
+        case Fault():
+            known = error if error.rank >= 0 else error.on(rank)
+            order = order if isinstance(error.__cause__, RuntimeError | EOFError | ConnectionError) else 0
+        case SystemExit():
+            known, order = Fault("the process was told to end.", rank=rank), 1
+        case OSError():
+            known = Fault(f"{type(error).__name__}: {error}.", rank=rank)
+        case _:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            known = Fault(f"{type(error).__name__}: {error}\n{text}", rank=rank)
+    return Trouble(at_s=time.time(), order=order, error=known)
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether it came over a connection between ranks."""
+    cause = error.__cause__ or error
+    if isinstance(cause, dist.DistError | EOFError | ConnectionError):
+        return True
+    return isinstance(cause, RuntimeError) and "gloo" in str(cause)
