@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 import model_folder
+from superstep.errors import Fault
 from superstep.grade.config import GradeConfig
+from superstep.grade.environment import load_environment
 from superstep.plan.config import (
     DataConfig,
     LoraConfig,
@@ -22,13 +26,18 @@ from superstep.plan.config import (
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
+from superstep.runtime.stop import Stop
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
+from superstep.tune.program.instructions import Instruction, Role, Swap
+from superstep.tune.program.order import issue_order
+from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.record import Record
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
-from superstep.tune.rl.sampling import Group, Sampler
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of, with_start
+from superstep.tune.rl.sampling import Group, Sampler, words_of
+from superstep.tune.rl.seat import Left, Seat, Seated
 
 ENVIRONMENT = """
 from superstep.grade.task import Message, Observation, Done, Task
@@ -133,26 +142,106 @@ def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
         cut: end after so many lines of the record, on every rank; told are the steps until then.
     """
     told: list[dict] = []
+    with _cut_after(cut):
+        reinforce(World(rank, size, Device("cpu")), job, lambda learnt: told.append(_of(learnt)))
+    return told
 
-    def tell(learnt: Learnt) -> None:
-        told.append(
-            {
-                "step": learnt.step,
-                "loss": learnt.result.loss,
-                "norm": learnt.result.grad_norm,
-                "reward": learnt.reward,
-                "max_dlogp": learnt.result.measures.get("max_dlogp"),
-                "measures": dict(learnt.result.measures),
-                "lag": learnt.lag,
-                "drawn_tokens": learnt.drawn_tokens,
-            }
-        )
 
+def run_apart(
+    rank: int, size: int, job: Job, folder: str, cut: int | None = None, stop: int | None = None
+) -> list[dict]:
+    """The same of ranks apart: the first ones train, then come samplers. Each party is a world of its own.
+
+    Args:
+        rank: of the pool.
+        size: its ranks.
+        job: to be done.
+        folder: of this launch.
+        cut: end after so many lines of the record. For a trainer of one rank.
+        stop: asked for once so many steps are done.
+    """
+    dist.barrier()  # who leaves before the others have connected breaks their connection
+    dist.destroy_process_group()
+    told: list[dict] = []
+    first = 0
+    for party, each in enumerate(parties_of(job, train_apart, sample_apart)):
+        if first <= rank < first + each.size:
+            store, number = f"file://{folder}/store-{party}", rank - first
+            dist.init_process_group("gloo", init_method=store, rank=number, world_size=each.size)
+            world = World(number, each.size, Device("cpu"), folder=Path(folder))
+
+            def tell(learnt: Learnt, asked: Stop = world.stop) -> None:
+                told.append(_of(learnt))
+                if learnt.step == stop:
+                    asked.ask()
+
+            if party == 0:
+                with _cut_after(cut):
+                    assert train_apart(world, *each.args, tell) == (stop is not None)
+            else:
+                with suppress(*((Fault,) if cut else ())):  # it misses the trainer
+                    sample_apart(world, *each.args)
+        first += each.size
+    assert first == size
+    return told
+
+
+def leaves(rank: int, size: int, job: Job) -> tuple[list[int], list[int]]:
+    """The groups that a sampler draws whose listener leaves after two steps, and those that it draws then."""
+    told = Seated(serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0)
+    words, environment = words_of(job.start), load_environment(job.rl.environment)
+    seat = Seat(World(rank, size, Device("cpu")), told, words, environment, others=(0, 1))
+    looks = 0
+
+    def leave() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise Left
+
+    tasks = [(number, environment.task(number, 0)) for number in range(2)]
+    drawn = tuple([group.number for group in seat.sample(job.start, 0, tasks, tell)] for tell in (leave, lambda: None))
+    seat.close()
+    words.template.close()
+    return drawn
+
+
+def in_turn(job: Job) -> Job:
+    """A job of ranks apart as one for shared ranks, who do its instructions one after the other."""
+    lane: list[Instruction] = []
+    role: Role = "train"
+    for place in issue_order(job.program):
+        wanted: Role = "sample" if place[0] == "sampler" else "train"
+        if place[0] != "grader":
+            lane += [Swap(wanted)] * (role != wanted) + [job.program.lane(place[0])[place[1]]]
+            role = wanted
+    lanes = (("ranks", tuple(lane)), ("grader", job.program.lane("grader")))
+    return replace(job, program=replace(job.program, lanes=lanes))
+
+
+def _of(learnt: Learnt) -> dict:
+    return {
+        "step": learnt.step,
+        "loss": learnt.result.loss,
+        "norm": learnt.result.grad_norm,
+        "reward": learnt.reward,
+        "max_dlogp": learnt.result.measures.get("max_dlogp"),
+        "measures": dict(learnt.result.measures),
+        "lag": learnt.lag,
+        "drawn_tokens": learnt.drawn_tokens,
+    }
+
+
+@contextmanager
+def _cut_after(cut: int | None) -> Iterator[None]:
+    """The block ends after so many lines of the record."""
     kept = Record._keep
     lines = 0
 
     def keep(self: Record, line: dict) -> None:
         nonlocal lines
+        if cut is not None and lines >= cut:  # another thread has met it
+            raise Cut
         kept(self, line)
         lines += "verdicts" not in line  # rank 0 alone knows when those come
         if lines == cut:
@@ -160,9 +249,7 @@ def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
 
     Record._keep = keep  # type: ignore[method-assign]
     try:
-        reinforce(World(rank, size, Device("cpu")), job, tell)
-    except Cut:
-        pass
+        with suppress(Cut):
+            yield
     finally:
         Record._keep = kept  # type: ignore[method-assign]
-    return told

@@ -178,7 +178,10 @@ def test_what_cannot_begin_is_refused(start, tmp_path):
 
     refused("rl.group = 1: the answers of a group are compared with each other", rl={"group": 1})
     refused("rl.lag = -1 must be at least 0", lag=-1)
-    refused("rollout.placement = 'apart' has no executor here; set shared", rollout={"placement": "apart"})
+    refused("rollout.ranks = 2 with rollout.placement = 'shared': the ranks that train sample", rollout={"ranks": 2})
+    apart = {"placement": "apart", "tp": 2}
+    refused("rollout.tp = 2 does not divide rollout.ranks = 3; set", rollout=apart | {"ranks": 3})
+    refused("rollout.ranks = 0 must be at least 1", rollout=apart | {"ranks": 0})
     refused("rl.rows = 0 must be at least 1", rl={"rows": 0})
     refused(r"impure.py: task\(0, 0\) gives another task when it is asked again", environment="impure.py")
     refused("no Python file; name one that has task", environment="nothing.py")

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import reinforced
+from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
+from superstep.cli.tune.reinforce import _prepared
 from superstep.model.hf import open_weights
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
@@ -154,6 +156,37 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
     assert main(["tune", "rl", str(path), "--rl.group", "2"]) == 2
     assert "rl.group = 2, and the run in state.dir" in capfd.readouterr().err
+
+
+@pytest.mark.multiproc
+def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool, start, tmp_path, monkeypatch):
+    apart = ("--rollout.placement", "apart", "--plan.dp", "1")
+    root, path = recipe(tmp_path, start, "run")
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    process = begin(path, *apart)
+    while process.poll() is None and not (root / NAME).is_file():
+        time.sleep(0.02)
+    ranks = sorted(ranks_below(psutil.Process(process.pid)), key=lambda rank: rank.create_time())
+    assert len(ranks) == 2
+    ranks[1].kill()
+    said = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 1, said
+    last = said.splitlines()[-1]
+    assert last.startswith("superstep: fault: sampler 0, rank 0: the process was killed by SIGKILL"), said
+    assert not psutil.pid_exists(ranks[0].pid)
+    assert not list((tmp_path / "t").glob("[!t]*"))  # torchinductor's stays
+    process = begin(path, *apart)
+    said = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 0, said
+    assert not list((tmp_path / "t").glob("[!t]*"))  # torchinductor's stays
+    whole, path = recipe(tmp_path, start, "whole")
+    with _prepared(read([str(path), *apart])) as job:
+        steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
+    names = ("step", "loss", "norm", "reward", "drawn_tokens")
+    assert told(root) == [tuple(each[name] for name in names) for each in steps]
+    ours, theirs = weights(root), weights(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from superstep.runtime.launch import World
 from superstep.serve.load import open_both
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.reinforce import Job, beside, serve_of, with_room
-from superstep.tune.rl.room import pages_for, sizes_of
+from superstep.tune.rl.room import pages_apart, pages_for, sizes_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
         beside_it = learner._reference.bytes()
         assert (beside_it.gradients, beside_it.optimizer) == (0, 0), "it takes no step"
         trained += beside_it.params
-    folder = learner.publish(job.folder.root / "weights").path
+    folder = learner.publish(0, job.folder.root / "weights")
     _, steward = open_both(folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1))
     memory = steward._model.party.memory
     weights = sum(held.values.nbytes for held in memory._served.params.values())
@@ -74,3 +75,26 @@ def test_a_swap_that_has_no_room_is_refused_beforehand(start, tmp_path):
         asked(job.run, 4_000_000, 100_000)
     with pytest.raises(ConfigError, match=r"rollout.placement = 'shared': 'train s0' needs .* smaller plan.microbatch"):
         asked(job.run, 100_000, 6, requests=1)
+
+
+def test_ranks_apart_that_have_no_room_are_refused_beforehand(start, tmp_path, monkeypatch):
+    """The trainer takes its memory first, and the samplers share what it leaves; the disk holds what they take."""
+    job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart", "ranks": 2}, dp=2)
+    serve = serve_of(job.run, job.rollout)
+    sizes = sizes_of(job.run, serve, job.rl, pages=40, gives_back=False)
+    trainers = 2 * (sizes.training + sizes.step)
+    samplers = 2 * (sizes.weights + sizes.answering + sizes.keys)
+
+    def pages(free_bytes: int, asked: int | None = None) -> int:
+        return pages_apart(job.run, replace(serve, pages=asked), job.rl, job.program, free_bytes)
+
+    assert pages(1 << 30) == 64 * 96 // 16
+    assert pages(trainers + samplers, 40) == 40
+    with pytest.raises(ConfigError, match=r"'take v0' needs [\d,]+ bytes of the sampler, .* rollout.pages"):
+        pages(trainers + samplers - 2, 40)
+    with pytest.raises(ConfigError, match=r"'apart': 'train s0' needs [\d,]+ bytes of the trainer, .*microbatch"):
+        pages(trainers - 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=sizes.snapshot * 2 - 1))
+    with pytest.raises(ConfigError, match=r"state.dir = '.*run' has [\d,]+ bytes left, and the snapshots that"):
+        reinforced.job(tmp_path / "run", start, rollout={"placement": "apart"})
+    reinforced.job(tmp_path / "run", start, lag=0)  # one at a time

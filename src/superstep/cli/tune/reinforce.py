@@ -21,16 +21,17 @@ from superstep.observe.events import Fanout, Resumed, Rolled, RunFinished, RunSt
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.runtime.device import Device, choose
-from superstep.runtime.launch import World, launch_on
+from superstep.runtime.launch import World, launch_on, launch_parties
 from superstep.runtime.stop import listening
 from superstep.state.checkpoint import read_position
 from superstep.train import rundir
 from superstep.train.model import operations, resolved
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.tune.recipe import write
+from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
 from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.judge import Learnt
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, with_start
+from superstep.tune.rl.reinforce import Job, job_of, own_ranks, reinforce, with_start
 
 
 def run(recipe: RlRecipe) -> int:
@@ -41,7 +42,7 @@ def run(recipe: RlRecipe) -> int:
         if job is None:
             return 0
         try:
-            is_stopped = launch_on(job.run.config.plan.device, job.run.plan.mesh.world, _rank, job)
+            is_stopped = _launched(job)
         except BaseException as error:
             restore(sys.stdout)
             if (status := ended(error, job.folder, "tune rl")) is not None:
@@ -109,16 +110,34 @@ def _check_same(recipe: RlRecipe, folder: RunFolder) -> None:
             )
 
 
-def _rank(world: World, job: Job) -> bool:
-    """One rank; whether it was asked to stop before the last step, and has.
+def _launched(job: Job) -> bool:
+    """Launch the ranks; whether they were asked to stop before the last step, and have."""
+    asked, trainers = job.run.config.plan.device, job.run.plan.mesh.world
+    if job.rollout.placement == "shared":
+        return launch_on(asked, trainers, _rank, job)
+    kind = choose(asked, trainers + own_ranks(job.rollout))
+    return bool(launch_parties(kind, parties_of(job, _rank, _sampler)))
 
-    Raises:
-        Fault: torch raised what it raises wherever something breaks below it.
-    """
+
+def _rank(world: World, job: Job) -> bool:
+    """One rank that trains; whether it was asked to stop before the last step, and has."""
+    train = reinforce if job.rollout.placement == "shared" else train_apart
+    with _faults(world), listening(world.stop), ExitStack() as stack:
+        teller = _Teller(world, job, stack)
+        return train(world, job, teller.learnt, teller.saved)
+
+
+def _sampler(world: World, job: Job, number: int) -> None:
+    """One rank of a sampler. Asked to stop, it goes on until the trainer wants no more."""
+    with _faults(world), listening(world.stop):
+        sample_apart(world, job, number)
+
+
+@contextmanager
+def _faults(world: World) -> Iterator[None]:
+    """What torch raises wherever something breaks below it is a Fault."""
     try:
-        with listening(world.stop), ExitStack() as stack:
-            teller = _Teller(world, job, stack)
-            return reinforce(world, job, teller.learnt, teller.saved)
+        yield
     except RuntimeError as error:
         raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
 

@@ -73,9 +73,12 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divides the logits before a token is drawn."""
     placement: Placement = "shared"
-    """shared: the ranks that train sample as well, in turn; apart: a process of their own samples."""
+    """shared: the ranks that train sample as well, in turn; apart: processes of their own sample, beside training where
+    `rl.lag` is 1 or more."""
+    ranks: int | None = None
+    """Ranks that sample, where they are apart; none takes `tp` of them."""
     tp: int = 1
-    """Ranks that share the sampler's model; divides all ranks."""
+    """Ranks that share a sampler's model; divides all that sample."""
     pages: int | None = None
     """Pages of keys of a sampler; none takes as many as a quarter of the free memory allows."""
     requests: int = 64
@@ -123,9 +126,20 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         ("rollout.turns", rollout.turns, 1),
         ("rollout.requests", rollout.requests, 1),
         ("rollout.tp", rollout.tp, 1),
+        ("rollout.ranks", rollout.tp if rollout.ranks is None else rollout.ranks, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} = {value} must be at least {least}.")
+    if rollout.ranks is not None and rollout.placement == "shared":
+        raise ConfigError(
+            f"rollout.ranks = {rollout.ranks} with rollout.placement = 'shared': the ranks that train sample, all of "
+            "them; leave it out, or set rollout.placement to apart."
+        )
+    if rollout.ranks is not None and rollout.ranks % rollout.tp:
+        raise ConfigError(
+            f"rollout.tp = {rollout.tp} does not divide rollout.ranks = {rollout.ranks}; set rollout.ranks to a "
+            f"multiple of {rollout.tp}."
+        )
     if not 0.0 < rl.clip_low <= 1.0:
         raise ConfigError(f"rl.clip_low = {rl.clip_low} must be above 0 and at most 1: a ratio is never below 0.")
     if not rl.kl_coef >= 0.0:

@@ -19,7 +19,6 @@ from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.sleeping import Sleeping
-from superstep.serve.weights import Published
 from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
@@ -166,8 +165,9 @@ class Learner:
         """The log-probability of each target of a global batch, with the weights as they are: fp32 [B, S], whole."""
         return self._engine.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
 
-    def publish(self, root: Path) -> Published:
-        """Write the weights as a snapshot. Every rank calls this together."""
+    def publish(self, version: int, root: Path) -> Path:
+        """Write the weights, of which this is the version, as a snapshot. Every rank calls this together."""
+        assert version == self.position.step, "the program says when"
         # Who retires one is the program; nothing is cleaned away behind its back.
         return publish(
             self._engine,
@@ -177,7 +177,7 @@ class Learner:
             position=self.position,
             beside=self._beside,
             keep=1 << 30,
-        )
+        ).path
 
     def save(self) -> Path:
         """Write a checkpoint, and drop those that are too old. Every rank calls this together."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ class Record:
         verdicts: of each graded group.
         published: the folder of each version's snapshot.
         snapshots: where they lie.
+        lock: held by who writes a snapshot until it is on record; none is removed meanwhile.
+
+    Any thread may add to it.
 
     Raises:
         StateError: a line is none of ours.
@@ -52,6 +56,7 @@ class Record:
         self.verdicts: dict[int, tuple[Verdict, ...]] = {}
         self.published: dict[int, Path] = {}
         self.snapshots = path.parent / SNAPSHOTS
+        self.lock = threading.RLock()
         if path.is_file():
             for number, line in enumerate(_lines(path), start=1):
                 try:
@@ -83,8 +88,13 @@ class Record:
         self._keep({"published": version, "name": path.name})
 
     def retire(self, version: int) -> None:
-        """Keep that it is gone."""
-        self._keep({"retired": version})
+        """Keep that it is gone. Who keeps the record removes it."""
+        with self.lock:
+            path = self.published[version]
+            self._keep({"retired": version})
+            # Two versions of the same bits are one folder.
+            if self._file is not None and path not in self.published.values():
+                shutil.rmtree(path, ignore_errors=True)
 
     def tidy(self) -> None:
         """Remove what a killed run wrote of snapshots and did not come to note."""
@@ -104,9 +114,10 @@ class Record:
             self._file.close()
 
     def _keep(self, told: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
-        self._take(told)
+        with self.lock:
+            if self._file is not None:
+                self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+            self._take(told)
 
     def _take(self, told: dict[str, Any]) -> None:
         match told:

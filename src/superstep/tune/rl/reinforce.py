@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +25,14 @@ from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.rl.iterate import Iterate, Saved, Stopped
-from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.iterate import Iterate
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.record import NAME, Record
-from superstep.tune.rl.room import pages_for, require_sizes, sizes_of
+from superstep.tune.rl.room import pages_apart, pages_for, require_disk, require_sizes, sizes_of
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Seat, Seated
+from superstep.tune.rl.training import Saved, Stopped, Tell, Training, nothing_saved
 
 PROGRAM = "iterations.txt"
 """What is left of the run, as a text."""
@@ -122,8 +122,6 @@ def job_of(  # noqa: PLR0913
         StateError: what is on record is of another recipe.
     """
     check_rl(rl, rollout)
-    if rollout.placement != "shared":
-        raise ConfigError(f"rollout.placement = '{rollout.placement}' has no executor here; set shared.")
     if run.config.data.sequence_tokens < 2 * rollout.turns:
         raise ConfigError(f"data.sequence_tokens = {run.config.data.sequence_tokens} has no room for an answer.")
     environment = load_environment(rl.environment)
@@ -144,11 +142,16 @@ def job_of(  # noqa: PLR0913
                 "back, or begin a new run (--state.existing new)."
             )
     program = compile_iterations(asked, record.cursor(asked, step))
+    require_disk(program, run, folder.root)
     world = run.plan.mesh.world
-    if choose(run.config.plan.device, world) == "cpu":
-        # What a GPU has left its rank alone can tell.
-        free_bytes = Device("cpu").free_bytes(world)
-        rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
+    # What a GPU has left its rank alone can tell.
+    if choose(run.config.plan.device, world + own_ranks(rollout)) == "cpu":
+        if rollout.placement == "apart":
+            pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, Device("cpu").free_bytes(1))
+            rollout = replace(rollout, pages=pages)
+        else:
+            free_bytes = Device("cpu").free_bytes(world)
+            rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
     return Job(
         run=run,
         rl=rl,
@@ -162,6 +165,11 @@ def job_of(  # noqa: PLR0913
     )
 
 
+def own_ranks(rollout: RolloutConfig) -> int:
+    """Ranks that sample and do nothing else."""
+    return 0 if rollout.placement == "shared" else rollout.ranks or rollout.tp
+
+
 def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None) -> ServeConfig:
     """How the sampler's engine is opened on each rank."""
     return ServeConfig(
@@ -171,10 +179,17 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
         compute=run.config.numerics.compute,
         exact=run.config.numerics.exact,
         tp=rollout.tp,
-        dp=max(1, run.plan.mesh.world // rollout.tp),
+        dp=max(1, (own_ranks(rollout) or run.plan.mesh.world) // rollout.tp),
         # What adapters add in exact mode is not made in the compiled decoder.
         kernels=None if run.config.lora is not None and run.config.numerics.exact else kernels,
     )
+
+
+def seated_of(job: Job, serve: ServeConfig) -> Seated:
+    """What a sampler is told once."""
+    config = job.run.config
+    base = None if config.lora is None else job.start
+    return Seated(serve=serve, how=job.rollout, group=job.rl.group, seed=config.train.seed, base=base)
 
 
 def with_room(
@@ -221,8 +236,8 @@ def beside(job: Job) -> dict[str, str]:
 def reinforce(
     world: World,
     job: Job,
-    tell: Callable[[Learnt], None] = lambda learnt: None,
-    saved: Saved = lambda place, seconds: None,
+    tell: Tell = lambda learnt: None,
+    saved: Saved = nothing_saved,
 ) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
     # Read by every rank before the first of them adds to it, which takes a collective.
@@ -243,14 +258,7 @@ def reinforce(
         learner.keep_reference(job.start)
     config = job.run.config
     serve = serve_of(job.run, job.rollout, job.kernels)
-    told = Seated(
-        serve=serve,
-        how=job.rollout,
-        group=job.rl.group,
-        seed=config.train.seed,
-        base=None if config.lora is None else job.start,
-    )
-    seat = Seat(world, told, words, environment)
+    seat = Seat(world, seated_of(job, serve), words, environment)
     with ExitStack() as stack:
         stack.callback(words.template.close)
         stack.callback(record.close)
@@ -258,18 +266,10 @@ def reinforce(
         if world.rank == 0:
             graders = stack.enter_context(Pool(job.rl.environment, job.grade))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-        iterate = Iterate(
-            job.rl,
-            job.rollout,
-            config.train.seed,
-            learner,
-            seat,
-            environment,
-            record,
-            graders,
-            tell,
-            saved,
-        )
+        training = Training(job.rl, job.rollout, config.train.steps, learner, tell, saved)
+        grading = Grading(record, graders, config.train.seed)
+        timeout_s = job.rollout.timeout_s
+        iterate = Iterate(config.train.seed, timeout_s, learner, training, seat, environment, record, grading)
         is_stopped = False
         try:
             iterate.run(job.program)

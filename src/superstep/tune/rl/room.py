@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 from superstep.cost.program.memory import FP32, weights_bytes
 from superstep.cost.program.memory_fit import memory_of
 from superstep.cost.program.workspace import batch_bytes, workspace
 from superstep.cost.serve import ServedModel
+from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
 from superstep.tune.program.instructions import Iterations
-from superstep.tune.program.memory import Sizes, Where, require_room
+from superstep.tune.program.memory import Sizes, Where, peaks, require_room
 from superstep.tune.rl.config import RlConfig
 
 STREAMS = 3
@@ -36,14 +39,14 @@ def pages_for(run: Resolved, serve: ServeConfig, free_bytes: int) -> int:
 
 
 def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, gives_back: bool) -> Sizes:
-    """What shared ranks hold, on the fullest of them.
+    """What ranks hold, on the fullest of them.
 
     Args:
         run: that is trained.
         serve: how they sample.
         rl: how many answers a group has.
         pages: of keys.
-        gives_back: whether the trainer gives its memory back while they sample.
+        gives_back: whether shared ranks give the trainer's memory back while they sample.
     """
     served = setting_model(_plan(run, serve), serve)
     ranks, reference_bytes = memory_of(run), weights_bytes(run, compile_step(run.plan))
@@ -88,6 +91,49 @@ def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:
     """Refuse what has no room on some rank, naming the instruction that needs most; raises as ``require_room``."""
     room: Mapping[Where, int] = {"ranks": free_bytes}
     require_room(program, sizes, room)
+
+
+def pages_apart(run: Resolved, serve: ServeConfig, rl: RlConfig, program: Iterations, free_bytes: int) -> int:
+    """Pages of keys of samplers that have processes of their own on the host that trains.
+
+    Args:
+        run: that is trained, which takes its memory first.
+        serve: how they sample.
+        rl: how many answers a group has.
+        program: of the run.
+        free_bytes: of the host.
+
+    Raises:
+        ConfigError: some instruction has no room.
+    """
+    trainers, samplers = run.plan.mesh.world, serve.tp * serve.dp
+    sizes = sizes_of(run, serve, rl, pages=0, gives_back=False)
+    require_room(program, sizes, {"trainer": free_bytes // trainers})
+    left = (free_bytes - trainers * peaks(program, sizes)["trainer"].bytes) // samplers
+    pages = pages_for(run, serve, left)
+    require_room(program, sizes_of(run, serve, rl, pages=pages, gives_back=False), {"sampler": left})
+    return pages
+
+
+def require_disk(program: Iterations, run: Resolved, root: Path) -> None:
+    """Refuse a run whose snapshots have no room where they are handed over.
+
+    Args:
+        program: of the run.
+        run: that is trained.
+        root: of the run directory.
+
+    Raises:
+        ConfigError: names the most of them that lie there at once.
+    """
+    needed = peaks(program, Sizes(snapshot=4 * run.outline.numel)).get("host")
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
+    free_bytes = shutil.disk_usage(there).free
+    if needed is not None and needed.bytes > free_bytes:
+        raise ConfigError(
+            f"state.dir = '{root}' has {free_bytes:,} bytes left, and the snapshots that samplers take need "
+            f"{needed.bytes:,}; name a folder with more room, or set a smaller rl.lag."
+        )
 
 
 def _plan(run: Resolved, serve: ServeConfig) -> Resolved:

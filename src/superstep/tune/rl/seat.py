@@ -1,13 +1,16 @@
-"""The sampler of shared ranks: each rank, or each few of them, has an engine that sleeps while they train.
+"""A rank's part in sampling: each rank, or each few of them, has an engine, which sleeps where nothing is sampled.
 
 trainer   dp=2 tp=2      ranks 0 1 2 3
 sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
 sampler   4 of tp=1      0 │ 1 │ 2 │ 3
+
+Samplers with ranks of their own are a world each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +56,10 @@ class Seated:
     base: Path | None = None
 
 
+class Left(Exception):
+    """Who listens to a sampler wants no more."""
+
+
 class Seat:
     """A rank's part in sampling.
 
@@ -61,16 +68,24 @@ class Seat:
         told: how to sample.
         words: of the model.
         environment: that the tasks are of.
+        others: samplers in other worlds: this one's number, and how many there are. None where all are in this world.
     """
 
-    def __init__(self, world: World, told: Seated, words: Words, environment: Environment) -> None:
+    def __init__(
+        self,
+        world: World,
+        told: Seated,
+        words: Words,
+        environment: Environment,
+        others: tuple[int, int] | None = None,
+    ) -> None:
         if world.size % told.serve.tp:
             raise ConfigError(
                 f"rollout.tp = {told.serve.tp} does not divide the {world.size} ranks that sample; choose one of "
                 f"{[tp for tp in range(1, world.size + 1) if world.size % tp == 0]}."
             )
-        self.replicas = world.size // told.serve.tp
-        self.replica = world.rank // told.serve.tp
+        self._here = world.size // told.serve.tp
+        self.replica, self.replicas = others or (world.rank // told.serve.tp, self._here)
         self._told = told
         self._world = world
         self._words = words
@@ -89,13 +104,15 @@ class Seat:
     ) -> Iterator[Group]:
         """Take a version, answer this replica's share of some tasks, and give the memory back.
 
-        Nothing comes from ranks that are not the first of their replica. All of it must be asked for.
+        Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
+        raises ``Left``: then it ends here.
         """
         threads = torch.get_num_threads()
         engine = self._take(folder)
         try:
             if engine is not None:
-                yield from engine[2].sample(tasks[self.replica :: self.replicas], version, tell)
+                with suppress(Left):
+                    yield from engine[2].sample(tasks[self.replica :: self.replicas], version, tell)
                 engine[1].sleep()
                 if self._told.serve.tp > 1:
                     engine[0].end()  # the others train now; they follow again with the next version
@@ -146,8 +163,8 @@ class Seat:
             config = RunConfig(
                 model=ModelConfig(name=str(folder / "config.json")),
                 data=replace(DataConfig(), sequence_tokens=plan.config.data.sequence_tokens),
-                train=TrainConfig(batch_sequences=self.replicas),
-                plan=PlanConfig(tp=self._told.serve.tp, dp=self.replicas, microbatch=1),
+                train=TrainConfig(batch_sequences=self._here),
+                plan=PlanConfig(tp=self._told.serve.tp, dp=self._here, microbatch=1),
                 numerics=plan.config.numerics,
             )
             self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)

@@ -1,0 +1,74 @@
+"""The lane of graders: grades are asked for once answers are on record, and waited for where a step needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from superstep.errors import Fault
+from superstep.grade.task import Rollout
+from superstep.grade.verdict import Verdict
+from superstep.tune.program.instructions import Grade, Iterations
+from superstep.tune.rl.first import Patience
+from superstep.tune.rl.record import Record
+
+
+class Graders(Protocol):
+    """Who grades: ``grade.pool.Pool``."""
+
+    def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
+        """The verdict, once it is there."""
+
+
+class Grading:
+    """The lane, on the rank that keeps the record; on others it does nothing.
+
+    Args:
+        record: what is known.
+        graders: None on the other ranks.
+        seed: of the tasks.
+    """
+
+    def __init__(self, record: Record, graders: Graders | None, seed: int) -> None:
+        self._record = record
+        self._graders = graders
+        self._seed = seed
+        self._asked: dict[int, list[Future[Verdict]]] = {}
+
+    def begin(self, program: Iterations) -> None:
+        """Have those of a program's groups graded that are on record without grades."""
+        for i in program.lane("grader"):
+            assert isinstance(i, Grade), "the grader grades"
+            if i.group in self._record.groups:
+                self.submit(i.group)
+
+    def submit(self, number: int) -> None:
+        """Have a group graded that is on record. Any thread may call it."""
+        if self._graders is not None and number not in self._record.verdicts:
+            answers = self._record.groups[number].answers
+            self._asked[number] = [self._graders.submit(number, self._seed, answer.rollout) for answer in answers]
+
+    def graded(self, numbers: Sequence[int], beat_s: float, patience: Patience) -> list[tuple[Verdict, ...]] | None:
+        """The grades of some groups on record; None where some are not there after ``beat_s``.
+
+        Raises:
+            ConfigError: the environment has no such task.
+            Fault: the grader is late.
+        """
+        until_s = time.monotonic() + beat_s
+        for number in numbers:
+            asked = self._asked.get(number, [])
+            for one in asked:
+                try:
+                    one.result(min(max(0.0, until_s - time.monotonic()), patience.left_s))
+                except TimeoutError:
+                    if patience.left_s:
+                        return None
+                    late = f"the grader has no grades of task {number} after {patience.seconds:g} s."
+                    raise Fault(late) from None
+            if asked:
+                self._record.graded(number, tuple(one.result() for one in asked))
+                del self._asked[number]
+        return [self._record.verdicts[number] for number in numbers]

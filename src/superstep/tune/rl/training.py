@@ -1,0 +1,147 @@
+"""Training on graded groups, on one rank of those that train: a step, what is told of it, and its save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.grade.verdict import Verdict
+from superstep.numerics.objective import Streams
+from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.sequence_policy import sequence_policy
+from superstep.runtime.engine import StepResult
+from superstep.train.schedule import rate
+from superstep.tune.rl.batch import Lessons, lessons_of, require_same_bits
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.judge import Alike, Learnt, learnt_of, shares_of
+from superstep.tune.rl.learner import Differs, Learner
+from superstep.tune.rl.sampling import Group
+
+
+class Stopped(Exception):
+    """The run has come to an end before its last step, and what was done is saved."""
+
+
+Tell = Callable[[Learnt], None]
+Saved = Callable[[Path, float], None]
+
+
+def nothing_saved(place: Path, seconds: float) -> None:
+    """A ``Saved`` that does nothing."""
+
+
+class Training:
+    """One rank.
+
+    Args:
+        rl: what is learnt.
+        how: answers are sampled.
+        steps: of the whole run.
+        learner: this rank's part in training.
+        tell: told of each step.
+        saved: told of each checkpoint, and how long it took to write.
+    """
+
+    def __init__(
+        self,
+        rl: RlConfig,
+        how: RolloutConfig,
+        steps: int,
+        learner: Learner,
+        tell: Tell,
+        saved: Saved = nothing_saved,
+    ) -> None:
+        self._rl = rl
+        self._how = how
+        self._steps = steps
+        self._learner = learner
+        self._tell = tell
+        self._saved = saved
+        self._alike = Alike()
+        self._since_s = time.perf_counter()
+
+    def train(
+        self, step: int, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]], *, sampling_s: float
+    ) -> None:
+        """One step.
+
+        Args:
+            step: finished steps.
+            groups: of the step.
+            verdicts: of each group's answers.
+            sampling_s: since the step before, those in which was sampled, or waited for it.
+
+        Raises:
+            Stopped: that was asked for, and the step is saved.
+        """
+        self._alike.see(step, verdicts)
+        shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
+        config, rl = self._learner.run.config, self._rl
+        lessons = lessons_of(
+            groups,
+            shares,
+            divisor=divisor or 1.0,
+            multiple=self._learner.multiple,
+            tokens=config.data.sequence_tokens,
+            is_masked=config.data.is_masked,
+            keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
+        )
+        result = self._step(lessons, version=groups[0].version, step=step)
+        now_s = time.perf_counter()
+        seconds, self._since_s = now_s - self._since_s, now_s
+        lr = rate(config.train, step)
+        learnt = learnt_of(groups, verdicts, result, step=step, lr=lr, seconds=seconds, sampling_s=sampling_s)
+        self._tell(learnt)
+        if result.is_stop_asked and step + 1 < self._steps:
+            self.save()
+            raise Stopped
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        begin_s = time.perf_counter()
+        self._saved(self._learner.save(), time.perf_counter() - begin_s)
+
+    def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+        batch, streams = lessons.batch, dict(lessons.batch.streams)
+        is_exact, is_fresh = self._learner.run.plan.grain is not None, version == step
+        policy = PolicyLoss(
+            clip_low=self._rl.clip_low,
+            clip_high=self._rl.clip_high,
+            correction=self._rl.correction,
+            watches_sampler=not is_exact,
+            kl_coef=self._rl.kl_coef,
+            is_fresh=is_fresh and not is_exact,
+        )
+        if self._rl.kl_coef:
+            streams["reference"] = self._learner.reference(batch)
+        is_whole = self._rl.ratio == "sequence"
+        # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
+        if not policy.is_fresh:
+            streams["old"] = streams["sampled"]
+        if is_whole:
+            logprobs = self._learner.logprobs(batch)
+            if is_exact and is_fresh:
+                require_same_bits(lessons, logprobs, version)
+            return self._step_of_answers(lessons, policy, logprobs, streams)
+        try:
+            return self._learner.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
+        except Differs:
+            require_same_bits(lessons, self._learner.logprobs(batch), version)
+            raise AssertionError("a difference was seen in the step, and none behind it") from None
+
+    def _step_of_answers(
+        self, lessons: Lessons, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
+    ) -> StepResult:
+        """A step whose loss looks at whole answers: their weights are found, then trained with."""
+        answer_BS, gains = lessons.answers()
+        if not len(gains):
+            return self._learner.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))
+        weighed = sequence_policy(policy, logprobs_BS, streams, answer_BS, gains)
+        batch = replace(lessons.batch, streams={"weights": weighed.weights}, divisor=float(len(gains)))
+        result = self._learner.step(batch)
+        return replace(result, loss=weighed.loss / len(gains), measures=weighed.measures)

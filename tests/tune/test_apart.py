@@ -1,0 +1,193 @@
+"""Ranks apart: other processes sample than train, and the bits are those of ranks that do both in turn."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import reinforced
+from superstep.errors import Fault
+from superstep.model.hf import open_weights
+from superstep.runtime.trouble import trouble_of
+from superstep.state.folders import checkpoints
+from superstep.train.run_folder import RunFolder
+from superstep.tune.rl.exchange import Exchange
+from superstep.tune.rl.first import Patience
+from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.line import Here, Line, Retired
+from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.sampling import Group
+
+APART = {"placement": "apart"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return reinforced.start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def in_turn(pool, start, tmp_path_factory):
+    """Steps and last weights of one rank that does what ranks apart would do, an instruction after the other."""
+    root = tmp_path_factory.mktemp("run")
+    job = reinforced.in_turn(reinforced.job(root, start, rollout=APART))
+    return pool.run(1, reinforced.run, job)[0], weights(root)
+
+
+@pytest.fixture
+def folder():
+    """Of a launch: a short name, as that of a socket must be."""
+    with tempfile.TemporaryDirectory(prefix="apart-") as name:
+        yield name
+
+
+def weights(root):
+    """The last checkpoint's tensors."""
+    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
+    return {name: found[name][:] for name in found}
+
+
+def require_same(found, root, wanted):
+    """Losses, norms, rewards and weights to the bit; no snapshot is left."""
+    told, tensors = wanted
+    assert found == told
+    now = weights(root)
+    assert [name for name in tensors if not torch.equal(now[name], tensors[name])] == []
+    assert not list((root / "weights").iterdir())
+
+
+@pytest.mark.multiproc
+def test_ranks_apart_have_the_bits_of_ranks_in_turn(pool, start, in_turn, folder, tmp_path):
+    job = reinforced.job(tmp_path / "run", start, rollout=APART | {"tp": 2}, dp=2, zero=1)
+    found = pool.run(4, reinforced.run_apart, job, folder)[0]
+    assert [each["lag"] for each in found] == [0, 1, 1]
+    require_same(found, tmp_path / "run", in_turn)
+
+
+@pytest.mark.multiproc
+def test_two_samplers_have_the_bits_of_shared_ranks_where_the_versions_are_theirs(pool, start, folder, tmp_path):
+    """The first lag + 1 steps are sampled by the first version, wherever."""
+    shared = pool.run(1, reinforced.run, reinforced.job(tmp_path / "shared", start, steps=2))[0]
+    job = reinforced.job(tmp_path / "run", start, steps=2, rollout=APART | {"ranks": 2})
+    found = pool.run(3, reinforced.run_apart, job, folder)[0]
+    require_same(found, tmp_path / "run", (shared, weights(tmp_path / "shared")))
+
+
+@pytest.mark.multiproc
+def test_a_run_apart_that_is_cut_or_stopped_goes_on_to_the_same_bits(pool, start, in_turn, tmp_path):
+    """Between samples, where a version is gone, and behind a step; with one sampler and with two."""
+    root, steps = tmp_path / "run", {}
+    for samplers, cut, stop in ((1, 2, None), (2, 3, None), (1, None, 1), (1, None, None)):
+        job = reinforced.job(root, start, rollout=APART | {"ranks": samplers})
+        with tempfile.TemporaryDirectory(prefix="apart-") as folder:
+            found = pool.run(1 + samplers, reinforced.run_apart, job, folder, cut, stop)[0]
+        steps |= {told["step"]: told for told in found}
+    require_same([steps[step] for step in sorted(steps)], root, in_turn)
+
+
+@pytest.mark.multiproc
+def test_a_sampler_that_is_left_ends_what_it_draws_on_all_its_ranks_and_draws_again(pool, start, tmp_path):
+    job = reinforced.job(tmp_path / "run", start, rollout=APART | {"tp": 2})
+    first, second = pool.run(2, reinforced.leaves, job)
+    assert first[0] == []
+    assert sorted(first[1]) == [0, 1]
+    assert second == ([], [])  # the other rank of the model
+
+
+GROUP = Group(number=3, version=0, answers=())
+
+
+@pytest.fixture
+def meeting(folder, tmp_path):
+    """Makes an exchange of so many samplers; and lines to it."""
+    address = Path(folder) / "samplers"
+    record = Record(tmp_path / NAME)
+
+    def exchange(samplers=1, timeout_s=0.2):
+        grading = Grading(record, None, 0)
+        record.verdicts[3] = ()
+        owners = {3: 0, 4: samplers - 1}
+        return Exchange(
+            address, record, grading, samplers=samplers, ranks=1, owners=owners, timeout_s=timeout_s
+        ), record
+
+    def line(sampler=0, timeout_s=0.2):
+        return Line(address, Here(sampler, 0), timeout_s)
+
+    return exchange, line
+
+
+def waits(exchange, numbers, seconds=60.0):
+    """What an exchange says of some groups, within so much patience."""
+    return exchange.wait(numbers, 60.0, Patience(seconds))
+
+
+def test_who_is_late_is_named_with_what_was_waited_for(meeting):
+    make, line = meeting
+    with pytest.raises(Fault, match=r"^the trainer does not listen after 0.2 s"):
+        line()
+    exchange, record = make(samplers=2)
+    with exchange:
+        drawing, idle = line(0), line(1)
+        drawing.tell(GROUP)
+        waits(exchange, [3])
+        with pytest.raises(Fault, match=r"^sampler 1 has no answers of task 4 after 0.2 s\.$"):
+            waits(exchange, [3, 4], 0.2)
+        assert list(record.groups) == [3]
+        assert exchange.wait([4], 0.05, Patience(60.0)) is None  # the other ranks hear that it goes on
+        with pytest.raises(Fault, match=r"^the trainer has not published version 0 after 0.2 s\.$"):
+            idle.version(0)
+        with pytest.raises(Fault, match=r"^a sampler has not come to its end after 0.2 s\.$"):
+            exchange.finish()
+        while not idle.is_over:
+            time.sleep(0.01)
+        assert idle.version(0) is None
+
+
+def test_a_line_that_breaks_is_a_fault_that_follows_from_another(meeting):
+    make, line = meeting
+    exchange, _ = make()
+    with exchange:
+        line()._pipe.close()
+        with pytest.raises(Fault, match=r"^sampler 0, rank 0 has gone\.$") as raised:
+            waits(exchange, [3])
+    assert trouble_of(0, raised.value).order == 3
+    exchange, _ = make()
+    with exchange:
+        left = line()
+    with pytest.raises(Fault, match=r"^the trainer has gone\.$") as raised:
+        left.version(0)
+    assert trouble_of(0, raised.value).order == 3
+
+
+def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_its_bits_is_written(meeting, tmp_path):
+    make, line = meeting
+    exchange, record = make(samplers=2, timeout_s=60.0)
+    place = record.snapshots / "weights-same"
+    place.mkdir(parents=True)
+    with exchange:
+        lines = [line(0, 60.0), line(1, 60.0)]
+        exchange.publish(0, lambda: place)
+        assert [each.version(0) for each in lines] == [place, place]
+        lines[0].tell(Retired(0))
+        lines[0].tell(GROUP)  # heard behind it
+        waits(exchange, [3])
+        assert place.is_dir()
+
+        def write():
+            """The same weights again, and while they are written nobody wants the first ones any more."""
+            lines[1].tell(Retired(0))
+            time.sleep(0.2)
+            return place
+
+        exchange.publish(1, write)
+        assert lines[0].version(1) == place
+        for each in lines:
+            each.close()
+        exchange.finish()
+    assert place.is_dir()
+    assert list(record.published) == [1]
