@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,19 @@ import torch
 
 import reinforced
 from superstep.errors import Fault
+from superstep.grade.task import Rollout
+from superstep.grade.verdict import Verdict
 from superstep.model.hf import open_weights
 from superstep.runtime.trouble import trouble_of
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
-from superstep.tune.rl.exchange import Exchange
+from superstep.tune.program.instructions import Asked
+from superstep.tune.rl.exchange import Exchange, Window
 from superstep.tune.rl.first import Patience
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.line import Here, Line, Retired
 from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.rollout import Answered
 from superstep.tune.rl.sampling import Group
 
 APART = {"placement": "apart"}
@@ -99,6 +104,7 @@ def test_a_sampler_that_is_left_ends_what_it_draws_on_all_its_ranks_and_draws_ag
 
 
 GROUP = Group(number=3, version=0, answers=())
+ASKED = Asked(steps=4, groups=2, lag=1, placement="apart")
 
 
 @pytest.fixture
@@ -111,9 +117,11 @@ def meeting(folder, tmp_path):
         grading = Grading(record, None, 0)
         record.verdicts[3] = ()
         owners = {3: 0, 4: samplers - 1}
-        return Exchange(
-            address, record, grading, samplers=samplers, ranks=1, owners=owners, timeout_s=timeout_s
-        ), record
+        window = Window(0, ASKED)
+        made = Exchange(
+            address, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
+        )
+        return made, record
 
     def line(sampler=0, timeout_s=0.2):
         return Line(address, Here(sampler, 0), timeout_s)
@@ -121,9 +129,9 @@ def meeting(folder, tmp_path):
     return exchange, line
 
 
-def waits(exchange, numbers, seconds=60.0):
-    """What an exchange says of some groups, within so much patience."""
-    return exchange.wait(numbers, 60.0, Patience(seconds))
+def waits(exchange, places, seconds=60.0):
+    """What an exchange says of some places, within so much patience."""
+    return exchange.wait(places, 60.0, Patience(seconds))
 
 
 def test_who_is_late_is_named_with_what_was_waited_for(meeting):
@@ -134,11 +142,11 @@ def test_who_is_late_is_named_with_what_was_waited_for(meeting):
     with exchange:
         drawing, idle = line(0), line(1)
         drawing.tell(GROUP)
-        waits(exchange, [3])
+        waits(exchange, range(3, 4))
         with pytest.raises(Fault, match=r"^sampler 1 has no answers of task 4 after 0.2 s\.$"):
-            waits(exchange, [3, 4], 0.2)
+            waits(exchange, range(3, 5), 0.2)
         assert list(record.groups) == [3]
-        assert exchange.wait([4], 0.05, Patience(60.0)) is None  # the other ranks hear that it goes on
+        assert exchange.wait(range(4, 5), 0.05, Patience(60.0)) is None  # the other ranks hear that it goes on
         with pytest.raises(Fault, match=r"^the trainer has not published version 0 after 0.2 s\.$"):
             idle.version(0)
         with pytest.raises(Fault, match=r"^a sampler has not come to its end after 0.2 s\.$"):
@@ -154,7 +162,7 @@ def test_a_line_that_breaks_is_a_fault_that_follows_from_another(meeting):
     with exchange:
         line()._pipe.close()
         with pytest.raises(Fault, match=r"^sampler 0, rank 0 has gone\.$") as raised:
-            waits(exchange, [3])
+            waits(exchange, range(3, 4))
     assert trouble_of(0, raised.value).order == 3
     exchange, _ = make()
     with exchange:
@@ -175,7 +183,7 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
         assert [each.version(0) for each in lines] == [place, place]
         lines[0].tell(Retired(0))
         lines[0].tell(GROUP)  # heard behind it
-        waits(exchange, [3])
+        waits(exchange, range(3, 4))
         assert place.is_dir()
 
         def write():
@@ -191,3 +199,87 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
         exchange.finish()
     assert place.is_dir()
     assert list(record.published) == [1]
+
+
+class ByHand:
+    """Graders who say what a test says."""
+
+    def __init__(self):
+        self.asked = {}
+
+    def submit(self, index, seed, rollout):
+        return self.asked.setdefault(index, Future())
+
+
+def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_once(folder, tmp_path):
+    record, graders = Record(tmp_path / NAME), ByHand()
+    grading, good = Grading(record, graders, 0), Verdict("ok", 1.0)
+    answer = Answered(strands=(), rollout=Rollout((), "stop"))
+    window, address = Window(1, ASKED), Path(folder) / "samplers"
+    exchange = Exchange(
+        address, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
+    )
+
+    def step(number, beat_s=60.0):
+        found = exchange.wait(ASKED.groups_of(number), beat_s, Patience(60.0))
+        return None if found is None else [group.number for group in found[0]]
+
+    with exchange:
+        line = Line(address, Here(0, 0), 60.0)
+        for number in (1, 2, 3, 4, 5, 6):
+            line.tell(Group(number=number, version=0, answers=(answer,)))
+        while 6 not in graders.asked:
+            time.sleep(0.01)
+        for number in (1, 4, 5, 6):
+            graders.asked[number].set_result(good)
+        assert step(0, 0.05) is None  # task 2 and 3 have no grades, and 4 is two steps away
+        graders.asked[3].set_result(good)
+        assert step(0) == [3, 1]
+        # What came late has the other's place, there and in the file; and it waits no longer than its window.
+        line.tell(Group(number=0, version=0, answers=(answer,)))
+        assert [record.place(0), record.place(3)] == [3, 0]
+        assert step(1, 0.05) is None
+        graders.asked[2].set_result(good)
+        while 0 not in graders.asked:
+            time.sleep(0.01)
+        graders.asked[0].set_result(good)
+        assert step(1) == [2, 0]
+        assert step(2) == [4, 5]
+    again = Record(tmp_path / NAME, is_kept=False)
+    assert {place: group.number for place, group in again.groups.items()} == {0: 3, 1: 1, 2: 2, 3: 0, 4: 4, 5: 5, 6: 6}
+    assert again.verdicts.keys() == {0, 1, 2, 3, 4, 5}
+    assert [again.task(place) for place in range(8)] == [3, 1, 2, 0, 4, 5, 6, 7]
+
+
+WAITS = """
+import pathlib, time
+
+def task(index, seed):
+    return Task(prompt="to be", answer=str(index))
+
+def grade(task, rollout):
+    while task.answer == "0" and not pathlib.Path({first!r}).exists():
+        time.sleep(0.05)
+    return float(len(rollout.answer) % 2)
+"""
+
+
+@pytest.mark.multiproc
+def test_a_slow_grade_holds_up_no_step_that_has_other_groups(pool, start, folder, tmp_path):
+    """The grade of the first task waits for the first step, which it is of."""
+    root = tmp_path / "run"
+    (start / "waits.py").write_text(reinforced.ENVIRONMENT + WAITS.format(first=str(root / "checkpoints/step-000001")))
+    job = reinforced.job(
+        root,
+        start,
+        exact=False,
+        rollout=APART,
+        rl={"window": 1, "group": 2},
+        grade={"workers": 3},
+        environment="waits.py",
+    )
+    told = pool.run(2, reinforced.run_apart, job, folder)[0]
+    assert [each["step"] for each in told] == [1, 2, 3]
+    record = Record(root / NAME, is_kept=False)
+    assert record.place(0) in ASKED.groups_of(1)
+    assert sorted(record.task(place) for place in range(6)) == list(range(6))

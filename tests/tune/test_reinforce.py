@@ -181,6 +181,10 @@ def test_what_cannot_begin_is_refused(start, tmp_path):
     refused("rollout.ranks = 2 with rollout.placement = 'shared': the ranks that train sample", rollout={"ranks": 2})
     apart = {"placement": "apart", "tp": 2}
     refused("rollout.tp = 2 does not divide rollout.ranks = 3; set", rollout=apart | {"ranks": 3})
+    window = {"window": 1}
+    refused("rl.window = 1 with numerics.exact = true", rl=window, rollout={"placement": "apart"})
+    refused("rl.window = 1 is more than rl.lag = 0", rl=window, lag=0, exact=False, rollout={"placement": "apart"})
+    refused("rl.window = 1 with rollout.placement = 'shared'", rl=window, exact=False)
     refused("rollout.ranks = 0 must be at least 1", rollout=apart | {"ranks": 0})
     refused("rl.rows = 0 must be at least 1", rl={"rows": 0})
     refused(r"impure.py: task\(0, 0\) gives another task when it is asked again", environment="impure.py")

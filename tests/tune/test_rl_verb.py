@@ -161,7 +161,7 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
 @pytest.mark.multiproc
 def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool, start, tmp_path, monkeypatch):
     apart = ("--rollout.placement", "apart", "--plan.dp", "1")
-    root, path = recipe(tmp_path, start, "run")
+    root, path = recipe(tmp_path, start, "run", steps=3)
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     process = begin(path, *apart)
@@ -180,7 +180,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool,
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0, said
     assert not list((tmp_path / "t").glob("[!t]*"))  # torchinductor's stays
-    whole, path = recipe(tmp_path, start, "whole")
+    whole, path = recipe(tmp_path, start, "whole", steps=3)
     with _prepared(read([str(path), *apart])) as job:
         steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
     names = ("step", "loss", "norm", "reward", "drawn_tokens")
@@ -191,11 +191,13 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool,
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path):
-    """Trainers that sample, their launcher and graders; with dp 2 and tp 2 in turn."""
+@pytest.mark.parametrize("placement", ["shared", "apart"])
+def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path, placement):
+    """Trainers, samplers, their launcher and graders; with dp 2 and tp 2 in turn."""
     whole, path = recipe(tmp_path, start, "whole", steps=12)
+    placed = ("--rollout.placement", placement)
     begin_s = time.monotonic()
-    process = begin(path)
+    process = begin(path, *placed)
     said = process.communicate(timeout=500)[0].decode()
     assert process.returncode == 0, said
     took_s = time.monotonic() - begin_s
@@ -205,7 +207,7 @@ def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path):
     ends = 0
     while sum(kills.values()) < 20 or not ends:
         flags = draw.choice([(), ("--plan.dp", "1", "--plan.tp", "2", "--rollout.tp", "2")])
-        process = begin(path, *flags)
+        process = begin(path, *placed, *flags)
         if sum(kills.values()) < 20:
             time.sleep(draw.uniform(0.1, 0.9) * took_s)
             kills[kill_one(process.pid, draw)] += 1

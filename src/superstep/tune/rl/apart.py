@@ -11,7 +11,7 @@ Each goes through its own lane of the program. What one waits for on another lan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from superstep.train.run_folder import write_whole
 from superstep.tune.program.instructions import Iterations, Publish, Retire, Sample, Save, Take, Train
 from superstep.tune.program.memory import require_room
 from superstep.tune.program.text import write_iterations
-from superstep.tune.rl.exchange import Exchange, Lesson
+from superstep.tune.rl.exchange import Exchange, Lesson, Window
 from superstep.tune.rl.first import Patience, from_first
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.iterate import samples_from
@@ -113,13 +113,15 @@ class SamplerLane:
         line: to the trainer.
         environment: of the tasks.
         seed: of the tasks.
+        tasks: the number of a place's task, where it is another.
     """
 
-    def __init__(self, seat: Seat, line: Line, environment: Environment, seed: int) -> None:
+    def __init__(self, seat: Seat, line: Line, environment: Environment, seed: int, tasks: Mapping[int, int]) -> None:
         self._seat = seat
         self._line = line
         self._environment = environment
         self._seed = seed
+        self._tasks = tasks
         self._has_left = False
 
     def run(self, program: Iterations) -> None:
@@ -149,7 +151,8 @@ class SamplerLane:
                     raise AssertionError("a sampler does none of these")
             at += 1
 
-    def _sample(self, numbers: list[int], version: int, folder: Path) -> None:
+    def _sample(self, places: list[int], version: int, folder: Path) -> None:
+        numbers = [self._tasks.get(place, place) for place in places]
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
         for group in self._seat.sample(folder, version, tasks, self._look):
             self._line.tell(group)
@@ -214,7 +217,8 @@ def _opened(world: World, job: Job, stack: ExitStack) -> Exchange:
         grading,
         samplers=samplers,
         ranks=job.rollout.tp,
-        owners=owners_of(job.program, samplers),
+        owners={job.tasks.get(place, place): owner for place, owner in owners_of(job.program, samplers).items()},
+        window=Window(job.rl.window, job.program.asked),
         timeout_s=job.rollout.timeout_s,
     )
     return stack.enter_context(exchange)
@@ -236,7 +240,7 @@ def sample_apart(world: World, job: Job, number: int) -> None:
         stack.callback(words.template.close)
         seat = Seat(world, seated_of(job, serve), words, environment, others=(number, samplers_of(job)))
         line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)
-        SamplerLane(seat, line, environment, job.run.config.train.seed).run(job.program)
+        SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
         line.close()
         seat.close()
 

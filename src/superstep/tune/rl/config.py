@@ -41,6 +41,9 @@ class RlConfig:
     lag: int = 0
     """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
     policy."""
+    window: int = 0
+    """Of how many later steps a step may take graded groups in place of its own that are not there yet, at most `lag`:
+    for ranks apart in fast mode. Answers may then be so many steps older than `lag` says."""
     estimator: Estimator = "grpo"
     """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
     ratio: Ratio = "token"
@@ -122,6 +125,7 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         ("rl.groups", rl.groups, 1),
         ("rl.rows", 1 if rl.rows is None else rl.rows, 1),
         ("rl.lag", rl.lag, 0),
+        ("rl.window", rl.window, 0),
         ("rollout.max_tokens", rollout.max_tokens, 1),
         ("rollout.turns", rollout.turns, 1),
         ("rollout.requests", rollout.requests, 1),
@@ -130,16 +134,7 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
     ):
         if value < least:
             raise ConfigError(f"{name} = {value} must be at least {least}.")
-    if rollout.ranks is not None and rollout.placement == "shared":
-        raise ConfigError(
-            f"rollout.ranks = {rollout.ranks} with rollout.placement = 'shared': the ranks that train sample, all of "
-            "them; leave it out, or set rollout.placement to apart."
-        )
-    if rollout.ranks is not None and rollout.ranks % rollout.tp:
-        raise ConfigError(
-            f"rollout.tp = {rollout.tp} does not divide rollout.ranks = {rollout.ranks}; set rollout.ranks to a "
-            f"multiple of {rollout.tp}."
-        )
+    _check_placement(rl, rollout)
     if not 0.0 < rl.clip_low <= 1.0:
         raise ConfigError(f"rl.clip_low = {rl.clip_low} must be above 0 and at most 1: a ratio is never below 0.")
     if not rl.kl_coef >= 0.0:
@@ -151,3 +146,26 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
     ):
         if not number > 0.0:
             raise ConfigError(f"{name} = {number} must be above 0.")
+
+
+def _check_placement(rl: RlConfig, rollout: RolloutConfig) -> None:
+    if rl.window and rollout.placement == "shared":
+        raise ConfigError(
+            f"rl.window = {rl.window} with rollout.placement = 'shared': ranks that sample and train in turn have all "
+            "groups of a step; set rl.window = 0, or rollout.placement to apart."
+        )
+    if rl.window > rl.lag:
+        raise ConfigError(
+            f"rl.window = {rl.window} is more than rl.lag = {rl.lag}: no later step is sampled that far ahead; set "
+            f"rl.window to {rl.lag} or less."
+        )
+    if rollout.ranks is not None and rollout.placement == "shared":
+        raise ConfigError(
+            f"rollout.ranks = {rollout.ranks} with rollout.placement = 'shared': the ranks that train sample, all of "
+            "them; leave it out, or set rollout.placement to apart."
+        )
+    if rollout.ranks is not None and rollout.ranks % rollout.tp:
+        raise ConfigError(
+            f"rollout.tp = {rollout.tp} does not divide rollout.ranks = {rollout.ranks}; set rollout.ranks to a "
+            f"multiple of {rollout.tp}."
+        )

@@ -15,17 +15,37 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
 from superstep.errors import Fault
 from superstep.grade.verdict import Verdict
+from superstep.tune.program.instructions import Asked
 from superstep.tune.rl.first import Patience
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.line import LOST, Bye, Here, Leave, Retired, Told, Version
 from superstep.tune.rl.record import Record
 from superstep.tune.rl.sampling import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which places may exchange their tasks: none, or those of the next steps.
+
+    Attributes:
+        steps: how many.
+        asked: of the run.
+    """
+
+    steps: int
+    asked: Asked
+
+    def places(self, first: int, task: int) -> range:
+        """Where a task may go that is not there yet: to places from ``first`` on, not far from its own."""
+        last = min(self.asked.step_of(task) + self.steps, self.asked.steps - 1)
+        return range(first, self.asked.groups_of(last).stop)
 
 
 class Exchange:
@@ -37,11 +57,12 @@ class Exchange:
         grading: of what is on it.
         samplers: how many there are.
         ranks: of each, who all have a line.
-        owners: which sampler draws each group.
+        owners: which sampler draws each task.
+        window: of places.
         timeout_s: how long samplers and graders may be waited for.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         address: Path,
         record: Record,
@@ -50,21 +71,27 @@ class Exchange:
         samplers: int,
         ranks: int,
         owners: Mapping[int, int],
+        window: Window,
         timeout_s: float,
     ) -> None:
         self._record = record
         self._grading = grading
         self._samplers = samplers
         self._owners = owners
+        self._window = window
         self._timeout_s = timeout_s
         self._news = threading.Condition()
+        grading.heard = self._hear
         self._lines: list[Connection] = []
         self._told: list[Told] = [Version(*each) for each in record.published.items()]
         self._retired: Counter[int] = Counter()
         self._left = samplers * ranks
         self._problem: Exception | None = None
         self._listener = _listening(address, self._left)
-        threading.Thread(target=self._accept, args=(self._left,), name="samplers", daemon=True).start()
+        self._is_closed = False
+        self._address = address
+        self._accepting = threading.Thread(target=self._accept, args=(self._left,), name="samplers", daemon=True)
+        self._accepting.start()
 
     def __enter__(self) -> Exchange:
         return self
@@ -72,11 +99,13 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):
-            self._listener.close()
         with self._news:
+            self._is_closed = True
             for line in self._lines:
                 _hang_up(line)
+        with suppress(OSError):  # who waits for a line is woken by one
+            Client(str(self._address), "AF_UNIX").close()
+        self._accepting.join()
 
     def publish(self, version: int, write: Callable[[], Path]) -> None:
         """Write a snapshot, and tell the samplers."""
@@ -86,8 +115,8 @@ class Exchange:
             self._record.publish(version, path)
         self._tell(Version(version, path))
 
-    def wait(self, numbers: Sequence[int], beat_s: float, patience: Patience) -> Lesson | None:
-        """Groups with their grades; None where some are not there after ``beat_s``.
+    def wait(self, places: range, beat_s: float, patience: Patience) -> Lesson | None:
+        """The groups of a step with their grades; None where some are not there after ``beat_s``.
 
         Raises:
             ConfigError: the environment has no such task.
@@ -95,25 +124,50 @@ class Exchange:
         """
         until_s = time.monotonic() + beat_s
         with self._news:
-            while missing := [number for number in numbers if number not in self._record.groups]:
+            while missing := self._missing(places):
                 self._require_well()
                 if not patience.left_s:
-                    raise Fault(
-                        f"sampler {self._owners[missing[0]]} has no answers of task {missing[0]} after "
-                        f"{self._timeout_s:g} s."
-                    )
+                    self._require_drawn(missing)
+                    break  # the grader is late
                 seconds = min(until_s - time.monotonic(), patience.left_s)
                 if seconds <= 0 and patience.left_s:
                     return None
                 if self._news.wait(max(0.0, seconds)):
                     patience.renew()
             self._require_well()
-        verdicts = self._grading.graded(numbers, until_s - time.monotonic(), patience)
-        return None if verdicts is None else ([self._record.groups[number] for number in numbers], verdicts)
+        verdicts = self._grading.graded(places, until_s - time.monotonic(), patience)
+        return None if verdicts is None else ([self._record.groups[place] for place in places], verdicts)
 
-    def forget(self, numbers: range) -> None:
+    def forget(self, places: range) -> None:
         """Let go of what was trained on."""
-        self._record.forget(numbers)
+        self._record.forget(places)
+
+    def _missing(self, places: range) -> list[int]:
+        """The places that have to be waited for. Those within the window exchange theirs with others that are done."""
+        if not self._window.steps:
+            return [place for place in places if place not in self._record.groups]
+        missing = [place for place in places if not self._grading.is_done(place)]
+        pairs: list[tuple[int, int]] = []
+        for place in missing:
+            later = self._window.places(places.stop, self._record.task(place))
+            done = (n for n in later if self._grading.is_done(n) and all(n != taken for _, taken in pairs))
+            if (other := next(done, None)) is not None:
+                pairs.append((place, other))
+        if len(pairs) < len(missing):
+            return missing
+        for place, other in pairs:
+            self._record.exchange(place, other)
+        return []
+
+    def _require_drawn(self, missing: Sequence[int]) -> None:
+        for place in missing:
+            if place not in self._record.groups:
+                task = self._record.task(place)
+                raise Fault(f"sampler {self._owners[task]} has no answers of task {task} after {self._timeout_s:g} s.")
+
+    def _hear(self) -> None:
+        with self._news:
+            self._news.notify_all()
 
     def finish(self) -> None:
         """Let the samplers go, and wait until they have gone.
@@ -144,10 +198,13 @@ class Exchange:
     # A thread for each line, and one that waits for them.
 
     def _accept(self, count: int) -> None:
-        with suppress(OSError):  # it was closed
+        with self._listener:
             for _ in range(count):
                 line = self._listener.accept()
                 with self._news:
+                    if self._is_closed:
+                        line.close()
+                        return
                     self._lines.append(line)
                     for told in self._told:
                         with suppress(OSError):
@@ -164,7 +221,7 @@ class Exchange:
                     case Group() as group:
                         with self._news:  # who finds it on record finds its grades asked for
                             self._record.sampled(group)
-                            self._grading.submit(group.number)
+                            self._grading.submit(self._record.place(group.number))
                     case Retired(version):
                         self._retire(version)
                     case Bye():

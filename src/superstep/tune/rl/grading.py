@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -29,6 +29,9 @@ class Grading:
         record: what is known.
         graders: None on the other ranks.
         seed: of the tasks.
+
+    Attributes:
+        heard: called when a grade is there, on whichever thread; does nothing, unless it is set.
     """
 
     def __init__(self, record: Record, graders: Graders | None, seed: int) -> None:
@@ -36,6 +39,7 @@ class Grading:
         self._graders = graders
         self._seed = seed
         self._asked: dict[int, list[Future[Verdict]]] = {}
+        self.heard: Callable[[], None] = _nothing
 
     def begin(self, program: Iterations) -> None:
         """Have those of a program's groups graded that are on record without grades."""
@@ -44,13 +48,21 @@ class Grading:
             if i.group in self._record.groups:
                 self.submit(i.group)
 
-    def submit(self, number: int) -> None:
+    def submit(self, place: int) -> None:
         """Have a group graded that is on record. Any thread may call it."""
-        if self._graders is not None and number not in self._record.verdicts:
-            answers = self._record.groups[number].answers
-            self._asked[number] = [self._graders.submit(number, self._seed, answer.rollout) for answer in answers]
+        if self._graders is not None and place not in self._record.verdicts:
+            group = self._record.groups[place]
+            asked = [self._graders.submit(group.number, self._seed, answer.rollout) for answer in group.answers]
+            self._asked[group.number] = asked
+            for one in asked:
+                one.add_done_callback(lambda _: self.heard())
 
-    def graded(self, numbers: Sequence[int], beat_s: float, patience: Patience) -> list[tuple[Verdict, ...]] | None:
+    def is_done(self, place: int) -> bool:
+        """Whether a group is on record and nothing of its grades has to be waited for."""
+        asked = self._asked.get(self._record.task(place), [])
+        return place in self._record.groups and all(one.done() for one in asked)
+
+    def graded(self, places: Sequence[int], beat_s: float, patience: Patience) -> list[tuple[Verdict, ...]] | None:
         """The grades of some groups on record; None where some are not there after ``beat_s``.
 
         Raises:
@@ -58,7 +70,8 @@ class Grading:
             Fault: the grader is late.
         """
         until_s = time.monotonic() + beat_s
-        for number in numbers:
+        for place in places:
+            number = self._record.task(place)
             asked = self._asked.get(number, [])
             for one in asked:
                 try:
@@ -71,4 +84,8 @@ class Grading:
             if asked:
                 self._record.graded(number, tuple(one.result() for one in asked))
                 del self._asked[number]
-        return [self._record.verdicts[number] for number in numbers]
+        return [self._record.verdicts[place] for place in places]
+
+
+def _nothing() -> None:
+    """Nobody hears."""

@@ -2,9 +2,12 @@
 
     rollouts.jsonl     {"group": 3, "version": 2, "answers": [...]}
                        {"grades": 3, "verdicts": [...]}
-                       {"published": 3, "name": "..."}   {"retired": 2}
+                       {"published": 3, "name": "..."}   {"retired": 2}   {"exchanged": [3, 5]}
 
 A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again.
+
+A group of the program is a *place*: of a step, and of a version that samples it. The task in a place is that of the
+same number, unless two places have exchanged theirs. Lines name tasks, but for an exchange.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from superstep.errors import StateError
 from superstep.grade.task import Message, Rollout
@@ -24,6 +27,8 @@ from superstep.state.durable import sync
 from superstep.tune.program.instructions import Asked, Cursor
 from superstep.tune.rl.rollout import Answered, Strand
 from superstep.tune.rl.sampling import Group
+
+T = TypeVar("T")
 
 NAME = "rollouts.jsonl"
 
@@ -39,8 +44,9 @@ class Record:
         is_kept: whether this process writes; others look on from what they are told.
 
     Attributes:
-        groups: by number.
-        verdicts: of each graded group.
+        groups: by place.
+        verdicts: of each graded group, likewise.
+        tasks: the number of each place's task, where it is another.
         published: the folder of each version's snapshot.
         snapshots: where they lie.
         lock: held by who writes a snapshot until it is on record; none is removed meanwhile.
@@ -56,6 +62,8 @@ class Record:
         self.verdicts: dict[int, tuple[Verdict, ...]] = {}
         self.published: dict[int, Path] = {}
         self.snapshots = path.parent / SNAPSHOTS
+        self.tasks: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self.lock = threading.RLock()
         if path.is_file():
             for number, line in enumerate(_lines(path), start=1):
@@ -82,6 +90,18 @@ class Record:
     def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
         """Keep a group's grades."""
         self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]})
+
+    def exchange(self, place: int, other: int) -> None:
+        """Give two places each other's tasks, with what is known of them."""
+        self._keep({"exchanged": [place, other]})
+
+    def task(self, place: int) -> int:
+        """The number of the task in a place."""
+        return self.tasks.get(place, place)
+
+    def place(self, task: int) -> int:
+        """Where a task is."""
+        return self._places.get(task, task)
 
     def publish(self, version: int, path: Path) -> None:
         """Keep where a version's snapshot lies."""
@@ -122,15 +142,29 @@ class Record:
     def _take(self, told: dict[str, Any]) -> None:
         match told:
             case {"group": int(number)}:
-                self.groups[number] = _group_of(told)
+                self.groups[self.place(number)] = _group_of(told)
             case {"grades": int(number), "verdicts": list(verdicts)}:
-                self.verdicts[number] = tuple(from_told(each) for each in verdicts)
+                self.verdicts[self.place(number)] = tuple(from_told(each) for each in verdicts)
+            case {"exchanged": [int(place), int(other)]}:
+                self._exchange(place, other)
             case {"published": int(version), "name": str(name)}:
                 self.published[version] = self.snapshots / name
             case {"retired": int(version)}:
                 self.published.pop(version, None)
             case _:
                 raise ValueError("neither a group, grades nor a snapshot")
+
+    def _exchange(self, place: int, other: int) -> None:
+        tasks = self.task(place), self.task(other)
+        self.tasks |= {place: tasks[1], other: tasks[0]}
+        self._places |= {tasks[1]: place, tasks[0]: other}
+        _exchange(self.groups, place, other)
+        _exchange(self.verdicts, place, other)
+
+
+def _exchange(held: dict[int, T], place: int, other: int) -> None:
+    found = {place: held.pop(other, None), other: held.pop(place, None)}
+    held |= {at: one for at, one in found.items() if one is not None}
 
 
 def _lines(path: Path) -> Iterator[bytes]:

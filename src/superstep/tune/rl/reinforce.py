@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.data.tokenizer import load_tokenizer
@@ -53,6 +54,7 @@ class Job:
         start: the folder of the model that it began with: its tokenizer and its template.
         checkpoint: where it goes on; None at its beginning.
         program: what is left to do.
+        tasks: the number of a place's task, where it is another; see ``Record``.
         kernels: the folder of compiled decoders; None computes without.
     """
 
@@ -64,6 +66,7 @@ class Job:
     start: Path
     checkpoint: Path | None
     program: Iterations
+    tasks: Mapping[int, int] = field(default_factory=dict)
     kernels: Path | None = None
 
 
@@ -122,6 +125,11 @@ def job_of(  # noqa: PLR0913
         StateError: what is on record is of another recipe.
     """
     check_rl(rl, rollout)
+    if rl.window and run.config.numerics.exact:
+        raise ConfigError(
+            f"rl.window = {rl.window} with numerics.exact = true: what a step takes would depend on the clock; set "
+            "rl.window = 0, or numerics.exact = false."
+        )
     if run.config.data.sequence_tokens < 2 * rollout.turns:
         raise ConfigError(f"data.sequence_tokens = {run.config.data.sequence_tokens} has no room for an answer.")
     environment = load_environment(rl.environment)
@@ -161,6 +169,7 @@ def job_of(  # noqa: PLR0913
         start=start,
         checkpoint=checkpoint,
         program=program,
+        tasks=record.tasks,
         kernels=kernels,
     )
 

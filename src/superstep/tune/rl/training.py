@@ -91,7 +91,7 @@ class Training:
             is_masked=config.data.is_masked,
             keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
         )
-        result = self._step(lessons, version=groups[0].version, step=step)
+        result = self._step(lessons, version=min(group.version for group in groups), step=step)
         now_s = time.perf_counter()
         seconds, self._since_s = now_s - self._since_s, now_s
         lr = rate(config.train, step)
