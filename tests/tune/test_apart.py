@@ -15,6 +15,7 @@ from superstep.errors import Fault
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.model.hf import open_weights
+from superstep.plan.config import LoraConfig
 from superstep.runtime.trouble import trouble_of
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
@@ -52,7 +53,9 @@ def folder():
 
 def weights(root):
     """The last checkpoint's tensors."""
-    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
+    folder = checkpoints(RunFolder(root=root).checkpoints)[-1]
+    adapter = folder / "adapter_model.safetensors"
+    found = open_weights(adapter if adapter.exists() else folder)
     return {name: found[name][:] for name in found}
 
 
@@ -75,9 +78,10 @@ def test_ranks_apart_have_the_bits_of_ranks_in_turn(pool, start, in_turn, folder
 
 @pytest.mark.multiproc
 def test_two_samplers_have_the_bits_of_shared_ranks_where_the_versions_are_theirs(pool, start, folder, tmp_path):
-    """The first lag + 1 steps are sampled by the first version, wherever."""
-    shared = pool.run(1, reinforced.run, reinforced.job(tmp_path / "shared", start, steps=2))[0]
-    job = reinforced.job(tmp_path / "run", start, steps=2, rollout=APART | {"ranks": 2})
+    """The first lag + 1 steps are sampled by the first version, wherever. Adapters are handed over as well."""
+    lora = LoraConfig(rank=4, alpha=8.0)
+    shared = pool.run(1, reinforced.run, reinforced.job(tmp_path / "shared", start, steps=2, lora=lora))[0]
+    job = reinforced.job(tmp_path / "run", start, steps=2, lora=lora, rollout=APART | {"ranks": 2})
     found = pool.run(3, reinforced.run_apart, job, folder)[0]
     require_same(found, tmp_path / "run", (shared, weights(tmp_path / "shared")))
 
