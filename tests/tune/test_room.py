@@ -9,6 +9,7 @@ import pytest
 
 import reinforced
 from superstep.errors import ConfigError
+from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -33,13 +34,17 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
         learner.keep_reference(job.start)
         beside_it = learner._reference.bytes()
         assert (beside_it.gradients, beside_it.optimizer) == (0, 0), "it takes no step"
-        trained += beside_it.params
+        trained += 0 if job.run.config.lora else beside_it.params  # which it shares
     folder = learner.publish(0, job.folder.root / "weights")
-    _, steward = open_both(folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1))
+    _, steward = open_both(
+        job.start if job.run.config.lora else folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1)
+    )
     memory = steward._model.party.memory
     weights = sum(held.values.nbytes for held in memory._served.params.values())
     keys = memory._store.keys.nbytes + memory._store.values.nbytes
     snapshot = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if job.run.config.lora:  # as they were written
+        weights += snapshot
     learner.close()
     return trained, weights, keys, snapshot
 
@@ -47,8 +52,13 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("exact", "rl", "plan"),
-    [(True, {}, {}), (False, {"kl_coef": 0.1}, {}), (True, {"kl_coef": 0.1}, {"dp": 2, "zero": 2})],
-    ids=["exact", "fast", "zero"],
+    [
+        (True, {}, {}),
+        (False, {"kl_coef": 0.1}, {}),
+        (True, {"kl_coef": 0.1}, {"dp": 2, "zero": 2}),
+        (False, {"kl_coef": 0.1}, {"lora": LoraConfig(rank=4)}),
+    ],
+    ids=["exact", "fast", "zero", "adapters"],
 )
 def test_what_is_predicted_is_what_is_held(pool, start, tmp_path, exact, rl, plan):
     job = reinforced.job(tmp_path / "run", start, exact=exact, rl=rl, **plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,15 +56,22 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     fullest, reference = max(zip(ranks, reference_bytes, strict=True), key=lambda each: each[0].bytes + each[1])
     training = fullest.params + fullest.gradients + fullest.optimizer + reference
     return Sizes(
-        weights=(served.linears + served.embedding) * served.bytes,
+        weights=(served.linears + served.embedding + (_handed_over(run) if run.config.lora else 0)) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
         answering=_laid_out(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
         training=training,
         step=fullest.peak.bytes + workspace(run) + batch_bytes(run, streams=STREAMS),
         asleep=0 if gives_back else training,
-        snapshot=4 * run.outline.numel,
+        snapshot=FP32 * _handed_over(run),
         group=rl.group * run.config.data.sequence_tokens * TOKEN_BYTES,
     )
+
+
+def _handed_over(run: Resolved) -> int:
+    """Numbers of a version: of the model, or of adapters alone."""
+    if run.config.lora is None:
+        return run.outline.numel
+    return sum(math.prod(p.dims) for unit in run.outline.units for p in unit.parameters if p.factor is not None)
 
 
 def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
