@@ -9,6 +9,7 @@ import pytest
 
 import reinforced
 from superstep.errors import ConfigError
+from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
@@ -42,7 +43,8 @@ def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
     memory = steward._model.party.memory
     weights = sum(held.values.nbytes for held in memory._served.params.values())
     keys = memory._store.keys.nbytes + memory._store.values.nbytes
-    snapshot = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    written = [open_weights(file) for file in folder.glob("*.safetensors")]
+    snapshot = sum(tensors[name][:].nbytes for tensors in written for name in tensors)
     if job.run.config.lora:  # as they were written
         weights += snapshot
     learner.close()

@@ -11,8 +11,8 @@ matrix of a rank, G the block in which exact mode puts numbers on their grid, P 
     exact mode
       head                         the weight's gradient in fp32 and on the grid, the input's
                                                                        O·I·4 + min(G, O·I)·8 + T·D·4
-      block                        likewise, and one of attention's chunks: scores, weights and their gradients
-                                                                       ... + 2·T·D·4, or 4·rows·N·chunk·P·4
+      block                        likewise; or a product's terms; or one of attention's chunks: scores, weights and
+                                   their gradients        ... + 2·T·D·4, or terms·T·D·4, or 4·rows·N·chunk·P·4
     positions, where documents are kept apart: a table of each microbatch          m·2·T·H·e
     the batch of a step, where all of it lies on every rank: ids, targets, starts, and streams of fp32
 
@@ -47,6 +47,13 @@ def batch_bytes(run: Resolved, *, streams: int) -> int:
     return numbers * (2 * TOKEN + INDEX + streams * FP32)
 
 
+def exact_terms(cells: int, tp: int) -> int:
+    """Matrices as large as a product's result that exact mode's sum of it has at once: one of each cell of a rank's
+    inner dim, and of each rank that has other cells.
+    """
+    return cells // tp + (tp + 1 if tp > 1 else 0)
+
+
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
     if not has_fused_loss(run):
         return d.T * d.V * (e + FP32)
@@ -66,7 +73,8 @@ def _exact_block(run: Resolved, d: LocalDims) -> int:
     # Documents are attended to one after the other, and so are rows then.
     rows = 1 if run.config.data.is_masked else run.plan.microbatch
     scores = 4 * rows * d.N * (d.S // grain.chunks) * keys * FP32
-    return max(_summed(matrix) + 2 * d.T * d.D * FP32, scores)
+    product = exact_terms(grain.cells, run.plan.mesh.tp) * d.T * d.D * FP32
+    return max(_summed(matrix) + 2 * d.T * d.D * FP32, product, scores)
 
 
 def _summed(numel: int) -> int:

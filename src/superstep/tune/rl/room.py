@@ -9,7 +9,7 @@ from pathlib import Path
 
 from superstep.cost.program.memory import FP32, weights_bytes
 from superstep.cost.program.memory_fit import memory_of
-from superstep.cost.program.workspace import batch_bytes, workspace
+from superstep.cost.program.workspace import batch_bytes, exact_terms, workspace
 from superstep.cost.serve import ServedModel
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
@@ -84,7 +84,8 @@ def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
 
 def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
     """What one of its steps makes and drops: keys and values of all contexts side by side, once more as wide numbers
-    and whole heads in exact mode; logits of every context and their totals; a chunk of prompts in a feed-forward.
+    and whole heads in exact mode; logits of every context and their totals; a chunk of prompts in a feed-forward, and
+    in exact mode the terms of a product of it.
     """
     tokens = run.config.data.sequence_tokens
     contexts = min(serve.requests, -(-rl.group * rl.groups * (rl.lag + 1) // serve.dp))
@@ -92,7 +93,9 @@ def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConf
     logits = contexts * served.vocab * FP32
     rows = min(serve.step_tokens, contexts * tokens)
     inner = served.behind_keys // served.width * served.bytes
-    return of_a_layer * (3 if serve.exact else 1) + 2 * logits + rows * inner
+    grain = _plan(run, serve).plan.grain
+    terms = 0 if grain is None else exact_terms(grain.cells, serve.tp) * rows * served.width * FP32
+    return of_a_layer * (3 if serve.exact else 1) + 2 * logits + rows * inner + terms
 
 
 def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:
