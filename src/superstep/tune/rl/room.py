@@ -95,7 +95,8 @@ def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConf
     inner = served.behind_keys // served.width * served.bytes
     grain = _plan(run, serve).plan.grain
     terms = 0 if grain is None else exact_terms(grain.cells, serve.tp) * rows * served.width * FP32
-    return of_a_layer * (3 if serve.exact else 1) + 2 * logits + rows * inner + terms
+    # The terms of the last product are there when the widest of the others have gone.
+    return of_a_layer * (3 if serve.exact else 1) + 2 * logits + max(rows * inner, terms + rows * inner // 2)
 
 
 def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:
