@@ -11,61 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from bench.published_rows import Reading, Row, number, readings, year_of
+from bench.published_rows import IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
 from superstep.cost.closed.decoder_size import Decoder, array
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.closed.layout import RECOMPUTE, Layout
 from superstep.cost.closed.software import price_of, stacked
-from superstep.cost.closed.software_memory import Keeping, megatron
+from superstep.cost.closed.software_memory import Keeping, keeping_of
 from superstep.cost.closed.stack import Stack
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 
 GIB, GB = float(2**30), 1e9
-XLA = "maxtext|jax|xla|pax"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Habit:
-    """What the frameworks with these words in their name keep in memory, by their documents and code."""
-
-    words: str
-    keeping: Keeping
-    kept_gradient_bytes: float = 4.0
-    drops: float = 0.0
-
-
-_MEGATRON = megatron()
-_TORCH = replace(
-    _MEGATRON,
-    input_bytes=array(2),
-    logit_bytes=array(18),
-    norm_bytes=array(6),
-)
-"""torch's own loss: logits in 16 bits, and in fp32 themselves, their log-softmax, and two gradients."""
-_FUSED = replace(_TORCH, logit_bytes=array(4))
-"""A compiled loss, or FlashAttention's, reads logits and writes their gradient, both in 16 bits."""
-
-HABITS: tuple[Habit, ...] = (
-    # Operator-wise selection keeps every second product; parameters are sharded in fp32 alone.
-    Habit(words="titan", keeping=replace(_FUSED, weight_shard_bytes=array(0), selects_products=array(0.5))),
-    Habit(words=f"compile|foundry|{XLA}", keeping=replace(_FUSED, weight_shard_bytes=array(0))),
-    Habit(words="oneflow", keeping=_FUSED, kept_gradient_bytes=2.0),
-    # Their recipes accumulate gradients in 16 bits (grad_reduce_in_fp32 off, grad_sync_dtype bf16).
-    Habit(words="nemo|core|bridge|primus", keeping=_MEGATRON, kept_gradient_bytes=2.0),
-    Habit(words="deepspeed-megatron|megatron-deepspeed|neox", keeping=_MEGATRON, kept_gradient_bytes=2.0),
-    # Megatron's defaults drop activations and scores.
-    Habit(words="megatron", keeping=_MEGATRON, drops=2024.0),
-    # The head gathers its logits (parallel_output is off), the loss is torch's.
-    Habit(words="aleph", keeping=replace(_TORCH, gathers_logits=array(1)), kept_gradient_bytes=2.0),
-    # Its update flattens 16-bit gradients (2), copies them to fp32 (4), and Adam makes two of those (8).
-    Habit(words="internevo", keeping=replace(_FUSED, update_bytes=array(14)), kept_gradient_bytes=2.0),
-    # Gradients are collected in two buckets of 5e8 numbers (reduce_bucket_size, overlap_comm).
-    Habit(words="deepspeed", keeping=replace(_TORCH, bucket_bytes=array(2e9)), kept_gradient_bytes=2.0),
-    Habit(words="", keeping=replace(_TORCH, weight_shard_bytes=array(0))),
-)
-"""The first that fits a framework's name. ``drops`` is the year until which dropout is assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +35,15 @@ class Held:
     layout: Layout
     found: Footprint
     memory_bytes: Array
+    is_planned: npt.NDArray[np.bool_]
 
     @property
     def fits(self) -> Array:
         """1 where the fullest rank fits into its chip; XLA places all tensors beforehand."""
-        names = np.array([row["framework"].lower() for row in self.rows])
-        is_planned = np.array([re.search(XLA, name) is not None for name in names])
         planned, allocated = (
             is_fitting(self.found, self.layout, self.memory_bytes, is_planned=each) for each in (True, False)
         )
-        return np.where(is_planned, array(planned), array(allocated))
+        return np.where(self.is_planned, array(planned), array(allocated))
 
     @property
     def reported(self) -> Array:
@@ -101,22 +58,25 @@ class Held:
         return value
 
 
-def hold(rows: Sequence[Row]) -> Held:
+def hold(rows: Sequence[Row], is_named: IsNamed = everyone) -> Held:
     """The footprints of rows that the catalogue knows; where a microbatch is open, the smallest one counts."""
-    known: list[tuple[Row, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
+    known: list[tuple[Row, bool, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
     for row in rows:
+        named = is_named(row)
         try:
-            known.append((row, values(row, readings(row)[0])))
+            reading = readings(row, is_named=named)[0]
         except ConfigError:
             continue
-    parts = list(zip(*(each for _, each in known), strict=True))
+        known.append((row, reading.software.holds.places_tensors, values(row, reading, is_named=named)))
+    parts = list(zip(*(each for _, _, each in known), strict=True))
     model, layout, stack, keeping = (stacked(part) for part in parts[:4])
     return Held(
-        rows=[row for row, _ in known],
+        rows=[row for row, _, _ in known],
         model=model,
         layout=layout,
         found=footprint(model, layout, stack, keeping),
         memory_bytes=np.stack(parts[4]),
+        is_planned=np.array([planned for _, planned, _ in known], dtype=bool),
     )
 
 
@@ -126,23 +86,25 @@ def leanest(row: Row) -> Row:
     return {**row, "recompute": "full"} if is_open else row
 
 
-def values(row: Row, reading: Reading) -> tuple[Decoder, Layout, Stack, Keeping, Array]:
+def values(row: Row, reading: Reading, *, is_named: bool) -> tuple[Decoder, Layout, Stack, Keeping, Array]:
     """A row as footprints take it, and its chip's memory."""
-    habit = next(each for each in HABITS if re.search(each.words, row["framework"].lower()))
-    software = replace(reading.software, kept_gradient_bytes=habit.kept_gradient_bytes)
+    software = reading.software
     if "liger" in row["notes"].lower():
         # Liger's kernels are for norms, rotations and activations too.
         software = replace(software, has_fused_norms=True, has_fused_kernels=True)
-    drops = array(reading.decoder.dropout > 0 or year_of(row) < habit.drops)
+    drops = array(reading.decoder.dropout > 0 or year_of(row) < known_of(row, is_named=is_named).drops_until)
     # The format changes no rates here, and not every chip has every format.
     stack = price_of(reading.cluster, replace(software, compute="bf16"))[1]
     stack = replace(stack, is_eight_bit=array(software.compute in ("fp8", "fp4")))
     memory = array(number(row, "gpu_mem_gb", reading.cluster.chip.memory_bytes / GIB) * GIB)
     layout = reading.layout
-    if row["recompute"].startswith("selective") and habit.keeping.selects_products > 0:
+    if row["recompute"].startswith("selective") and software.holds.selects_products > 0:
         # Priced as so much of full recomputation; what it keeps is counted product by product.
         layout = replace(layout, recompute=array(RECOMPUTE.index("selective")), recomputed_layers=array(1))
-    return replace(reading.decoder, dropout=drops), layout, stack, habit.keeping, memory
+    if row["recompute"].endswith("offloaded"):
+        # What is not computed again waits in the host's memory.
+        layout = replace(layout, recomputed_layers=array(1))
+    return replace(reading.decoder, dropout=drops), layout, stack, keeping_of(software.holds), memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,26 +137,24 @@ class Labels:
 
     @property
     def right(self) -> tuple[int, float]:
-        """Layouts of the sources that tell of both kinds, and the share that is right."""
-        both = {row["source"] for row, is_out in zip(self.rows, self.published, strict=True) if is_out}
-        own = np.array([row["source"] in both for row in self.rows], dtype=bool)
-        share = float((self.predicted == self.published)[own].mean()) if own.any() else float("nan")
-        return int(own.sum()), share
+        """All layouts, those of sources without any failure too, and the share that is right."""
+        share = float((self.predicted == self.published).mean()) if self.rows else float("nan")
+        return len(self.rows), share
 
 
-def peaks_of(rows: Sequence[Row]) -> Peaks:
+def peaks_of(rows: Sequence[Row], is_named: IsNamed = everyone) -> Peaks:
     """The peaks of the rows that tell one."""
     told = [row for row in rows if number(row, "peak_mem_gb")]
-    held = hold(told) if told else None
+    held = hold(told, is_named) if told else None
     if held is None:
         return Peaks([], array([]), array([]))
     return Peaks(held.rows, np.array([number(row, "peak_mem_gb") for row in held.rows]), held.reported)
 
 
-def labels_of(rows: Sequence[Row]) -> Labels:
+def labels_of(rows: Sequence[Row], is_named: IsNamed = everyone) -> Labels:
     """Whether the layouts fit: those that are told not to, and those that were timed."""
     told = [leanest(row) for row in rows if row["oom"] == "1" or row["step_time_s"]]
-    held = hold(told) if told else None
+    held = hold(told, is_named) if told else None
     if held is None:
         return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
     return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from superstep.cost.closed.decoder_size import Decoder, array
 from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.shorthand import Shorthand, shorthand, usual_attention
 from superstep.cost.closed.software import Attention, Software
 from superstep.errors import DataError
 from superstep.hardware.catalogue import chip
@@ -24,6 +25,14 @@ from superstep.hardware.cluster import Cluster
 from superstep.hardware.network import usual_cluster
 
 Row = Mapping[str, str]
+IsNamed = Callable[[Row], bool]
+"""Whether a row's framework may be read by its name."""
+
+
+def everyone(_row: Row) -> bool:
+    """All are."""
+    return True
+
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "published"
 
@@ -86,6 +95,8 @@ _COLUMNS = frozenset(
     ]
 )
 
+CLASSIC = ("gpt", "neox-parallel", "glm-geglu")
+"""Architectures with layer norms and biases."""
 LATENT = (1536.0, 512.0)
 """Inner widths of latent attention in the published configurations of DeepSeek-V3 and Kimi K2."""
 
@@ -146,22 +157,30 @@ def is_layer(row: Row) -> bool:
     return row["kind"] == "layer_fwd_bwd_ms"
 
 
-def readings(row: Row) -> list[Reading]:
+def readings(row: Row, *, is_named: bool = True) -> list[Reading]:
     """Every plausible reading of a row; one where the row leaves nothing open.
+
+    Args:
+        row: what was published.
+        is_named: whether the framework's name may be read; without it, it is software that nobody has heard of.
 
     Raises:
         ConfigError: the catalogue does not know the chip.
     """
-    cluster, software, decoder = cluster_of(row), software_of(row), decoder_of_row(row)
+    cluster, software, decoder = cluster_of(row), software_of(row, is_named=is_named), decoder_of_row(row)
+    sizes, known = _microbatches(row), known_of(row, is_named=is_named)
+    split = {"sequence_parallel": array(degrees(row)[1] > 1)} if known.splits_stream else {}
+    if degrees(row)[2] == 1 and not known.accumulates:
+        sizes = [number(row, "gbs", 1.0) / degrees(row)[0]]
     return [
-        Reading(decoder, layout_of(row, microbatch, chunks), cluster, software)
-        for microbatch, chunks in product(_microbatches(row), _chunks(row))
+        Reading(decoder, replace(layout_of(row, microbatch, chunks), **split), cluster, software)
+        for microbatch, chunks in product(sizes, _chunks(row))
     ]
 
 
 def decoder_of_row(row: Row) -> Decoder:
     """The model; classic ones drop activations until 2023, latent attention has the widths of ``LATENT``."""
-    is_classic = row["arch"] in ("gpt", "neox-parallel", "glm-geglu")
+    is_classic = row["arch"] in CLASSIC
     is_latent = "mla" in row["arch"]
     heads = number(row, "n_heads", 1)
     experts = number(row, "n_experts")
@@ -185,6 +204,7 @@ def decoder_of_row(row: Row) -> Decoder:
         sequence_tokens=array(number(row, "seq_len")),
         query_rank=array(LATENT[0] if is_latent else 0.0),
         key_rank=array(LATENT[1] if is_latent else 0.0),
+        rotates=array(row["arch"] != "gpt"),
         frozen=array(row["kind"] == "lora_step"),
     )
 
@@ -220,7 +240,7 @@ def layout_of(row: Row, microbatch: float, chunks: float) -> Layout:
 
 
 def _count(row: Row, microbatch: float, dp: float) -> float:
-    if number(row, "mbs") and number(row, "num_microbatches"):
+    if number(row, "mbs") == microbatch and number(row, "num_microbatches"):
         return number(row, "num_microbatches")
     return max(number(row, "gbs", 1.0) / (microbatch * dp), 1.0)
 
@@ -258,6 +278,8 @@ def _recompute(row: Row) -> tuple[str, float]:
     if told.endswith("offloaded"):
         # All but one projection is computed again.
         return "full", 0.75
+    if told.startswith("minimal"):
+        return "selective", 1.0
     if not told.startswith("selective") or "0 layers" in told:
         return "none", 1.0
     # torchtitan's default keeps every other product; elsewhere the word is Korthikanti's: attention alone.
@@ -276,48 +298,27 @@ def cluster_of(row: Row) -> Cluster:
     )
 
 
-_SOFTWARE: tuple[tuple[str, float, Software], ...] = (
-    # XLA fuses what is between products, and moves parameters and activations beside compute.
-    ("maxtext|jax|xla|pax|t5x", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_tensor=True)),
-    ("compile|titan", 0, Software(gradient_bytes=2, bucket_bytes=1e12)),
-    # Megatron Core's distributed optimizer: buckets grow with the ranks; overlap is an option.
-    ("nemo|core|bridge|primus", 0, Software(overlaps_data=False)),
-    ("megatron-deepspeed|neox", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_data=False)),
-    ("megatron", 2021.25, Software(bucket_bytes=1e12, overlaps_data=False)),
-    ("megatron", 0, Software(gradient_bytes=2, bucket_bytes=1e12, overlaps_data=False)),
-    ("internevo", 0, Software(gradient_bytes=2, bucket_bytes=25e6, overlaps_data=False)),
-    ("oneflow", 0, Software(gradient_bytes=2, bucket_bytes=25e6)),
-    ("foundry|composer|mosaic", 0, Software(has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12)),
-    (
-        "transformers|fsdp2|deepspeed",
-        0,
-        Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12),
-    ),
-    ("fsdp", 0, Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=1e12)),
-    (
-        "",
-        0,
-        Software(
-            has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, bucket_bytes=25e6, overlaps_data=False
-        ),
-    ),
-)
-"""Words of a framework's name, from which year on, and what it documents of itself; the first that fits."""
+def known_of(row: Row, *, is_named: bool = True) -> Shorthand:
+    """What the framework's name stands for; where it is not named, what the chip tells: a TPU runs what XLA made."""
+    name = row["framework"] if is_named else "xla" if row["gpu"].startswith("TPU") else ""
+    return shorthand(name, year_of(row))
 
 
-def software_of(row: Row) -> Software:
+def software_of(row: Row, *, is_named: bool = True) -> Software:
     """What the framework is known to do, with what the row says of its own."""
-    name, year = row["framework"].lower(), year_of(row)
-    known = next(found for words, since, found in _SOFTWARE if re.search(words, name) and year >= since)
+    stands_for = known_of(row, is_named=is_named)
+    known, year = stands_for.software, year_of(row)
     says_overlap = "overlap on" in row["comm_overlap"].lower()
-    is_grown = known.bucket_bytes == Software().bucket_bytes
+    notes = row["notes"].lower()
+    has_liger = "liger" in notes
     return replace(
         known,
         compute=_format(row),
-        attention=_attention(row),
-        has_fused_norms=known.has_fused_norms or "rms" in row["attn_kernel"].lower(),
-        has_fused_loss="liger" in row["notes"].lower() or "fused ce" in row["notes"].lower(),
-        bucket_bytes=max(known.bucket_bytes, 2e6 * degrees(row)[0]) if is_grown else known.bucket_bytes,
+        attention=_attention(row) or usual_attention(stands_for, year),
+        # torch's layer norm is one kernel; its root-mean-square norm is not.
+        has_fused_norms=known.has_fused_norms or row["arch"] in CLASSIC or "rms" in row["attn_kernel"].lower(),
+        has_fused_loss=has_liger or "fused ce" in notes,
+        bucket_bytes=max(known.bucket_bytes, known.bucket_bytes_per_rank * degrees(row)[0]),
         overlaps_data=known.overlaps_data or says_overlap,
         overlaps_tensor=known.overlaps_tensor or says_overlap,
         sends_once=year >= 2025.5,
@@ -333,8 +334,9 @@ def _format(row: Row) -> Rate:
     return "fp4" if "fp4" in told else "fp8" if re.search(r"fp8|float8", told) else "bf16"
 
 
-def _attention(row: Row) -> Attention:
-    told, year = row["attn_kernel"].lower(), year_of(row)
+def _attention(row: Row) -> Attention | None:
+    """The kernel that the row names, if it names one."""
+    told = row["attn_kernel"].lower()
     if told in ("torch", "eager"):
         return "eager"
     if "unfused" in told or told == "fused":
@@ -342,12 +344,7 @@ def _attention(row: Row) -> Attention:
     for words, kernel in _KERNELS:
         if re.search(words, told):
             return kernel
-    if row["gpu"].startswith("TPU"):
-        return "flash-2"
-    # Megatron-LM keeps the scores unless it is told otherwise; its successors take cuDNN's kernel.
-    if year < 2022.5 or ("megatron-lm" in row["framework"].lower() and year < 2024):
-        return "fused-softmax"
-    return "flash-2" if year < 2024 else "flash-3"
+    return "flash-2" if row["gpu"].startswith("TPU") else None
 
 
 _KERNELS: Sequence[tuple[str, Attention]] = (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.published_rows import Reading, Row, is_layer, readings
+from bench.published_rows import IsNamed, Reading, Row, everyone, is_layer, readings
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.software import price_of, stacked
+from superstep.cost.closed.software import price_of, stacked, taken
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 
@@ -22,37 +22,41 @@ class Steps:
         left_out: those that cannot, each with the reason.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        is_named: IsNamed = everyone,
+        change: Callable[[Row, Reading], Reading] | None = None,
+    ) -> None:
         self.rows: list[Row] = []
         self.left_out: list[tuple[Row, str]] = []
         self._readings: list[Reading] = []
         owner: list[int] = []
         for row in rows:
             try:
-                found = readings(row)
+                found = readings(row, is_named=is_named(row))
             except ConfigError as error:
                 self.left_out.append((row, str(error)))
                 continue
             owner += [len(self.rows)] * len(found)
             self.rows.append(row)
-            self._readings += found
+            self._readings += [change(row, each) for each in found] if change else found
         self._owner = np.array(owner, dtype=int)
         if not owner:
             return
         self._is_layer = np.array([is_layer(self.rows[place]) for place in owner])
         self._decoders = stacked([each.decoder for each in self._readings])
         self._layouts = stacked([each.layout for each in self._readings])
+        pairs = [(each.cluster, each.software) for each in self._readings]
+        self._kinds = list(dict.fromkeys(pairs))
+        places = {pair: place for place, pair in enumerate(self._kinds)}
+        self._kind = np.array([places[pair] for pair in pairs], dtype=int)
 
     def estimates(self, efficiency: Efficiency) -> Estimate:
         """Every reading's step."""
-        priced = {}
-        for each in self._readings:
-            key = (each.cluster, each.software)
-            if key not in priced:
-                priced[key] = price_of(each.cluster, each.software, efficiency)
-        pairs = [priced[each.cluster, each.software] for each in self._readings]
-        rates, stack = stacked([pair[0] for pair in pairs]), stacked([pair[1] for pair in pairs])
-        return estimate(self._decoders, self._layouts, rates, stack)
+        priced = [price_of(cluster, software, efficiency) for cluster, software in self._kinds]
+        rates, stack = stacked([pair[0] for pair in priced]), stacked([pair[1] for pair in priced])
+        return estimate(self._decoders, self._layouts, taken(rates, self._kind), taken(stack, self._kind))
 
     def seconds(self, efficiency: Efficiency) -> Array:
         """Each row's step at its best reading."""

@@ -331,14 +331,29 @@ def test_drawings_and_tables_are_current(page, made):
 
 
 def published():
-    with (ROOT / "tests" / "data" / "published" / "runs.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    rows = []
+    for name in ("runs.csv", "runs_2.csv"):
+        with (ROOT / "tests" / "data" / "published" / name).open(encoding="utf-8") as file:
+            rows += csv.DictReader(file)
+    return rows
+
+
+def published_error(line, what):
+    told = json.loads((ROOT / "bench" / "results" / "published.json").read_text(encoding="utf-8"))
+    return f"{told['summary'][line][what]:.1%}"
 
 
 FIGURES = {
     "README.md": (
         (r"against ([\d,]+) rows", lambda: f"{len(published()):,}"),
         (r"of (\d+) sources", lambda: str(len({row["source"] for row in published()}))),
+        (r"step times err by ([\d.]+%) in the median", lambda: published_error("each stack left out", "median")),
+        (r"\(90th\s+percentile ([\d.]+%)\) and", lambda: published_error("each stack left out", "p90")),
+        (
+            r"fraction of the peak by ([\d.]+%)",
+            lambda: published_error("constant fraction, learned from other stacks", "median"),
+        ),
+        (r"fitted on they err by\s+([\d.]+%)", lambda: published_error("all judged rows", "median")),
     ),
     "docs/explanation/zero.md": (
         (r"\(([\d,]+) parameters\)", lambda: f"{LLAMA:,}"),

@@ -25,7 +25,7 @@ from superstep.planner.verify import simulated
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 
-TRUE = {"products.ampere": 0.4, "memory": 0.6, "eager_launch_s": 5e-5, "link": 0.4}
+TRUE = {"products.ampere": 0.4, "memory": 0.6, "launch_s": 5e-5, "link": 0.4}
 PROBLEM = problem_of("llama3.2-1b", chips=4, batch=16, sequence=1024)
 LAYOUT = PlanConfig(dp=2, tp=2, zero=2, microbatch=2)
 

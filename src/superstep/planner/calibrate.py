@@ -82,7 +82,7 @@ def names(cluster: Cluster, efficiency: Efficiency) -> tuple[str, ...]:
         products if products in efficiency.values else "products.other",
         "memory",
         "eager",
-        "eager_launch_s",
+        "launch_s",
         "link",
         "network",
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
+from superstep.cost.closed.interval import SHARE, around
 from superstep.cost.program.memory import RankBytes
 from superstep.cost.program.straggle import Jitter, Straggled
 from superstep.cost.program.work import MFU_CONVENTION, parameters
@@ -44,6 +45,9 @@ def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
             f"{bytes_text(each.memory_bytes):>11}{bytes_text(each.headroom_bytes):>11}  {_layout(plan)}"
         )
         lines.append(f"   {_run_text(each) if has_run else ''}{_limits(plan)}")
+    low, high = around(found[0].step_s)
+    near = f"{seconds_text(low)} to {seconds_text(high)} at {SHARE:.0%}"
+    lines.append(f"The first's step: {near}, as near as published steps come.")
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
     if not all(plan.is_simulated for plan in plans):
         lines.append("* by closed form: the program is too long to simulate here.")

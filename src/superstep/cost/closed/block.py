@@ -27,7 +27,7 @@ from superstep.hardware.units import Array
 
 E = 2.0
 """Bytes of an activation."""
-READ_BY_BLOCKS = ("microbatch", "cp", "tp", "ep", "sequence_parallel", "is_ulysses")
+READ_BY_BLOCKS = ("microbatch", "microbatches", "cp", "tp", "ep", "sequence_parallel", "is_ulysses")
 """The fields of a layout that decide a block's seconds."""
 
 
@@ -85,17 +85,32 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
         kernels = kernels + 24
         products += more
         moved = moved + more_moved
-    moved = moved + np.where(stack.is_eight_bit > 0, _cast(model, tokens, inner, width), 0.0)
+    moved = moved + np.where(stack.is_eight_bit > 0, _cast(model, tokens, stream, inner, width), 0.0)
     moved_s = moved / rates.memory_bytes_per_s + kernels * rates.launch_s
+    forward_s = sum((each[0] for each in products), core[0] + moved_s)
+    input_s = sum((each[1] for each in products), core[1] + 2 * moved_s)
+    gathered_s = _gathered_bytes(model, layout, stack, is_mixture=is_mixture) / rates.memory_bytes_per_s
+    weight_s = (1 - model.frozen) * sum((each[2] for each in products), gathered_s)
     return Seconds(
-        forward_s=sum((each[0] for each in products), core[0] + moved_s),
-        input_s=sum((each[1] for each in products), core[1] + 2 * moved_s),
-        weight_s=(1 - model.frozen) * sum((each[2] for each in products), np.zeros_like(tokens)),
+        forward_s=forward_s,
+        input_s=input_s,
+        weight_s=weight_s,
         attention_s=core[0],
         tensor_s=_tensor_s(model, layout, tokens, rates, stack),
         context_s=_context_s(model, layout, tokens, kv_heads, rates, core[0]),
         experts_s=experts_s,
     )
+
+
+def _gathered_bytes(model: Decoder, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
+    """Bytes over memory to add a microbatch's weight gradients to those before: read, and the sum read and written.
+
+    The first microbatch has none before it; each bears its part of what the others move.
+    """
+    dense = (model.mixture_parameters if is_mixture else model.dense_parameters) / layout.tp
+    experts = model.expert_parameters / layout.ep if is_mixture else 0.0
+    often = 1 - 1 / layout.microbatches
+    return often * (E + 2 * stack.kept_gradient_bytes) * (dense + experts)
 
 
 def _projections(
@@ -124,14 +139,17 @@ def _moved(model: Decoder, tokens: Array, stream: Array, rotated: Array, width: 
         * stream
         * model.width
     )
-    rotation = np.where(fused, 2.0, 13.0 * stack.eager) * tokens * rotated
+    rotation = np.where(fused, 2.0, 13.0 * stack.eager) * tokens * rotated * model.rotates
     activation = np.where(fused, 2 + model.gated, 3 + 2 * model.gated + 2 * model.biases) * tokens * width
     return E * (norms + sums + rotation + activation)
 
 
-def _cast(model: Decoder, tokens: Array, inner: Array, width: Array) -> Array:
-    """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written."""
-    return 4.0 * tokens * (2 * model.width + inner + width)
+def _cast(model: Decoder, tokens: Array, stream: Array, inner: Array, width: Array) -> Array:
+    """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written.
+
+    A split sequence is cast before it is gathered.
+    """
+    return 4.0 * (2 * stream * model.width + tokens * (inner + width))
 
 
 def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack: Stack) -> Array:
@@ -168,8 +186,8 @@ def _experts(
     each = np.maximum(rows / held, 1.0)
     width = np.maximum(model.expert_ffn, 1.0)
     flops = rates.product_flops_per_s
-    up = linear_s(each, width * (1 + model.gated), model.width, flops, rates)
-    down = linear_s(each, model.width, width, flops, rates)
+    up = linear_s(each, width * (1 + model.gated), model.width, flops * rates.grouped_share, rates)
+    down = linear_s(each, model.width, width, flops * rates.grouped_share, rates)
     # A grouped product launches once: its tiles are dealt to the cores together.
     spare = (held - 1) * rates.launch_s
     grouped = [tuple(held * seconds - spare for seconds in layer) for layer in (up, down)]
@@ -190,5 +208,5 @@ def _experts(
     group = Group(layout.ep, np.ones_like(layout.ep))
     plain = all_to_all_s(E * rows * model.width, group, rates.links)
     once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
-    exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain), 0.0)
+    exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain) / rates.exchange_share, 0.0)
     return [*grouped, *beside, router], moved, exchange  # type: ignore[list-item]

@@ -40,6 +40,7 @@ class Decoder:
         sequence_tokens: S.
         query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
         imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
+        rotates: 1 where queries and keys turn with their position; 0 where positions are learned or biased.
         frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
     """
 
@@ -65,6 +66,7 @@ class Decoder:
     frozen: Array
     qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
     imbalance: Array = field(default_factory=lambda: np.ones(()))
+    rotates: Array = field(default_factory=lambda: np.ones(()))
 
     @property
     def attention_parameters(self) -> Array:

@@ -204,8 +204,11 @@ def _data(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
     )
     share = np.where(layout.zero > 0, layout.shards, 1.0)
-    last = np.where((layout.reductions > 0) & (layout.zero > 0), across, 0.0)
+    comes_last = (layout.reductions > 0) & (layout.zero > 0)
+    last = np.where(comes_last, across, 0.0)
     total = np.where(layout.zero == 0, plain, reduce + gather + across - last) + for_experts
+    of_twins = np.where(comes_last, _twins_s(layout, rates, stack, experts, expert_copies), 0.0)
+    last, total = last + of_twins, np.maximum(total - of_twins, 0.0)
     total = np.where(data > 1, total, 0.0)
     # Where parameters or sums come again with each microbatch, they run beside it.
     gathers = np.where(layout.gathers > 0, layout.gathers, np.where(sharded, 2 * m, 1.0))
@@ -220,8 +223,18 @@ def _data(
         data > 1, across, 0.0
     )
     hidden = np.minimum(stack.overlap_data * backward, stack.overlap_data * total)
-    data_s = np.where(repeats, exposed_three, total - hidden + last)
+    # The embedding's gradient is the last to be final: no compute is left to hide its sum.
+    tail = total * model.vocab_part(layout.tp) * model.width / (dense + experts)
+    data_s = np.where(repeats, exposed_three, np.maximum(total - hidden, np.minimum(tail, total)) + last)
     held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
     off = 30.0 * held / rates.host_bytes_per_s
     return data_s, np.where(layout.offload > 0, off, update)
+
+
+def _twins_s(layout: Layout, rates: Rates, stack: Stack, experts: Array, copies: Group) -> Array:
+    """Seconds to sum the gradients of experts over the copies of their shards: those that hold the same share them."""
+    holders = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
+    twins = Group(copies.ranks / holders, layout.ep * holders)
+    seconds = all_reduce_s(stack.gradient_bytes * experts / holders, twins, rates.links)
+    return np.where((experts > 0) & (twins.ranks > 1), seconds, 0.0)

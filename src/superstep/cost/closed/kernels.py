@@ -53,8 +53,10 @@ def attention_s(
     square = sequences * heads * queries * keys
     # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head.
     fused = 2 * square * head_dim / rates.peak_half_flops_per_s
-    # Kernels are built for heads of 128; of 64 they reach about three quarters (Dao 2023, fig. 4 to 6).
-    narrow = np.clip(head_dim / 128, 0.25, 1.0) ** 0.35
+    # Kernels are built for heads of 128; of 64 they reach about three quarters (Dao 2023, fig. 4 to 6). The first ones
+    # were built for 64, and are as fast there.
+    is_first = stack.attention == ATTENTION.index("flash-1")
+    narrow = np.where(is_first, 1.0, np.clip(head_dim / 128, 0.25, 1.0) ** 0.35)
     forward_s = fused / (rates.attention_forward * narrow)
     backward_s = 2.5 * fused / (rates.attention_backward * narrow)
     whole = 4 * square * head_dim / (rates.half_flops_per_s * 0.65)

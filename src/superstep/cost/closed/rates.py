@@ -24,8 +24,10 @@ class Rates:
         attention_forward, attention_backward: fused attention's share of the 16-bit peak.
         peak_half_flops_per_s: that peak.
         memory_bytes_per_s: streaming.
-        launch_s: the least that one kernel takes.
+        launch_s: between two kernels, on the device.
         host_bytes_per_s: to the host's memory.
+        grouped_share: of a large product's rate that products of many experts at once reach.
+        exchange_share: of the links' rates that an exchange of experts' tokens reaches.
         links: what joins the chips.
     """
 
@@ -39,4 +41,6 @@ class Rates:
     memory_bytes_per_s: Array
     launch_s: Array
     host_bytes_per_s: Array
+    grouped_share: Array
+    exchange_share: Array
     links: Links

@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from superstep.cost.closed.decoder_size import array
 from superstep.cost.closed.efficiency import FITTED, Efficiency, generation, powered
 from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.software_memory import MEGATRON, Holding
 from superstep.cost.closed.stack import ATTENTION, Stack
 from superstep.errors import ConfigError
 from superstep.hardware.chip import Rate
@@ -38,9 +40,11 @@ class Software:
         gradient_bytes: of a gradient as it is reduced.
         kept_gradient_bytes: of a gradient as it is accumulated.
         bucket_bytes: the largest piece that goes over the data-parallel ranks at once.
+        bucket_bytes_per_rank: by which it grows with these ranks, where that is more.
         overlaps_data: gradients and parameters move beside compute.
         overlaps_tensor: tensor-parallel traffic and transfers between stages do.
         sends_once: a token goes once to a domain, however many of its experts are there.
+        holds: what it keeps in memory.
     """
 
     compute: Rate = "bf16"
@@ -51,9 +55,11 @@ class Software:
     gradient_bytes: float = 4.0
     kept_gradient_bytes: float = 4.0
     bucket_bytes: float = 80e6
+    bucket_bytes_per_rank: float = 2e6
     overlaps_data: bool = True
     overlaps_tensor: bool = False
     sends_once: bool = False
+    holds: Holding = MEGATRON
 
 
 SUPERSTEP = Software(has_fused_norms=False, has_fused_kernels=False, has_fused_loss=True, bucket_bytes=1e12)
@@ -79,6 +85,15 @@ def stacked(values: Sequence[T]) -> T:
     return together
 
 
+def taken(value: T, places: npt.NDArray[np.int_]) -> T:
+    """Some of the values that ``stacked`` made one of, by their places; one may be taken many times."""
+    parts: dict[str, Any] = {}
+    for part in fields(value):  # type: ignore[arg-type]
+        each = getattr(value, part.name)
+        parts[part.name] = each[places] if isinstance(each, np.ndarray) else taken(each, places)
+    return type(value)(**parts)
+
+
 def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rates:
     chip, era = cluster.chip, generation(cluster.chip)
     half = chip.peak("bf16") or chip.peak("fp16") or chip.peak("fp32")
@@ -90,17 +105,20 @@ def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rate
     cool = powered(chip, efficiency["power"])
     kind = {"fp8": "products8", "fp4": "products4"}.get(software.compute, "products")
     kernel = software.attention if software.attention.startswith("flash") else "flash-2"
+    kin = ("blackwell",) if era.startswith("blackwell") else ()
     return Rates(
         product_flops_per_s=array(peak * efficiency.of(kind, era, "other") * cool),
         half_flops_per_s=array(half * efficiency.of("products", era, "other") * cool),
         product_ramp=array(efficiency["ramp"]),
         cores=array(chip.cores),
-        attention_forward=array(efficiency.of(f"{kernel}.forward", era, "ampere")),
-        attention_backward=array(efficiency.of(f"{kernel}.backward", era, "ampere")),
+        attention_forward=array(efficiency.of(f"{kernel}.forward", era, *kin, "ampere")),
+        attention_backward=array(efficiency.of(f"{kernel}.backward", era, *kin, "ampere")),
         peak_half_flops_per_s=array(half * cool),
         memory_bytes_per_s=array(chip.memory_bytes_per_s * efficiency["memory"]),
-        launch_s=array(efficiency["launch_s" if software.has_fused_kernels else "eager_launch_s"]),
+        launch_s=array(efficiency["launch_s"]),
         host_bytes_per_s=array(efficiency["host_bytes_per_s"]),
+        grouped_share=array(efficiency["grouped"]),
+        exchange_share=array(efficiency["exchange"]),
         links=Links(
             link_bytes_per_s=array(cluster.link_bytes_per_s * efficiency["link"]),
             link_latency_s=array(efficiency["hop_s"] / 4),

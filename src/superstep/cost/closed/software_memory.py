@@ -6,7 +6,7 @@ whether 16-bit weights stay beside their masters, how many copies of the logits 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from superstep.cost.closed.decoder_size import array
 from superstep.hardware.units import Array
@@ -48,38 +48,55 @@ class Keeping:
     selects_products: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """The same of one software, as plain numbers that compare and hash; the defaults are those of most of today's.
+
+    Attributes:
+        places_tensors: a compiler places every tensor beforehand (XLA): nothing lies between them.
+    """
+
+    element_bytes: float = 2.0
+    input_bytes: float = 1.0
+    weight_shard_bytes: float = 2.0
+    update_bytes: float = 0.0
+    bucket_bytes: float = 0.0
+    logit_bytes: float = 10.0
+    norm_bytes: float = 0.0
+    gathers_logits: bool = False
+    keeps_gathered: bool = False
+    repeats_shared: bool = False
+    weighs_head: bool = False
+    selects_products: float = 0.0
+    places_tensors: bool = False
+
+
+MEGATRON = Holding()
+"""A split sequence gathered again, a vocabulary-parallel loss in fp32, 8-bit inputs kept in 8 bits (Megatron-LM)."""
+
+
+def keeping_of(held: Holding) -> Keeping:
+    """As the formulas take it."""
+    return Keeping(**{field.name: array(getattr(held, field.name)) for field in fields(Keeping)})
+
+
 def superstep(*, element_bytes: int = 2) -> Keeping:
     """What Superstep itself keeps: its norms are one function, its gathered sequences stay."""
-    return Keeping(
-        element_bytes=array(element_bytes),
-        input_bytes=array(element_bytes),
-        # In fp32 the master weights are all there are.
-        weight_shard_bytes=array(4 if element_bytes == 4 else 0),
-        update_bytes=array(0),
-        bucket_bytes=array(0),
-        logit_bytes=array(4 + element_bytes),
-        norm_bytes=array(0),
-        gathers_logits=array(0),
-        keeps_gathered=array(1),
-        repeats_shared=array(1),
-        weighs_head=array(1),
-        selects_products=array(1),
+    return keeping_of(
+        Holding(
+            element_bytes=element_bytes,
+            input_bytes=element_bytes,
+            # In fp32 the master weights are all there are.
+            weight_shard_bytes=4 if element_bytes == 4 else 0,
+            logit_bytes=4 + element_bytes,
+            keeps_gathered=True,
+            repeats_shared=True,
+            weighs_head=True,
+            selects_products=1.0,
+        )
     )
 
 
 def megatron() -> Keeping:
-    """Megatron-LM: a split sequence gathered again, a vocabulary-parallel loss in fp32, 8-bit inputs kept in 8 bits."""
-    return Keeping(
-        element_bytes=array(2),
-        input_bytes=array(1),
-        weight_shard_bytes=array(2),
-        update_bytes=array(0),
-        bucket_bytes=array(0),
-        logit_bytes=array(10),
-        norm_bytes=array(0),
-        gathers_logits=array(0),
-        keeps_gathered=array(0),
-        repeats_shared=array(0),
-        weighs_head=array(0),
-        selects_products=array(0),
-    )
+    """What Megatron-LM keeps."""
+    return keeping_of(MEGATRON)

@@ -1,0 +1,116 @@
+"""Scores: how far predictions are from what was published, how well they order plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.published_rows import Row
+from superstep.hardware.units import Array
+
+STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")
+KEPT = 0.35
+"""Of what one calibration row says, the share that is believed: rows of one stack differ among themselves more than
+stacks do, so most of a single row's deviation is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Rows and what was predicted for them."""
+
+    rows: Sequence[Row]
+    published_s: Array
+    predicted_s: Array
+
+    @property
+    def errors(self) -> Array:
+        """Relative."""
+        return np.abs(self.predicted_s / self.published_s - 1)
+
+    def where(self, keep: Callable[[Row], bool]) -> Scored:
+        """Those rows only."""
+        mask = np.array([keep(row) for row in self.rows], dtype=bool)
+        kept = [row for row in self.rows if keep(row)]
+        return Scored(kept, self.published_s[mask], self.predicted_s[mask])
+
+    def replaced(self, predicted_s: Array) -> Scored:
+        """The same rows, predicted otherwise."""
+        return Scored(self.rows, self.published_s, predicted_s)
+
+
+def is_judged(row: Row) -> bool:
+    """Complete plans with precise figures."""
+    return row["trust"] == "A" and row["kind"] in STEPS
+
+
+def summary(scored: Scored) -> tuple[int, float, float]:
+    """Rows, median and 90th percentile of the error."""
+    if not scored.rows:
+        return 0, float("nan"), float("nan")
+    return len(scored.rows), float(np.median(scored.errors)), float(np.quantile(scored.errors, 0.9))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Plans of one model on one cluster.
+
+    Attributes:
+        spearman: rank correlation of predicted and published seconds.
+        loss: by how much the plan that is predicted to be fastest is slower than the fastest published one.
+    """
+
+    name: str
+    plans: int
+    spearman: float
+    loss: float
+
+
+def ranked(scored: Scored) -> list[Sweep]:
+    """Every sweep of four or more plans."""
+    columns = ("source", "framework", "model", "seq_len", "n_gpus", "gbs", "gpu", "precision")
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(scored.rows):
+        groups.setdefault(tuple(row[column] for column in columns), []).append(place)
+    found = []
+    for key, places in groups.items():
+        seconds, predicted = scored.published_s[places], scored.predicted_s[places]
+        if len(set(np.round(seconds, 4))) >= 4:
+            loss = float(seconds[np.argmin(predicted)] / seconds.min() - 1)
+            found.append(Sweep(" ".join(key[:1] + key[2:5]), len(places), spearman(predicted, seconds), loss))
+    return found
+
+
+def spearman(first: Array, second: Array) -> float:
+    """The correlation of the ranks; ties share their mean rank."""
+
+    def ranks(values: Array) -> Array:
+        return np.array([np.mean(np.flatnonzero(np.sort(values) == value)) for value in values])
+
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def calibrated(scored: Scored) -> tuple[int, float, float]:
+    """Rows, median and 90th percentile of the error after one other row of the same stack was seen.
+
+    One factor for a stack, believed as far as ``KEPT`` says. Every other row is the one that was seen, in turn, and all
+    these errors count, those of one row together as much as a row does.
+    """
+    stacks: dict[tuple[str, str, str], list[int]] = {}
+    for place, row in enumerate(scored.rows):
+        stacks.setdefault((row["source"], row["framework"], row["gpu"]), []).append(place)
+    errors, weights = [], []
+    for places in stacks.values():
+        ratio = scored.predicted_s[places] / scored.published_s[places]
+        seen = np.abs(ratio[:, None] / ratio[None, :] ** KEPT - 1)
+        others = ~np.eye(len(places), dtype=bool) if len(places) > 1 else np.ones((1, 1), dtype=bool)
+        errors.append(seen[others] if len(places) > 1 else np.abs(ratio - 1))
+        weights.append(np.full(errors[-1].shape, 1 / max(len(places) - 1, 1)))
+    if not errors:
+        return 0, float("nan"), float("nan")
+    each, weight = np.concatenate(errors), np.concatenate(weights)
+    order = np.argsort(each)
+    share = np.cumsum(weight[order]) / weight.sum()
+    median, ninth = (float(each[order][np.searchsorted(share, q)]) for q in (0.5, 0.9))
+    return len(scored.rows), median, ninth

@@ -1,0 +1,158 @@
+"""What ``bench.published`` has found, as lines and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.published_memory import Labels, Peaks
+from bench.published_score import Scored, Sweep, summary
+from superstep.hardware.units import Array
+
+Line = tuple[int, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """80% intervals of rows whose stacks were left out.
+
+    Attributes:
+        classes: of each row.
+        widths: of each class, in logarithms; of all rows under the empty name.
+        inside: whether each row lies in the one that the other stacks give it.
+        by_stack: of each stack's rows, the share that does.
+    """
+
+    classes: Sequence[str]
+    widths: Mapping[str, float]
+    inside: Array
+    by_stack: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """All that is told.
+
+    Attributes:
+        lines: rows, median and 90th percentile by what was asked.
+        refused: rows' names and why nothing is predicted of them.
+        ours: with the constants in use.
+        left_out: the same rows, each predicted without its stack; nothing where that was not asked for.
+        intervals: from these.
+        sweeps, sweeps_left_out: the order of plans.
+        peaks, labels: memory, with frameworks' names known.
+        memory_left_out: the same without the names that only a stack's own rows bear.
+        ablations: by mechanism.
+    """
+
+    lines: Mapping[str, Line]
+    refused: Sequence[tuple[str, str]]
+    ours: Scored
+    left_out: Scored | None
+    intervals: Intervals | None
+    sweeps: Sequence[Sweep]
+    sweeps_left_out: Sequence[Sweep]
+    peaks: Peaks
+    labels: Labels
+    memory_left_out: tuple[Peaks, Labels] | None
+    ablations: Mapping[str, object]
+
+
+def print_sources(ours: Scored, flat: Scored) -> None:
+    """One line a source and trust."""
+    print(f"{'source':26}{'trust':>6}{'rows':>6}{'median':>9}{'90th':>8}{'bias':>7}   {'constant fraction':>18}")
+    for source, trust in dict.fromkeys((row["source"], row["trust"]) for row in ours.rows):
+        mine = ours.where(lambda row, s=source, t=trust: (row["source"], row["trust"]) == (s, t))  # type: ignore[misc]
+        base = flat.where(lambda row, s=source, t=trust: (row["source"], row["trust"]) == (s, t))  # type: ignore[misc]
+        count, median, ninth = summary(mine)
+        bias = float(np.median(mine.predicted_s / mine.published_s))
+        print(f"{source:26}{trust:>6}{count:6d}{median:9.1%}{ninth:8.1%}{bias:7.2f}   {summary(base)[1]:18.1%}")
+
+
+def print_sweeps(sweeps: Sequence[Sweep]) -> None:
+    """One line a sweep."""
+    print(f"\n{'sweep':60}{'plans':>6}{'Spearman':>10}{'chosen':>9}")
+    for each in sweeps:
+        print(f"{each.name:60}{each.plans:6d}{each.spearman:10.3f}{each.loss:+9.1%}")
+    print()
+
+
+def write(path: str, result: Result) -> None:
+    """Everything as JSON."""
+    told = {
+        "summary": {name: _line(line) for name, line in result.lines.items()},
+        "refused": [{"row_id": name, "why": why} for name, why in result.refused],
+        "memory": _memory(result.peaks),
+        "fits": _fits(result.labels),
+        **_left_out(result),
+        "sources": _sources(result.ours),
+        "sources_left_out": _sources(result.left_out) if result.left_out else {},
+        "sweeps": _sweeps(result.sweeps),
+        "sweeps_left_out": _sweeps(result.sweeps_left_out),
+        "ablations": {
+            name: asdict(each) if is_dataclass(each) and not isinstance(each, type) else each
+            for name, each in result.ablations.items()
+        },
+        "rows": _rows(result),
+    }
+    Path(path).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _line(line: Line) -> dict[str, float]:
+    return dict(zip(("rows", "median", "p90"), line, strict=True))
+
+
+def _memory(peaks: Peaks) -> dict[str, float | None]:
+    median, ninth = np.quantile(peaks.errors, (0.5, 0.9)) if len(peaks.rows) else (None, None)
+    return {"rows": len(peaks.rows), "median": median, "p90": ninth}
+
+
+def _fits(labels: Labels) -> dict[str, float]:
+    count, right = labels.right
+    false, missed = int((labels.predicted & ~labels.published).sum()), int((~labels.predicted & labels.published).sum())
+    return {"rows": count, "out": int(labels.published.sum()), "right": right, "false_alarms": false, "missed": missed}
+
+
+def _left_out(result: Result) -> dict[str, object]:
+    if result.memory_left_out is None or result.intervals is None:
+        return {}
+    peaks, labels = result.memory_left_out
+    inside = result.intervals
+    return {
+        "memory_left_out": _memory(peaks),
+        "fits_left_out": _fits(labels),
+        "intervals": {
+            "covered": float(inside.inside.mean()),
+            "by_stack": inside.by_stack,
+            "widths": dict(inside.widths),
+        },
+    }
+
+
+def _sources(scored: Scored) -> dict[str, dict[str, float]]:
+    sources = dict.fromkeys(row["source"] for row in scored.rows)
+    return {s: _line(summary(scored.where(lambda row, s=s: row["source"] == s))) for s in sources}  # type: ignore[misc]
+
+
+def _sweeps(sweeps: Sequence[Sweep]) -> list[dict[str, object]]:
+    return [asdict(each) for each in sweeps]
+
+
+def _rows(result: Result) -> list[dict[str, object]]:
+    rows: dict[str, dict[str, object]] = {}
+    ours, peaks, labels = result.ours, result.peaks, result.labels
+    for row, p, q in zip(ours.rows, ours.published_s, ours.predicted_s, strict=True):
+        rows[row["row_id"]] = {"published_s": float(p), "predicted_s": float(q)}
+    if result.left_out:
+        for row, q in zip(ours.rows, result.left_out.predicted_s, strict=True):
+            rows[row["row_id"]]["left_out_s"] = float(f"{q:.5g}")
+    for row, p, q in zip(peaks.rows, peaks.published, peaks.predicted, strict=True):
+        rows.setdefault(row["row_id"], {}).update(published_mem_gb=float(p), predicted_mem_gb=round(float(q), 2))
+    for row, p, q in zip(labels.rows, labels.published, labels.predicted, strict=True):
+        rows.setdefault(row["row_id"], {}).update(published_oom=bool(p), predicted_oom=bool(q))
+    known = {row["row_id"]: row["source"] for row in (*ours.rows, *peaks.rows, *labels.rows)}
+    return [{"row_id": name, "source": known[name], **values} for name, values in rows.items()]
