@@ -5,6 +5,7 @@
     │   ├── ConfigError       a field of the configuration
     │   ├── DataError         a corpus, a tokenizer, a token file
     │   └── StateError        a run directory or checkpoint that is not what was asked for
+    │       └── Damaged       a checkpoint of which something is not what was written: an older one may be whole
     └── Fault                 exit status 1: something broke at run time; names rank, step, instruction
 
 A broken internal rule is an ``assert``: that is our bug, never the user's.
@@ -38,6 +39,17 @@ class DataError(UserError):
 
 class StateError(UserError):
     """A run directory or a checkpoint is not what was asked for."""
+
+
+class Damaged(StateError):
+    """A checkpoint is not what was written. ``why`` says so without the mend, for who goes on from an older one."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; delete it and resume from an older checkpoint.")
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[Damaged], tuple[str]]:
+        return type(self), (self.why,)
 
 
 class Fault(SuperstepError):

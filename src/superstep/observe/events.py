@@ -50,6 +50,8 @@ class Resumed:
     step: int
     path: str
     """The checkpoint; empty where there was none, and the run begins again."""
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with each newer checkpoint, and where it is now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ from superstep.state.tensor_file import (
     tensor_files,
 )
 from superstep.state.together import Peers, together
+from superstep.state.verify import verify
 from superstep.state.writer import remove_parcels, writing
 
 T = TypeVar("T")
@@ -219,7 +220,8 @@ def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:
     """Fill this rank's pieces from a checkpoint of any layout. Every rank calls this together.
 
     Raises:
-        StateError: the checkpoint is not whole, or not of this model: on every rank the same.
+        Damaged: the checkpoint is not what was written: on every rank the same, before a piece is filled.
+        StateError: it is not of this model, of another format, or cannot be read.
     """
 
     def unreadable(error: Exception) -> StateError:
@@ -234,9 +236,7 @@ def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:
     foreign = [problem for part in every(lambda: _foreign(manifest, wanted)) for problem in part]
     if foreign:
         raise StateError(f"{folder} is of another model: {foreign[0]}; name the model that wrote it.")
-    wrong = [problem for part in every(lambda: _wrong(folder, manifest, peers)) for problem in part]
-    if wrong:
-        raise StateError(f"{folder} is damaged: {wrong[0]}; delete it and resume from an older checkpoint.")
+    verify(folder, peers)
     every(lambda: _fill(folder, manifest, wanted))
     return manifest.position
 
@@ -259,45 +259,6 @@ def _foreign(manifest: Manifest, pieces: Sequence[Piece]) -> list[str]:
         for piece in pieces
         if (name := entry(piece.kind, piece.name)) not in stored or stored[name].shape != piece.shape
     ]
-
-
-def _wrong(folder: Path, manifest: Manifest, peers: Peers) -> list[str]:
-    """What is not as it was written: for rank 0 files and their headers, for each rank its share of the tensors."""
-    parts = [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
-    parts = parts[peers.rank :: peers.size]
-    if peers.rank == 0:
-        parts = [(n, 0, f.header_bytes, f.blake2b, "the header") for n, f in manifest.files.items()] + parts
-    wrong = _wrong_files(folder, manifest) if peers.rank == 0 else []
-    for file, offset, size, expected, what in parts:
-        try:
-            is_same = digest_of(folder / file, offset, size) == expected
-        except OSError as error:
-            wrong.append(f"{file} cannot be read ({error})")
-        else:
-            if not is_same:
-                wrong.append(f"{what} in {file} has other bits than were written")
-    return wrong
-
-
-def _wrong_files(folder: Path, manifest: Manifest) -> list[str]:
-    wrong = []
-    for name, file in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            wrong.append(f"{name} cannot be read ({error})")
-        else:
-            if size != file.bytes:
-                wrong.append(f"{name} has {size} bytes, not the {file.bytes} that were written")
-    for name, expected in manifest.beside.items():
-        try:
-            is_same = digest((folder / name).read_bytes()) == expected
-        except OSError as error:
-            wrong.append(f"{name} cannot be read ({error})")
-        else:
-            if not is_same:
-                wrong.append(f"{name} has other bits than were written")
-    return wrong
 
 
 def _fill(folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:

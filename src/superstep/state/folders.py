@@ -3,6 +3,7 @@
     step-000200.partial/    being written; holds the file "superstep-unfinished" until all else is on the disk
     step-000200/            whole, unless it holds that mark: then it was being deleted
     step-000200.aside/      was in the way and is not known to be ours: moved, never deleted
+    step-000200.damaged/    was passed over when the run went on, as something in it is not what was written: likewise
 
 Only a folder of exactly such a name that holds a manifest of ours, or that mark, is ever deleted.
 """
@@ -41,12 +42,20 @@ def checkpoints(root: Path) -> list[Path]:
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted."""
-    ours = [path for path in checkpoints(root) if is_manifest_of_ours(path / MANIFEST) and not path.is_symlink()]
-    for old in ours[:-keep]:
+    for old in _ours(root)[:-keep]:
         _delete(old)
     for path in list(_folders(root)):
         if _step(path.name.removesuffix(_PARTIAL)) is not None and _is_left(path):
             _delete(path)
+
+
+def is_crowded(root: Path, keep: int) -> bool:
+    """Whether ``prune`` would delete a whole checkpoint."""
+    return len(_ours(root)) > keep
+
+
+def _ours(root: Path) -> list[Path]:
+    return [path for path in checkpoints(root) if is_manifest_of_ours(path / MANIFEST) and not path.is_symlink()]
 
 
 def begin(folder: Path) -> Path:
@@ -80,16 +89,25 @@ def discard(partial: Path) -> None:
         _delete(partial)
 
 
+def set_aside(folder: Path) -> Path:
+    """Move a damaged checkpoint out of the way; where it is now."""
+    return _moved(folder, "damaged")
+
+
 def _clear_the_way(path: Path) -> None:
     if not path.exists() and not path.is_symlink():
         return
     if _is_left(path):
         _delete(path)
         return
+    _moved(path, "aside")
+
+
+def _moved(path: Path, ending: str) -> Path:
     number = 1
-    while (aside := path.with_name(f"{path.name}.aside{'' if number == 1 else f'-{number}'}")).exists():
+    while (aside := path.with_name(f"{path.name}.{ending}{'' if number == 1 else f'-{number}'}")).exists():
         number += 1
-    path.rename(aside)
+    return path.rename(aside)
 
 
 def _step(name: str) -> int | None:

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from superstep.errors import StateError
+from superstep.errors import Damaged, StateError
 from superstep.state.tensor_file import digest, size_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_OLDER = "delete it and resume from an older checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +101,16 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. What it says lies within the folder; its tensors are not read.
 
     Raises:
-        StateError: there is none, it is of another format, it is not what was written, or it names what is not in
-            the folder.
+        Damaged: there is none, it is not what was written, or it names what is not in the folder.
+        StateError: it is of another format, or this user may not read it.
     """
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
+    except PermissionError as error:
+        raise StateError(f"{folder / MANIFEST} cannot be read ({error.strerror}); grant access.") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(
-            f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error}); delete it and resume from another."
-        ) from error
+        raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found == 1:
         raise StateError(
@@ -121,11 +120,11 @@ def read_manifest(folder: Path) -> Manifest:
     if found != FORMAT:
         raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
     if seal({key: value for key, value in content.items() if key != "blake2b"}) != text:
-        raise StateError(f"{folder} is damaged: {MANIFEST} has other bits than were written; {_OLDER}.")
+        raise Damaged(f"{folder} is damaged: {MANIFEST} has other bits than were written")
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StateError(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r}); {_OLDER}.") from error
+        raise Damaged(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r})") from error
     _refuse_outside(folder, manifest)
     return manifest
 
@@ -174,13 +173,12 @@ def _count(value: object, name: str) -> int:
 def _refuse_outside(folder: Path, manifest: Manifest) -> None:
     for name in (*manifest.files, *manifest.beside):
         if not _is_inside(folder, name):
-            raise StateError(
-                f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint; it was not written so. "
-                f"{_OLDER.capitalize()}."
+            raise Damaged(
+                f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint and was not written so"
             )
         path = folder / name
         if path.exists() and not path.is_file():
-            raise StateError(f"{folder}: '{name}' is no regular file; it was not written so. {_OLDER.capitalize()}.")
+            raise Damaged(f"{folder}: '{name}' is no regular file and was not written so")
 
 
 def _is_inside(folder: Path, name: str) -> bool:

@@ -41,6 +41,11 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def lock(self) -> Path:
+        """Who writes to the directory now."""
+        return self.root / "run.lock"
+
+    @property
     def checkpoints(self) -> Path:
         """The checkpoints."""
         return self.root / "checkpoints"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from superstep.errors import ConfigError, Fault, StateError
+from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config, write_config
-from superstep.state.folders import checkpoints
+from superstep.state.verify import glance, newest
 from superstep.train.run_folder import RunFolder, write_whole
 
 # What may not change within one run: the weights or the cursor would mean something else.
@@ -23,14 +19,20 @@ _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.seq
           "data.validation_fraction", "train.seed", "lora")  # fmt: skip
 
 
-def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
+def choose(run: Resolved, look: Callable[[Path], object] = glance) -> tuple[Resolved, RunFolder, Path | None]:
     """Where the run will live, as ``state.existing`` says. Nothing is made or changed.
 
+    Args:
+        run: what was asked for.
+        look: raises Damaged for a checkpoint that cannot be gone on from.
+
     Returns:
-        The run, with the directory it was given; the directory; and the checkpoint to go on from, if any.
+        The run, with the directory it was given; the directory; and the checkpoint to go on from, if any: the newest
+        that ``look`` finds nothing wrong with.
 
     Raises:
-        StateError: the directory holds a run and was not told what to do, or holds something else.
+        StateError: the directory holds a run and was not told what to do, or holds something else, or no checkpoint
+            of it is whole.
         ConfigError: the run to go on with is of another model or of other data.
     """
     state = run.config.state
@@ -40,7 +42,9 @@ def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
     if folder.root.exists() and not folder.root.is_dir():
         raise StateError(f"state.dir = '{state.dir}' is a file; name a folder.")
     try:
-        is_free = not folder.root.exists() or not any(p.name != "data" for p in folder.root.iterdir())
+        is_free = not folder.root.exists() or not any(
+            p.name not in ("data", folder.lock.name) for p in folder.root.iterdir()
+        )
     except OSError as error:
         raise StateError(f"state.dir = '{state.dir}' cannot be read: {error.strerror}; name another folder.") from error
     if is_free:
@@ -57,8 +61,7 @@ def choose(run: Resolved) -> tuple[Resolved, RunFolder, Path | None]:
             return _beside(run)
         case "resume":
             _check_same(read_config(folder.config), run.config)
-            found = checkpoints(folder.checkpoints)
-            return run, folder, found[-1] if found else None
+            return run, folder, newest(folder.checkpoints, look)
 
 
 def _beside(run: Resolved) -> tuple[Resolved, RunFolder, None]:
@@ -111,50 +114,6 @@ def _stable(path: Path) -> object:
     except (OSError, ValueError) as error:
         raise StateError(f"{path} cannot be read ({error}); resume from an older checkpoint.") from error
     return {key: value for key, value in found.items() if key != "fingerprint"}
-
-
-@contextmanager
-def hold(folder: RunFolder) -> Iterator[None]:
-    """Make the directory, and keep other processes from writing to it for the length of the block.
-
-    What was made and is still empty at the end is removed again: a run that never began leaves nothing.
-
-    Raises:
-        StateError: the directory cannot be made, or another process holds it.
-        Fault: the disk is full.
-    """
-    made = [path for path in (folder.root, *folder.root.parents) if not path.exists()]
-    try:
-        folder.root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder.root, os.O_RDONLY)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Fault(f"state.dir = '{folder.root}' cannot be made: {error.strerror}; make room.") from error
-        raise StateError(
-            f"state.dir = '{folder.root}' cannot be made: {error.strerror}; name a folder that can be written."
-        ) from error
-    try:
-        _lock(handle, folder)
-        yield
-    finally:
-        os.close(handle)
-        for path in (folder.root / "data", *made):
-            with suppress(OSError):  # it is not empty: something of the run is there
-                path.rmdir()
-
-
-def _lock(handle: int, folder: RunFolder) -> None:
-    # The system drops the lock with the process, however it ends. A file system without locks has none to respect.
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise StateError(
-            f"state.dir = '{folder.root}' is in use by another process; wait for it, or name another --state.dir."
-        ) from error
-    except OSError:
-        pass
-    if not os.access(folder.root, os.W_OK | os.X_OK):
-        raise StateError(f"state.dir = '{folder.root}' cannot be written; grant access or name another --state.dir.")
 
 
 def write(run: Resolved, folder: RunFolder) -> None:

@@ -35,6 +35,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.start import fill
 from superstep.state.together import together
+from superstep.state.verify import require_newest
 from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.hf_files import hf_files
@@ -303,6 +304,7 @@ class Session:
             tensors=dict.fromkeys(STATE, self._shapes),
             beside=self._beside,
         )
+        require_newest(place, self.run.config.state.keep, self._peers)
         trace = self._trace(position.step)
 
         def settle() -> None:

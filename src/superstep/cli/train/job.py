@@ -32,10 +32,13 @@ from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
+from superstep.state.verify import newest, verify
 from superstep.train import rundir
+from superstep.train.hold import hold, sharing
 from superstep.train.lesson import Lesson
 from superstep.train.loop import train
 from superstep.train.model import flops_per_token, operations
+from superstep.train.resume import resume
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.session import Rate, Session
 from superstep.train.start import check_start
@@ -107,11 +110,16 @@ def prepared_job(
     if choose(run.config.plan.device, int(local)) == "cpu":
         # What a GPU has left its rank alone can tell: to ask takes a part of it.
         require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
-    with rundir.hold(folder):
+    with hold(folder):
+        if checkpoint is not None:  # what was left of the run before may have come to its end only now
+            checkpoint = newest(folder.checkpoints)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         corpus = None if length is None else tokens(run, folder, checkpoint)
         if length is not None and corpus is not None:
             run = length(run, corpus)
+        if checkpoint is not None and step >= run.config.train.steps:  # nobody will read it again: every byte, then
+            checkpoint = newest(folder.checkpoints, verify)
+            step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:
             print(
                 f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.",
@@ -155,7 +163,7 @@ def rank(world: World, job: Job) -> bool:
         Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
     """
     try:
-        with listening(world.stop):
+        with listening(world.stop), sharing(job.folder):
             return _train(world, job)
     except RuntimeError as error:
         raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
@@ -168,20 +176,24 @@ def _train(world: World, job: Job) -> bool:
     peak = _peak_flops(job.run, world, machine)
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
-    position = session.begin() if job.checkpoint is None else session.load(job.checkpoint)
+    start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
+    position = session.begin() if start is None else start.position
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
             # Whatever can be refused has been: only now does the directory become, or change, a run.
-            is_resumed = job.checkpoint is not None or job.folder.metrics.exists()
+            is_resumed = job.folder.metrics.exists()
             rundir.write(job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
             sink = _sinks(job, stack, peak)
             sink.write(_started(job, world, session.transport, open_corpus(job.corpus).manifest, machine))
-            if is_resumed:
-                sink.write(Resumed(step=position.step, path=str(job.checkpoint or "")))
+            if start is not None:
+                passed_over = start.set_damaged_aside()
+                sink.write(Resumed(step=position.step, path=str(start.path), passed_over=passed_over))
+            elif is_resumed:
+                sink.write(Resumed(step=position.step, path=""))
         position = train(session, position, sink)
     # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
     session.close()

@@ -144,7 +144,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case Resumed(step=0):
             return ["started again: the run had no checkpoint yet"]
         case Resumed():
-            return [f"resumed after step {event.step} from {event.path}"]
+            passed = [f"passed over: {why}" for why in event.passed_over]
+            return [*passed, f"resumed after step {event.step} from {event.path}"]
         case StepDone():
             parts = [
                 f"loss {event.loss:.4f}",

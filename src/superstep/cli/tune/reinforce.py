@@ -24,8 +24,11 @@ from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_on, launch_parties
 from superstep.runtime.stop import listening
 from superstep.state.checkpoint import read_position
+from superstep.state.verify import verify
 from superstep.train import rundir
+from superstep.train.hold import hold
 from superstep.train.model import operations, resolved
+from superstep.train.resume import pass_over
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.tune.recipe import write
 from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
@@ -58,11 +61,11 @@ def run(recipe: RlRecipe) -> int:
 def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
-    choice, folder, checkpoint = rundir.choose(resolved(config))
+    choice, folder, checkpoint = rundir.choose(resolved(config), verify)
     _check_same(recipe, folder)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
-    with rundir.hold(folder):
+    with hold(folder):
         if checkpoint is not None and read_position(checkpoint).step >= choice.config.train.steps:
             print(f"The run in {folder.root} is complete; raise --train.steps to go on with it.", flush=True)
             yield None
@@ -78,6 +81,8 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
             kernels=kernels_folder(None),
         )
         has_begun = folder.config.is_file()
+        for why in pass_over(checkpoint, verify) if checkpoint is not None else ():
+            print(f"passed over: {why}", flush=True)
         rundir.write(choice, folder)
         write_whole(folder.root / RECIPE, write(replace(recipe, state=choice.config.state)))
         if not has_begun:

@@ -25,6 +25,7 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.start import fill
 from superstep.state.together import together
+from superstep.state.verify import require_newest
 from superstep.train.base import begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of
 from superstep.train.model import model_alone, shapes_of, units_of
@@ -190,6 +191,7 @@ class Learner:
             tensors=dict.fromkeys(STATE, self._shapes),
             beside=self._beside,
         )
+        require_newest(place, self.run.config.state.keep, self.peers)
 
         def settle() -> None:
             if self.peers.rank == 0:

@@ -1,0 +1,140 @@
+"""Whose a run directory is: two runs never write to one.
+
+The process that prepares a run locks the folder itself; the system drops that lock with the process, however it ends.
+It says who it is in a file beside. Ranks may live a moment longer than the process that launched them: as long as they
+do they share a lock of that file, which the next run waits for.
+
+    runs/demo           locked by the launcher, alone
+    runs/demo/run.lock  who that is: {"pid": 4711, ...}; locked by its ranks together
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from superstep.errors import Fault, StateError
+from superstep.train.run_folder import RunFolder
+
+LEAVING_S = 10.0
+"""How long ranks without a launcher are waited for; they end within three seconds of it."""
+
+POLL_S = 0.05
+
+
+@contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """Make the directory, and keep other processes from writing to it for the length of the block.
+
+    What was made and is still empty at the end is removed again: a run that never began leaves nothing.
+
+    Raises:
+        StateError: the directory cannot be made, or another process holds it; names that one.
+        Fault: the disk is full.
+    """
+    made = [path for path in (folder.root, *folder.root.parents) if not path.exists()]
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder.root, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Fault(f"state.dir = '{folder.root}' cannot be made: {error.strerror}; make room.") from error
+        raise StateError(
+            f"state.dir = '{folder.root}' cannot be made: {error.strerror}; name a folder that can be written."
+        ) from error
+    is_ours = False
+    try:
+        _lock(handle, folder)
+        is_ours = True
+        yield
+    finally:
+        if is_ours:
+            with suppress(OSError):
+                folder.lock.unlink()
+        os.close(handle)
+        for path in (folder.root / "data", *made):
+            with suppress(OSError):  # it is not empty: something of the run is there
+                path.rmdir()
+
+
+@contextmanager
+def sharing(folder: RunFolder) -> Iterator[None]:
+    """Within the block no run that comes after this one writes to the directory: what every rank is in."""
+    try:
+        handle = os.open(folder.lock, os.O_RDONLY)
+    except OSError:  # ranks that a test runs, say, without a launcher
+        yield
+        return
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: RunFolder) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _in_use(folder, _owner(folder.lock)) from error
+    except OSError:  # a file system without locks has none to respect
+        pass
+    if not os.access(folder.root, os.W_OK | os.X_OK):
+        raise StateError(f"state.dir = '{folder.root}' cannot be written; grant access or name another --state.dir.")
+    try:
+        _wait_for_ranks(folder)
+        folder.lock.write_text(json.dumps(_self()) + "\n", encoding="utf-8")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Fault(f"state.dir = '{folder.root}' cannot be written: {error.strerror}; make room.") from error
+        raise StateError(
+            f"state.dir = '{folder.root}' cannot be written: {error.strerror}; grant access or name another "
+            "--state.dir."
+        ) from error
+
+
+def _wait_for_ranks(folder: RunFolder) -> None:
+    """Wait until no rank of a run before is left."""
+    if not folder.lock.exists():
+        return
+    deadline_s = time.monotonic() + LEAVING_S
+    handle = os.open(folder.lock, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    raise _in_use(folder, f"ranks that are left of {_owner(folder.lock)}") from error
+                time.sleep(POLL_S)
+            except OSError:
+                return
+            else:
+                return
+    finally:
+        os.close(handle)
+
+
+def _in_use(folder: RunFolder, owner: str) -> StateError:
+    return StateError(f"state.dir = '{folder.root}' is in use by {owner}; wait for it, or name another --state.dir.")
+
+
+def _self() -> dict[str, object]:
+    return {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+
+def _owner(path: Path) -> str:
+    """The process that a lock's file names."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(told['pid'])} on {told['host']}, since {told['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
