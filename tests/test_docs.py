@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import sample, serve, view
+from superstep.cli import checkpoint, sample, serve, view
 from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
 from superstep.cli.grade import verb as grade
@@ -178,6 +178,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
+    monkeypatch.setattr(checkpoint, "checkpoints", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)

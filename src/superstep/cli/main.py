@@ -91,6 +91,11 @@ VERBS = {
         "superstep.cli.arguments.chat",
         extra="serve",
     ),
+    "checkpoint": Verb(
+        "list a run's checkpoints, verify every byte of them, export the weights for other loaders",
+        "superstep.cli.checkpoint",
+        "superstep.cli.arguments.checkpoint",
+    ),
     "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
 
@@ -99,7 +104,7 @@ def usage() -> str:
     """The page that names the verbs, as wide as the terminal."""
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
-        textwrap.fill(verb.what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+        textwrap.fill(verb.what, columns, initial_indent=f"  {name:10}  ", subsequent_indent=" " * 14)
         for name, verb in VERBS.items()
     ]
     last = textwrap.fill("superstep VERB --help says more, superstep --version which one this is.", columns)

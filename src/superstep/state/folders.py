@@ -40,6 +40,14 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
 
 
+def leftovers(root: Path) -> list[Path]:
+    """Folders beside the checkpoints that have been, or will be, or stood in the way of one."""
+    whole = checkpoints(root)
+    return sorted(
+        path for path in _folders(root) if path not in whole and _step(path.name.partition(".")[0]) is not None
+    )
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted."""
     for old in _ours(root)[:-keep]:

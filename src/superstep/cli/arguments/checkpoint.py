@@ -1,0 +1,90 @@
+"""What superstep checkpoint is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal, get_args
+
+from superstep.cli.options import asks_for_help, read_flags
+from superstep.errors import ConfigError, UserError, did_you_mean
+
+Word = Literal["list", "verify", "export"]
+
+WORDS: Mapping[Word, str] = {
+    "list": "the checkpoints of a run, and what a glance at each shows",
+    "verify": "read every byte of a run's checkpoints, or of one; exit status 1 where one is damaged",
+    "export": "the weights of a checkpoint, or of a run's newest, as a folder that Hugging Face's loaders read",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Where to, and how."""
+
+    out: str = ""
+    """The folder to make."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights: as training keeps them, or rounded to the nearest bf16."""
+    shard_gib: float = 4.0
+    """The most of a file; larger weights are cut into several, with an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be done, with what."""
+
+    word: Word
+    path: Path
+    options: Options
+
+
+def _usage() -> str:
+    columns = max(24, min(shutil.get_terminal_size().columns, 100))
+    lines = [
+        textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+        for name, what in WORDS.items()
+    ]
+    usage = textwrap.fill("usage: superstep checkpoint list|verify|export RUN [--FLAG VALUE ...]", columns)
+    last = textwrap.fill("RUN is a run's directory, or one of its checkpoints.", columns)
+    return "\n".join([usage, "", *lines, "", last])
+
+
+def read(argv: Sequence[str]) -> Asked:
+    """What is to be done.
+
+    Raises:
+        UserError: nothing, or nothing known, is to be done.
+        ConfigError: the path is missing, or a flag is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    if not argv or argv[0].startswith("-"):
+        if asks_for_help(argv):
+            print(_usage())
+            raise SystemExit(0)
+        raise UserError(f"superstep checkpoint needs to be told what to do; name one of {', '.join(WORDS)}.")
+    word = next((known for known in get_args(Word) if known == argv[0]), None)
+    if word is None:
+        raise UserError(f"superstep checkpoint knows no '{argv[0]}'{did_you_mean(argv[0], WORDS)}")
+    if word != "export" and asks_for_help(argv[1:]):
+        print(_usage())
+        raise SystemExit(0)
+    paths = list(takewhile(lambda each: not each.startswith("-"), argv[1:]))
+    flags = argv[1 + len(paths) :]
+    options = Options()
+    if word == "export":
+        description = f"Write {WORDS['export']}."
+        options = read_flags(options, flags, prog="superstep checkpoint export RUN", description=description)
+    elif flags:
+        raise ConfigError(f"superstep checkpoint {word} takes no {flags[0]}; give it a run or a checkpoint alone.")
+    if len(paths) != 1:
+        raise ConfigError(f"name one run or checkpoint: superstep checkpoint {word} runs/demo.")
+    if word == "export" and not options.out:
+        raise ConfigError("name a folder to make: superstep checkpoint export runs/demo --out exported.")
+    if not options.shard_gib > 0:
+        raise ConfigError(f"--shard-gib = {options.shard_gib} must be above 0.")
+    return Asked(word, Path(paths[0]), options)

@@ -1,0 +1,181 @@
+"""The weights of a checkpoint as a folder for other loaders: in shards, in fp32 or bf16, with nothing of training.
+
+    out/model.safetensors                                    or, of more bytes than a shard may have,
+    out/model-00001-of-00002.safetensors ...                 shards, and
+    out/model.safetensors.index.json                         which tensor is in which
+    out/config.json, tokenizer.json, ...                     as they stand beside the weights
+
+Every byte is held against its hash on the way, and a few megabytes are in memory at a time. The folder gets its name
+once the disk has all of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import torch
+
+from superstep.errors import ConfigError, Damaged, Fault, StateError
+from superstep.model.hf import FILE, INDEX
+from superstep.state.durable import sync, write_text
+from superstep.state.manifest import Manifest, StoredTensor
+from superstep.state.piece import bytes_of
+from superstep.state.tensor_file import BLOCK_BYTES, FILES, size_of
+from superstep.state.verify import glance
+
+Dtype = Literal["fp32", "bf16"]
+OF_TRAINING = ("corpus.json",)
+"""What stands beside the weights for a run that goes on, and means nothing to others."""
+
+_NAMES: Mapping[Dtype, tuple[str, str, torch.dtype, int]] = {
+    "fp32": ("F32", "float32", torch.float32, 4),
+    "bf16": ("BF16", "bfloat16", torch.bfloat16, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        files: the files of tensors.
+        bytes: of tensors.
+        has_config: whether other loaders can build the model; that of a user's own file has no ``config.json``.
+    """
+
+    files: tuple[str, ...]
+    bytes: int
+    has_config: bool
+
+
+def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Exported:
+    """Write the weights of a checkpoint as a folder of their own.
+
+    Raises:
+        ConfigError: ``out`` is there already.
+        Damaged: the checkpoint is not what was written.
+        StateError: it holds no model's weights, or cannot be read.
+        Fault: ``out`` cannot be written. Nothing of it is left.
+    """
+    if out.exists():
+        raise ConfigError(f"--out = '{out}' is there already; name a folder that is not.")
+    manifest = glance(checkpoint)
+    weights = {name: at for name, at in manifest.tensors.items() if at.file == FILES["weight"]}
+    if not weights:
+        raise StateError(
+            f"{checkpoint} holds an adapter and no model; put it into its base by superstep tune merge RUN --out DIR."
+        )
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritable(unfinished, error) from error
+    try:
+        return _write(checkpoint, manifest, weights, unfinished, out, dtype, shard_bytes)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(unfinished)
+
+
+def _unwritable(path: Path, error: OSError) -> Fault:
+    mend = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that, or name another"
+    return Fault(f"--out = '{path}' cannot be written: {error.strerror or error}; {mend}.")
+
+
+def _write(
+    checkpoint: Path,
+    manifest: Manifest,
+    weights: Mapping[str, StoredTensor],
+    unfinished: Path,
+    out: Path,
+    dtype: Dtype,
+    shard_bytes: int,
+) -> Exported:
+    shards = _shards(weights, dtype, shard_bytes)
+    files = [FILE] if len(shards) == 1 else [_shard(number, len(shards)) for number in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        with (unfinished / file).open("wb") as opened:
+            opened.write(_header({name: weights[name] for name in names}, dtype))
+            for name in names:
+                _copy(checkpoint, name, weights[name], opened, dtype)
+        sync(unfinished / file)
+    total = sum(_size(at, dtype) for at in weights.values())
+    if len(shards) > 1:
+        of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": of}
+        write_text(unfinished / INDEX, json.dumps(index, indent=2) + "\n")
+    for name in manifest.beside:
+        if name not in OF_TRAINING:
+            text = (checkpoint / name).read_text(encoding="utf-8")
+            write_text(unfinished / name, _config(text, dtype) if name == "config.json" else text)
+    sync(unfinished)
+    unfinished.rename(out)
+    sync(out.parent)
+    return Exported(files=tuple(files), bytes=total, has_config="config.json" in manifest.beside)
+
+
+def _shards(weights: Mapping[str, StoredTensor], dtype: Dtype, most_bytes: int) -> list[list[str]]:
+    """The names of each shard, in their order; a tensor that is larger than a shard has one of its own."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, at in weights.items():
+        size = _size(at, dtype)
+        if shards[-1] and held + size > most_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def _shard(number: int, count: int) -> str:
+    return f"{Path(FILE).stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _size(at: StoredTensor, dtype: Dtype) -> int:
+    return size_of(at.shape) // 4 * _NAMES[dtype][3]
+
+
+def _header(tensors: Mapping[str, StoredTensor], dtype: Dtype) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    low = 0
+    for name, at in tensors.items():
+        high = low + _size(at, dtype)
+        table[name] = {"dtype": _NAMES[dtype][0], "shape": list(at.shape), "data_offsets": [low, high]}
+        low = high
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _copy(checkpoint: Path, name: str, at: StoredTensor, into: IO[bytes], dtype: Dtype) -> None:
+    """Append a tensor's values, held against their hash."""
+    left, found = size_of(at.shape), hashlib.blake2b(digest_size=16)
+    with (checkpoint / at.file).open("rb") as file:
+        file.seek(at.offset)
+        while left:
+            data = bytearray(file.read(min(left, BLOCK_BYTES)))
+            if not data:
+                raise Damaged(f"{checkpoint} is damaged: {at.file} ends within {name}")
+            found.update(data)
+            left -= len(data)
+            values = torch.frombuffer(data, dtype=torch.float32).to(_NAMES[dtype][2])
+            into.write(bytes_of(values))
+    if found.hexdigest() != at.blake2b:
+        raise Damaged(f"{checkpoint} is damaged: {name} in {at.file} has other bits than were written")
+
+
+def _config(text: str, dtype: Dtype) -> str:
+    """A model's configuration, with the dtype of its weights."""
+    return json.dumps({**json.loads(text), "torch_dtype": _NAMES[dtype][1]}, indent=2) + "\n"
