@@ -1,6 +1,6 @@
 """What faults leave on disk: processes killed at random instants of a save, and single bits flipped.
 
-    python -m bench.faults                      200 kills, 600 flips
+    python -m bench.faults                      200 kills of each kind, 600 flips
     python -m bench.faults --kills 20
 
 Each round of kills begins with a checkpoint of step 1. Ranks, which are processes, save step 2 and drop step 1; one of
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -32,9 +33,11 @@ import torch
 from bench.machine import write_result
 from superstep.errors import Damaged, StateError
 from superstep.state.checkpoint import load, save
+from superstep.state.flush import Flusher
 from superstep.state.folders import checkpoint_at, checkpoints, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
+from superstep.state.snapshot import KEPT, WANTED, WHOLE, WRITING, Memory, common, described, made, pieces_of
 from superstep.state.together import Peers
 from superstep.state.verify import Alone, require_newest, verify
 
@@ -172,6 +175,90 @@ def kill_points(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     return {"rounds": rounds, "left": dict(found), "wrong": wrong, "save_s": typical_s}
 
 
+def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
+    """What is left where ranks copy step after step into memory, every third for the disk, and one of them is killed or
+    the process that writes to the disk: the newest common step in memory, and each checkpoint, are wholly of one step.
+    """
+    draw = random.Random(seed)
+    torch.set_num_threads(1)
+    wrong: list[str] = []
+    found: Counter[str] = Counter()
+    for number in range(rounds):
+        root = folder / f"snapshots-{number}"
+        victim, after_s = draw.randrange(RANKS + 1), draw.uniform(0.02, 0.4)
+        _, memories = made(RANKS)
+        _copy_and_kill(memories, root, victim, after_s)
+        step = common(memories)
+        seen = [what_is(place) for place in checkpoints(root)]
+        found["rank" if victim < RANKS else "flusher"] += 1
+        found["checkpoints"] += len(seen)
+        finished = max(max(memory.whole(), default=0) for memory in memories)
+        if step is not None and step < finished - 1:
+            wrong.append(f"round {number}: {finished - step} steps lost")
+        if step is not None and not _is_of_one_step(memories, step):
+            wrong.append(f"round {number}: memory of step {step} is mixed")
+        if not all(each.startswith("step ") for each in seen):
+            wrong.append(f"round {number}, victim {victim}, after {after_s:.4f} s: {seen}")
+        for memory in memories:
+            memory.close()
+        shutil.rmtree(root, ignore_errors=True)
+    return {"rounds": rounds, "of": dict(found), "wrong": wrong}
+
+
+def _copy_and_kill(memories: Sequence[Memory], root: Path, victim: int, after_s: float) -> None:
+    for rank, memory in enumerate(memories):
+        placed, at = [], 0
+        for piece in pieces(0, rank, RANKS):
+            placed.append((piece, at))
+            at += 4 * piece.values.numel()
+        shapes = {name: list(shape) for name, shape in SHAPES.items()}
+        table = {"pieces": described(placed), "shapes": shapes, "beside": {}, "folder": str(root)}
+        memory.lay_out(table, at)
+    ends = [Pipe() for _ in range(RANKS)]
+
+    def flusher() -> None:
+        with Flusher(memories, keep=2):
+            time.sleep(60)
+
+    processes = [_forked(lambda number=number: _copy(memories[number], ends[number][1])) for number in range(RANKS)]  # type: ignore[misc]
+    processes.append(_forked(flusher))
+    processes.append(_forked(lambda: _between([theirs for theirs, _ in ends])))
+    time.sleep(after_s)
+    os.kill(processes[victim], signal.SIGKILL)
+    time.sleep(0.01)
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    for pair in ends:
+        for end in pair:
+            end.close()
+
+
+def _copy(memory: Memory, pipe: Connection) -> None:
+    """A rank that does nothing but copy: the state of each step, in step with the others."""
+    table = memory.table()["pieces"]
+    for step in itertools.count(1):
+        pipe.send(step)
+        pipe.recv()
+        while (slot := memory.free_slot()) is None:
+            time.sleep(0.001)
+        memory.put(slot, "state", WRITING)
+        memory.put(slot, "step", step)
+        memory.put(slot, "disk", WANTED if step % 3 == 0 else KEPT)
+        for number, told in enumerate(table):
+            kind = number // len(SHAPES)
+            memory.values(slot, told["offset"], told["count"]).fill_(1000.0 * step + kind)
+        memory.put(slot, "state", WHOLE)
+
+
+def _is_of_one_step(memories: Sequence[Memory], step: int) -> bool:
+    return all(
+        bool((piece.values == 1000.0 * step + STATE.index(piece.kind)).all())
+        for memory in memories
+        for piece in pieces_of(memory, memory.whole()[step])
+    )
+
+
 def flips(count: int, seed: int, folder: Path) -> dict[str, Any]:
     """How many of so many single-bit flips were seen; ``unseen`` names the others."""
     draw = random.Random(seed)
@@ -209,9 +296,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         killed = kill_points(options.kills, options.seed, Path(folder))
+        copied = snapshot_kills(options.kills, options.seed, Path(folder))
         flipped = flips(options.flips, options.seed, Path(folder))
-    write_result(ROOT / "bench" / "results" / "faults.json", kill_points=killed, flips=flipped)
+    write_result(ROOT / "bench" / "results" / "faults.json", kill_points=killed, snapshots=copied, flips=flipped)
     print(f"{killed['rounds']} kills left {killed['left']}, wrong: {killed['wrong'] or 'none'}")
+    print(f"{copied['rounds']} kills beside snapshots: {copied['of']}, wrong: {copied['wrong'] or 'none'}")
     print(f"{flipped['flips']} flips, unseen: {flipped['unseen'] or 'none'}")
 
 

@@ -7,6 +7,7 @@
     │   └── StateError        a run directory or checkpoint that is not what was asked for
     │       └── Damaged       a checkpoint of which something is not what was written: an older one may be whole
     └── Fault                 exit status 1: something broke at run time; names rank, step, instruction
+        └── Lost              a rank is gone, through no fault of what it computed: its state may outlive it
 
 A broken internal rule is an ``assert``: that is our bug, never the user's.
 """
@@ -79,6 +80,10 @@ class Fault(SuperstepError):
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
         return Fault(self.message, rank=rank, step=self.step, instruction=self.instruction)
+
+
+class Lost(Fault):
+    """A rank's process was ended from outside."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ def test_kills_leave_whole_checkpoints_and_flips_are_seen(tmp_path):
     killed = faults.kill_points(12, 1, tmp_path)
     assert killed["wrong"] == []
     assert sum(killed["left"].values()) == 12
+    copied = faults.snapshot_kills(6, 1, tmp_path)
+    assert copied["wrong"] == []
     flipped = faults.flips(60, 1, tmp_path)
     assert flipped["unseen"] == []
     assert set(flipped["of"]) == {"config.json", "manifest.json", "model.safetensors", "optimizer.safetensors"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     is_compute,
@@ -61,6 +63,20 @@ def test_every_plan_compiles_and_its_text_round_trips(plan):
     for program in (compile_step(plan), compile_evaluation(plan)):
         assert check(program) is program
         assert read_program(write_program(program)) == program
+
+
+@any_plan
+@given(plans())
+def test_a_copy_of_each_trained_unit_is_started_before_it_is_first_used_and_nothing_else_changes(plan):
+    plain, program = compile_step(plan), compile_step(replace(plan, snapshots=True))
+    assert check(read_program(write_program(program))) == program
+    for rank, instructions in enumerate(program.ranks):
+        copied = [i.unit for i in instructions if isinstance(i, Snapshot)]
+        assert sorted(copied) == trained_by(program, rank), "each once, also what several ranks hold"
+        assert tuple(i for i in instructions if not isinstance(i, Snapshot)) == plain.ranks[rank]
+        for unit in copied:
+            uses = [k for k, i in enumerate(instructions) if is_compute(i) and unit in program.params[i.unit]]
+            assert instructions.index(Snapshot(unit)) < min(uses), "the copy runs beside the compute"
 
 
 @any_plan

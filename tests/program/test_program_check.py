@@ -31,6 +31,7 @@ PROGRAMS: dict[str, Program] = {
         "tied alone": plan_of(pp=2, layers=2, microbatches=2, tied=True),
         "zero bubble": plan_of(pp=2, layers=2, microbatches=2, dp=2, schedule="zb-h1"),
         "zero bubble 3": plan_of(layers=2, microbatches=2, dp=2, zero=3, schedule="zb-h1"),
+        "snapshots": plan_of(pp=2, layers=2, microbatches=2, tied=True, snapshot_every=1),
         "tensor parallel": plan_of(pp=2, tp=2, layers=2, microbatches=2),
     }.items()
 }
@@ -99,6 +100,10 @@ FAULTS: list[tuple[str, str, int, str, Edit, str]] = [
     ("a unit of another rank", "pipeline", 0, "forward u1 m1 keep=all", to("forward u2 m1 keep=all"), "another rank"),
     ("a microbatch too many", "pipeline", 0, "forward u0 m1 keep=all", to("forward u0 m2 keep=all"), "has 2 microbatches"),
     ("nothing is kept", "pipeline", 0, "forward u1 m1 keep=all", to("forward u1 m1 keep=nothing"), "kept nothing"),
+    ("a copy is lost", "snapshots", 0, "snapshot u1", drop, "the state of u1 is never copied"),
+    ("a copy twice", "snapshots", 1, "snapshot u3", twice, "copied once"),
+    ("a copy of another rank's", "snapshots", 0, "snapshot u1", to("snapshot u2"), "trains nothing of the unit"),
+    ("a copy after the step", "snapshots", 1, "snapshot u2", move_behind("step"), "nothing may follow the step"),
     ("a send is lost", "pipeline", 0, "send act u2 m1 to 1", drop, "act u2 m1 is computed or received and never used"),
     ("a send twice", "pipeline", 0, "send act u2 m1 to 1", twice, "is sent once"),
     ("sent before it is computed", "pipeline", 0, "send act u2 m0 to 1", move_before("forward u0 m0 keep=all"), "must have been computed"),

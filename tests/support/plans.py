@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from superstep.plan.config import LoraConfig, ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig
+from superstep.plan.config import LoraConfig, ModelConfig, PlanConfig, RunConfig, Schedule, StateConfig, TrainConfig
 from superstep.plan.resolve import Plan, resolve
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -27,6 +27,7 @@ def plan_of(
     tied: bool = False,
     experts: int | None = None,
     lora: LoraConfig | None = None,
+    snapshot_every: int | None = None,
     **layout: Any,
 ) -> Plan:
     """The plan of a small model; ``layout`` are fields of PlanConfig.
@@ -40,6 +41,7 @@ def plan_of(
         train=TrainConfig(batch_sequences=batch),
         plan=PlanConfig(**layout),
         lora=lora,
+        state=StateConfig(snapshot_every=snapshot_every),
     )
     return resolve(config).plan
 

@@ -185,3 +185,59 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(handle)
     thread.join()
+
+
+def _as_nobody(work):
+    """What ``work`` says of a StateError, in a process of another user's."""
+    ours, theirs = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            work()
+        except StateError as error:
+            os.write(theirs, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, encoding="utf-8") as told:
+        said = told.read()
+    os.waitpid(process, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_what_another_user_may_not_read_or_write_is_one_line(run):
+    for folder in (run, *run.parents):
+        if folder.stat().st_uid == 0 and str(folder) != "/":
+            folder.chmod(0o755)
+    place = run / "checkpoints/step-000006"
+
+    def enter():
+        with hold(RunFolder(root=run)):
+            pass
+
+    assert _as_nobody(enter) == f"state.dir = '{run}' cannot be written; grant access or name another --state.dir."
+    (place / "model.safetensors").chmod(0o600)
+    assert _as_nobody(lambda: verifying.verify(place)).endswith(
+        "model.safetensors cannot be read (Permission denied); grant access."
+    )
+    (place / "manifest.json").chmod(0o600)
+    said = _as_nobody(lambda: verifying.newest(place.parent))
+    assert said == f"{place}/manifest.json cannot be read (Permission denied); grant access.", (
+        "it is not taken for damage"
+    )
+    assert verifying.newest(place.parent) == place
+
+
+def test_foreign_weights_with_an_absurd_header_are_one_line(run, capsys):
+    (run.parent / "theirs").mkdir()
+    weights = run.parent / "theirs/model.safetensors"
+    for header in (b"\xff" * 7 + b"\x7f", (10**9).to_bytes(8, "little"), b""):
+        weights.write_bytes(header + b'{"a":1}')
+        assert main(["train", *FLAGS, "--state.dir", "other", "--model.weights", "theirs"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("superstep: theirs is damaged: "), said
+        assert said.count("\n") == 1
+        assert not (run.parent / "other").exists()

@@ -38,6 +38,8 @@ class RunStarted:
     predicted_step_s: float | None = None
     predicted_memory_bytes: int | None = None
     """The highest predicted peak of any rank: what its tensors take."""
+    snapshot_bytes: int = 0
+    """What snapshots take at most, on the fullest rank, of its host's memory."""
     memory: Literal["allocated", "resident"] = "allocated"
     """What ``memory_bytes`` of a step is: what tensors take, or the whole process (a CPU's)."""
 
@@ -52,6 +54,8 @@ class Resumed:
     """The checkpoint; empty where there was none, and the run begins again."""
     passed_over: tuple[str, ...] = ()
     """What is wrong with each newer checkpoint, and where it is now."""
+    lost: str = ""
+    """Which rank was lost, where the run goes on from a snapshot in memory; then there is no checkpoint to name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

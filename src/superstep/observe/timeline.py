@@ -62,6 +62,7 @@ BUBBLE = Style("bubble", "·", (240,), is_line=True)
 EXPOSED = Style("waiting for communication", "!", (203,), is_line=True)
 FETCH = Style("fetch", "━", (220,), is_line=True)
 REDUCE = Style("reduce", "━", (176,), is_line=True)
+SNAPSHOT = Style("snapshot", "━", (108,), is_line=True)
 SEND_ACT = Style("activation sent", "▸", (75,), is_line=True)
 SEND_GRAD = Style("gradient sent", "◂", (208,), is_line=True)
 
@@ -195,6 +196,7 @@ _LANES: dict[str, dict[Lane, Style]] = {
     "fetch": {"fetch": FETCH},
     "reduce": {"reduce": REDUCE},
     "send": {"act": SEND_ACT, "grad": SEND_GRAD},
+    "snapshot": {"snapshot": SNAPSHOT},
 }
 
 

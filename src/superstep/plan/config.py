@@ -222,6 +222,9 @@ class StateConfig:
     """Steps between checkpoints; the last step is always followed by one."""
     keep: int = 2
     """Checkpoints kept; older ones are deleted once a newer one is whole."""
+    snapshot_every: int | None = None
+    """Steps between copies of the state in the host's memory, which a killed rank is recovered from, and from which
+    checkpoints are written while training goes on; none makes no copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ class Plan:
         frozen: units of which no parameter is trained.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
+        snapshots: whether the step copies the state into memory that outlives the ranks.
         padding: for each axis that has more rows on the ranks than in the model, how many over all of them.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     params: tuple[tuple[int, ...], ...]
     frozen: tuple[int, ...]
     recomputed: tuple[bool, ...]
+    snapshots: bool = False
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained: with adapters all others stay as they are."""
@@ -173,6 +175,7 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
         params=outline.reads,
         frozen=() if config.lora is None else without_adapters(outline),
         recomputed=outline.recomputed,
+        snapshots=config.state.snapshot_every is not None,
     )
     return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)
 
@@ -212,6 +215,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.seed": (config.train.seed, 0),
         "state.save_every": (config.state.save_every, 1),
         "state.keep": (config.state.keep, 1),
+        "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
         "observe.log_every": (config.observe.log_every, 1),
         "plan.chunks": (config.plan.chunks, 1),
         "plan.prefetch": (config.plan.prefetch, 0),

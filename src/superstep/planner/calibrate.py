@@ -35,7 +35,7 @@ FOREIGN = 20.0
 """A factor that no two stacks of software on one chip are apart: the run was on another chip."""
 ROUNDS = 12
 STEP = 1e-3
-WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial")
+WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial", "Snapshot")
 """Instructions whose recorded seconds have waits for other ranks in them, or are of no unit."""
 BESIDE = ("Fetch", "Reduce", "ReduceReplicas")
 """Instructions that wait for their lane: the shortest of a kind tells its seconds."""

@@ -29,6 +29,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -84,6 +85,7 @@ class _Rank:
         self.tied: set[int] = set()
         self.replicated: set[int] = set()
         self.final: set[int] = set()
+        self.copied: set[int] = set()
         self.is_stepped = False
 
     def run(self, i: Instruction) -> str:
@@ -107,6 +109,8 @@ class _Rank:
                 return self._residency(unit, is_fetch=isinstance(i, Fetch))
             case Reduce() | Settle() | ReduceReplicas() | Tie():
                 return self._sum(i)
+            case Snapshot(unit):
+                return self._snapshot(unit)
             case ReducePartial() | Step():
                 self.final |= self.held
                 self.is_stepped = isinstance(i, Step)
@@ -138,6 +142,9 @@ class _Rank:
             held = self.held - set(self.program.frozen)
             shared = {u for u in held if len(self.program.holders(u)) > 1}
             yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
+        if "snapshot" in passes:
+            missing = sorted(self.held - self.copied - set(self.program.frozen))
+            yield from (f"the state of u{u} is never copied" for u in missing)
         if "step" in passes and not self.is_stepped:
             yield "the step is missing"
 
@@ -274,6 +281,15 @@ class _Rank:
             return "what is tied must have been summed over replicas on every pipeline rank"
         self.replicated.add(unit)
         self.final.add(unit)
+        return ""
+
+    def _snapshot(self, unit: int) -> str:
+        """What a copy reads only the step changes, after which nothing may follow: it may run beside all the rest."""
+        if unit not in self.held or unit in self.program.frozen:
+            return "the rank trains nothing of the unit"
+        if unit in self.copied:
+            return "the unit's state is copied once"
+        self.copied.add(unit)
         return ""
 
     def _tie(self, unit: int) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from superstep.plan.resolve import Plan
 from superstep.program.check import check
 from superstep.program.instructions import Program
-from superstep.program.passes import add_fetch, add_recompute, add_reductions, add_step, add_transfers, lower
+from superstep.program.passes import (
+    add_fetch,
+    add_recompute,
+    add_reductions,
+    add_snapshot,
+    add_step,
+    add_transfers,
+    lower,
+)
 from superstep.program.rendezvous import check_first_uses, routes
 from superstep.program.schedule import forward_order, order
 
@@ -28,6 +36,8 @@ def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     program = held(add_transfers(program))
     program = held(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
     program = held(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
+    if plan.snapshots:
+        program = held(add_snapshot(program))
     return check_first_uses(check(add_step(program)), routes(plan.placement))
 
 

@@ -15,6 +15,7 @@ and run beside the compute until something needs their result:
     reduce    Reduce                                         settles the unit's gradient
               ReduceReplicas                                 ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
+    snapshot  Snapshot                                       steps
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Literal, TypeAlias
 
 Keep = Literal["all", "selective", "input", "nothing"]
 Wire = Literal["act", "grad"]
-Lane = Literal["compute", "fetch", "reduce", "act", "grad"]
+Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,15 @@ class ReducePartial:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Start copying the state of a unit, as the step before left it, into memory that outlives the rank. Where none is
+    due it does nothing.
+    """
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Clip by the global norm and update the parameters."""
 
@@ -158,6 +168,7 @@ Instruction: TypeAlias = (
     | ReduceReplicas
     | Tie
     | ReducePartial
+    | Snapshot
     | Step
 )
 
@@ -231,6 +242,8 @@ def lane(instruction: Instruction) -> Lane:
             return "reduce"
         case Send(wire=wire) | Recv(wire=wire):
             return wire
+        case Snapshot():
+            return "snapshot"
         case _:
             return "compute"
 

@@ -27,6 +27,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -37,7 +38,7 @@ Value = tuple[Wire, int, int]
 Channel = tuple[int, int, Wire]
 Place = tuple[int, int]
 
-ALONE = frozenset({BackwardWeight, Fetch, Free, Recompute, Reduce, ReducePartial, ReduceReplicas, Settle})
+ALONE = frozenset({BackwardWeight, Fetch, Free, Recompute, Reduce, ReducePartial, ReduceReplicas, Settle, Snapshot})
 """What waits for no other rank."""
 
 RECEIVING = frozenset({Forward, Backward, BackwardInput})

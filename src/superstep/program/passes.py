@@ -5,6 +5,7 @@ recompute     before a backward whose unit kept only its input, compute the unit
 transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
 reductions    gradients over dp as soon as they are final; tied and partial gradients after that
 fetch         parameters from the shards before they are used; freed after, with ZeRO 3
+snapshot      copies of the state, beside the first forward passes
 step          the optimizer
 """
 
@@ -33,6 +34,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -274,6 +276,31 @@ def _window(uses: list[tuple[int, ...]], k: int, prefetch: int) -> list[int]:
         ahead += bool(fresh)
         found += fresh
     return found
+
+
+def add_snapshot(program: Program) -> Program:
+    """The state that the step before has left is copied beside the first forward passes.
+
+    What a rank trains, master weights and moments, only the step changes, and it waits for the copies: so each may run
+    beside all the rest. A unit's is started when the rank first computes with it, not all at once, so that no forward
+    pass has to share the memory's bandwidth with all of them. A copy holds no memory of the device.
+    """
+
+    def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        left = [u for u in program.held_by(number) if u not in program.frozen]
+        for i in instructions:
+            for unit in [u for u in left if is_compute(i) and u in program.params[_unit_of(i)]]:
+                left.remove(unit)
+                yield Snapshot(unit)
+            yield i
+        yield from (Snapshot(unit) for unit in left)
+
+    return _done(program, "snapshot", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+
+
+def _unit_of(i: Instruction) -> int:
+    assert isinstance(i, Forward | Recompute | Backward | BackwardInput)
+    return i.unit
 
 
 def add_step(program: Program) -> Program:

@@ -31,6 +31,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -54,7 +55,7 @@ def describe(instruction: Instruction) -> str:
             return f"send {wire} u{unit} m{m} to {peer}"
         case Recv(wire, unit, m, peer):
             return f"recv {wire} u{unit} m{m} from {peer}"
-        case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit):
+        case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit) | Snapshot(unit):
             return f"{type(instruction).__name__.lower()} u{unit}"
         case ReduceReplicas(unit):
             return f"reduce-replicas u{unit}"
@@ -107,6 +108,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (r"reduce-replicas u(\d+)", lambda f: ReduceReplicas(int(f[1]))),
     (r"tie u(\d+)", lambda f: Tie(int(f[1]))),
     (r"reduce-partial", lambda f: ReducePartial()),
+    (r"snapshot u(\d+)", lambda f: Snapshot(int(f[1]))),
     (r"step", lambda f: Step()),
 )
 

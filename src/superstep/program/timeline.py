@@ -25,6 +25,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     lane,
@@ -32,7 +33,9 @@ from superstep.program.instructions import (
 
 Channel: TypeAlias = tuple[Lane, str, int | None]
 Arrival: TypeAlias = tuple[Lane, int, int | None]
-"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), or (act or grad, u, m)."""
+"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), a copy (snapshot, u), or (act or grad, u,
+m).
+"""
 
 
 def brings(instruction: Instruction) -> Arrival | None:
@@ -44,6 +47,8 @@ def brings(instruction: Instruction) -> Arrival | None:
             return "reduce", unit, None
         case Recv(wire, unit, m, _):
             return wire, unit, m
+        case Snapshot(unit):
+            return "snapshot", unit, None
         case _:
             return None
 
@@ -55,6 +60,7 @@ class Needs:
         # Made once: a program asks for them again with each microbatch.
         self._fetched: list[list[Arrival]] = [[("fetch", u, None) for u in units] for units in program.params]
         self._reduced: list[Arrival] = [("reduce", u, None) for u in range(len(program.units))]
+        self._copied: list[Arrival] = [("snapshot", u, None) for u in range(len(program.units))]
 
     def __call__(self, instruction: Instruction) -> list[Arrival]:
         """What must have come."""
@@ -67,8 +73,10 @@ class Needs:
                 return self._fetched[unit]
             case Settle(unit):
                 return [("reduce", unit, None)]
-            case Tie() | ReducePartial() | Step():
+            case Tie() | ReducePartial():
                 return self._reduced
+            case Step():
+                return self._reduced + self._copied
             case _:
                 return []
 
@@ -203,7 +211,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
 def _spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
     """Where one rank's step went."""
     busy_s = bubble_s = 0.0
-    exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad"), 0.0)
+    exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)
     for e in events:
         if isinstance(e.instruction, Tie | ReducePartial):
             exposed_s["reduce"] += e.end_s - e.start_s

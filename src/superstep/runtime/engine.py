@@ -21,7 +21,7 @@ from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
-from superstep.runtime.collectives import gather_sequence, sum_over
+from superstep.runtime.collectives import DONE, Pending, gather_sequence, sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor
 from superstep.runtime.holding import Holding
@@ -31,8 +31,10 @@ from superstep.runtime.optimizer import AdamW, Hyper, Owned
 from superstep.runtime.parallel.expert import build_exchange
 from superstep.runtime.recorder import Recorder
 from superstep.runtime.router_counts import RouterCounts
+from superstep.runtime.snapshots import Snapshots
 from superstep.runtime.stop import Stop
 from superstep.runtime.watch import WEIGHTS_MEND, Watch, require_divisor
+from superstep.state.snapshot import Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,9 @@ class Engine(Holding):
         self._count = plan.microbatches
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
         self._excess = machine.excess
-        self._executor = Executor(machine, self._update)
+        self.snapshots: Snapshots | None = None
+        """What copies the state, where anything does."""
+        self._executor = Executor(machine, self._update, self._snapshot)
         self._lr = 0.0
         self._divisor = 1.0
         self._result = (0.0, 0.0)
@@ -110,6 +114,16 @@ class Engine(Holding):
         self._stop = Stop()
         self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
+
+    def _snapshot(self, unit: int) -> Pending:
+        return DONE if self.snapshots is None else self.snapshots.copy(unit)
+
+    def keep_snapshots(self, memory: Memory) -> Snapshots:
+        """Have the state copied into a memory by the step program, where it has a ``Snapshot`` and one is due."""
+        frozen = self.step_program.frozen
+        trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
+        self.snapshots = Snapshots(memory, trained, self.mesh.device)
+        return self.snapshots
 
     def _begin(self, m: int) -> None:
         """Tell the exchange which sequences come next."""

@@ -31,6 +31,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -96,6 +97,7 @@ class _Flight:
     fetching: dict[int, Pending] = field(default_factory=dict)
     reducing: dict[int, Pending] = field(default_factory=dict)
     leaving: list[tuple[Pending, Tensor]] = field(default_factory=list)
+    copying: dict[int, Pending] = field(default_factory=dict)
 
 
 class Executor:
@@ -104,11 +106,15 @@ class Executor:
     Args:
         machine: what to drive.
         step: the optimizer's update, called by the Step instruction.
+        snapshot: starts copying the state of a unit, where a snapshot is due.
     """
 
-    def __init__(self, machine: Machine, step: Callable[[], None]) -> None:
+    def __init__(
+        self, machine: Machine, step: Callable[[], None], snapshot: Callable[[int], Pending] = lambda _: DONE
+    ) -> None:
         self._machine = machine
         self._step = step
+        self._snapshot = snapshot
         self._flight = _Flight()
         self._microbatches: Sequence[Microbatch] = ()
         self._sights: Sequence[Sight] = ()
@@ -171,6 +177,8 @@ class Executor:
             case Tie() | ReducePartial() | Step():
                 together(list(flight.reducing.values())).wait()
                 flight.reducing.clear()
+                if isinstance(instruction, Step):
+                    together(list(flight.copying.values())).wait()
             case Free(unit):
                 flight.fetching.pop(unit, DONE).wait()
             case _:
@@ -211,6 +219,8 @@ class Executor:
             case ReducePartial():
                 assert self._machine.mesh.tp is not None
                 reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
+            case Snapshot(unit):
+                self._flight.copying[unit] = self._snapshot(unit)
             case Step():
                 self._step()
 
@@ -221,6 +231,8 @@ class Executor:
                 return self._flight.fetching[unit]
             case Reduce(unit) | ReduceReplicas(unit):
                 return self._flight.reducing[unit]
+            case Snapshot(unit):
+                return self._flight.copying[unit]
             case Send():
                 return self._flight.leaving[-1][0]
             case Recv(wire, unit, m):

@@ -36,7 +36,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from superstep.errors import Fault
+from superstep.errors import Fault, Lost
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
@@ -192,7 +192,8 @@ class _Rank:
         said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
         last = next((line.strip() for line in reversed(said) if line.strip()), "")
         hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
-        return Trouble(at_s=time.time(), order=1, error=Fault(f"{why}{hint}", rank=self.number))
+        kind = Lost if code < 0 else Fault
+        return Trouble(at_s=time.time(), order=1, error=kind(f"{why}{hint}", rank=self.number))
 
 
 @contextlib.contextmanager

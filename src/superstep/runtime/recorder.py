@@ -23,6 +23,7 @@ import torch
 from superstep.program.instructions import Instruction, Recv, Send, lane
 from superstep.runtime.collectives import Pending
 from superstep.runtime.device import Device
+from superstep.runtime.snapshots import Copying
 
 Clock = Callable[[], float]
 
@@ -59,6 +60,7 @@ class HostRecorder:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._ran: list[Ran] = []
+        self._copies: dict[int, Copying] = {}
         self._start_s = 0.0
 
     @property
@@ -69,9 +71,14 @@ class HostRecorder:
         self._start_s = self._clock()
 
     def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+        if isinstance(under_way, Copying):
+            self._copies[len(self._ran)] = under_way
         self._ran.append(Ran(len(self._ran), self._start_s, self._clock()))
 
     def ran(self) -> list[Ran]:
+        for index, copying in self._copies.items():
+            if (seconds := copying.ran_s()) is not None:
+                self._ran[index] = Ran(index, *seconds)
         return list(self._ran)
 
 
@@ -100,7 +107,7 @@ class CudaRecorder:
         self._start = self._mark()
 
     def end(self, instruction: Instruction, under_way: Pending | None) -> None:
-        if under_way is None:
+        if under_way is None or isinstance(under_way, Copying):  # a thread of the host waits for a copy, no stream
             self._marks.append((self._start, self._mark(), None))
             return
         queue = _queue(instruction)

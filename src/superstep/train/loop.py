@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from superstep.data.stream import Batch
 from superstep.observe.events import Evaluated, LossTold, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
+from superstep.runtime.snapshots import Flushed
+from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.session import Session
 
@@ -43,7 +45,12 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         # Who is asked to stop may have seconds to save in.
         if not is_stopped and (position.step % config.train.eval_every == 0 or position.step == last):
             sink.write(evaluate(session, position))
-        if is_saved:
+        is_over = is_stopped or position.step == last
+        if is_over:
+            session.copies.drain()
+        for flushed in session.copies.flushed():
+            sink.write(flushed_event(session, flushed))
+        if is_saved and (is_over or not session.want(position)):
             sink.write(save(session, position))
         if is_stopped:
             elapsed_s = session.elapsed_s()
@@ -72,6 +79,7 @@ def steps(
                 seen(batch)
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
+            session.copies.begin(position)
             result = session.step(batch, lr, step=position.step + 1)
             position = Position(
                 step=position.step + 1,
@@ -125,3 +133,9 @@ def save(session: Session, position: Position) -> Saved:
     start_s = time.perf_counter()
     path, size = session.save(position)
     return Saved(step=position.step, path=str(path), seconds=time.perf_counter() - start_s, bytes=size)
+
+
+def flushed_event(session: Session, flushed: Flushed) -> Saved:
+    """A checkpoint that was written from a snapshot."""
+    path = str(checkpoint_at(session.folder.checkpoints, flushed.step))
+    return Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes)

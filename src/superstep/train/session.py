@@ -33,11 +33,13 @@ from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
+from superstep.state.snapshot import Memory
 from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.state.verify import require_newest
 from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
+from superstep.train.copies import Copies
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.model import units_of
@@ -120,6 +122,7 @@ class Session:
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
         self._memory_bytes = 0
         self._record: Recorder = HostRecorder()
+        self.copies = Copies(run.config.state.snapshot_every)
 
     def _stream(self, split: SplitName) -> Epochs:
         stream = stream_of(self.run.config, self._corpus, split)
@@ -172,6 +175,34 @@ class Session:
             self._stands_on(resume_base(self.run, self._engine, self._peers, checkpoint))
         self._engine.loaded(position.step)
         return position
+
+    def keep_snapshots(self, memory: Memory, recovered: int | None) -> Position | None:
+        """Copy the state into a memory that outlives this rank, from here on.
+
+        Args:
+            memory: of this rank.
+            recovered: the step whose state is in it and shall be gone on from, if any.
+
+        Returns:
+            Where training stands, if that.
+        """
+        snapshots = self._engine.keep_snapshots(memory)
+        self.copies.snapshots = snapshots
+        if recovered is None:
+            snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._beside, self.folder.checkpoints)
+            return None
+        position = snapshots.restore(recovered)
+        self._engine.loaded(position.step)
+        return position
+
+    def want(self, position: Position) -> bool:
+        """Have the state as it is now written to disk while training goes on, and the trace of the last step now; False
+        where there are no snapshots. Every rank calls this together.
+        """
+        is_wanted = self.copies.want(position)
+        if is_wanted:
+            self._write_trace(position.step)
+        return is_wanted
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """What this rank holds of the state."""
@@ -305,19 +336,23 @@ class Session:
             beside=self._beside,
         )
         require_newest(place, self.run.config.state.keep, self._peers)
-        trace = self._trace(position.step)
+        self._write_trace(position.step, lambda: prune(self.folder.checkpoints, self.run.config.state.keep))
+        return place, size
+
+    def _write_trace(self, step: int, then: Callable[[], None] = lambda: None) -> None:
+        """Write when each instruction of the last step ran. Every rank calls this together."""
+        trace = self._trace(step)
 
         def settle() -> None:
             write_whole(self.folder.trace, trace)
-            prune(self.folder.checkpoints, self.run.config.state.keep)
+            then()
 
         def unsettled(error: Exception) -> Fault:
             known = error if isinstance(error, OSError) else OSError(0, repr(error))
-            return unwritable(self.folder.checkpoints, known, step=position.step)
+            return unwritable(self.folder.checkpoints, known, step=step)
 
         # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
         together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
-        return place, size
 
     def publish(self, root: Path, position: Position) -> Published:
         """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.

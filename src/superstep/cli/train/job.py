@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.cli.describe import plan_text
@@ -18,9 +18,10 @@ from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
+from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
-from superstep.errors import Fault
+from superstep.errors import ConfigError, Fault, Lost
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
@@ -28,10 +29,13 @@ from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.runtime.device import Device, choose
-from superstep.runtime.launch import World, launch_on
+from superstep.runtime.launch import World, launch_apart, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
+from superstep.state.flush import Flusher
+from superstep.state.manifest import Position
+from superstep.state.snapshot import Handles, Memory, common, made
 from superstep.state.verify import newest, verify
 from superstep.train import rundir
 from superstep.train.hold import hold, sharing
@@ -43,11 +47,27 @@ from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.session import Rate, Session
 from superstep.train.start import check_start
 
+MOST_TRIES = 3
+"""How often a run is recovered after one and the same step."""
+
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
 
 Length = Callable[[Resolved, Path], Resolved]
 """The run with as many steps as its tokens make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A snapshot that a run goes on from.
+
+    Attributes:
+        step: finished steps.
+        lost: the rank that was lost, and how.
+    """
+
+    step: int
+    lost: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +89,10 @@ class Job:
     """Texts to write into the run directory, by name."""
     lesson: Lesson | None = None
     """What is learnt of a batch, where that is not each of its targets."""
+    snapshots: Handles | None = None
+    """The ranks' memories that outlive them, where there are any."""
+    recovered: Recovered | None = None
+    """The snapshot to go on from, in the place of the checkpoint."""
 
 
 def asked_device(job: Job | None) -> DeviceKind | None:
@@ -79,13 +103,54 @@ def asked_device(job: Job | None) -> DeviceKind | None:
 def launched(job: Job) -> int | None:
     """Train on ranks of this host; the exit status where that was not to the last step."""
     try:
-        is_stopped = launch_on(asked_device(job), job.run.plan.mesh.world, rank, job)
+        is_stopped = _launched(job)
     except BaseException as error:
         restore(sys.stdout)
         if (status := ended(error, job.folder, job.verb)) is not None:
             return status
         raise
     return stopped(job.folder, job.verb) if is_stopped else None
+
+
+def _launched(job: Job) -> bool:
+    """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
+    world, state = job.run.plan.mesh.world, job.run.config.state
+    if state.snapshot_every is None:
+        return launch_on(asked_device(job), world, rank, job)
+    kind = choose(asked_device(job), world)
+    handles, memories = made(world)
+    try:
+        with Flusher(memories, keep=state.keep) as flusher:
+            try:
+                return recovering(
+                    lambda lost: launch_apart(kind, world, rank, replace(job, snapshots=handles, recovered=lost)),
+                    memories,
+                )
+            except Fault as fault:
+                raise (flusher.error or fault) from None
+    finally:
+        for memory in memories:
+            memory.close()
+
+
+def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Memory]) -> bool:
+    """What ``launch`` returns, called again with the newest snapshot that all ranks have where one was lost.
+
+    Raises:
+        Lost: there is none, or ranks are lost again and again after the same step.
+    """
+    recovered: Recovered | None = None
+    tries = 0
+    while True:
+        try:
+            return launch(recovered)
+        except Lost as lost:
+            step = common(memories)
+            tries = tries + 1 if recovered is not None and recovered.step == step else 1
+            if step is None or tries > MOST_TRIES:
+                raise
+            restore(sys.stdout)
+            recovered = Recovered(step, str(lost))
 
 
 @contextmanager
@@ -101,6 +166,11 @@ def prepared_job(
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
     nothing left to do.
     """
+    if run.config.state.snapshot_every is not None and ("RANK" in os.environ or sys.platform != "linux"):
+        raise ConfigError(
+            f"state.snapshot_every = {run.config.state.snapshot_every} needs ranks that superstep launches itself, on "
+            "Linux; leave it out, or start the run without torchrun and srun."
+        )
     run, folder, checkpoint = rundir.choose(run)
     if checkpoint is None:
         check_start(run)
@@ -176,28 +246,47 @@ def _train(world: World, job: Job) -> bool:
     peak = _peak_flops(job.run, world, machine)
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
-    start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
-    position = session.begin() if start is None else start.position
+    position, resumed = _begun(session, world, job)
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
             # Whatever can be refused has been: only now does the directory become, or change, a run.
-            is_resumed = job.folder.metrics.exists()
+            had_begun = job.folder.metrics.exists()
             rundir.write(job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
             sink = _sinks(job, stack, peak)
             sink.write(_started(job, world, session.transport, open_corpus(job.corpus).manifest, machine))
-            if start is not None:
-                passed_over = start.set_damaged_aside()
-                sink.write(Resumed(step=position.step, path=str(start.path), passed_over=passed_over))
-            elif is_resumed:
+            if resumed is not None:
+                sink.write(resumed)
+            elif had_begun:
                 sink.write(Resumed(step=position.step, path=""))
         position = train(session, position, sink)
     # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
     session.close()
     return position.step < job.run.config.train.steps
+
+
+def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed | None]:
+    """Where training stands: at the start, after the newest checkpoint, or after a snapshot; and what is told of it."""
+    memory = None if job.snapshots is None else job.snapshots.of(world.rank)
+    lost = job.recovered
+    # Frozen weights and a lesson's reference are in no snapshot.
+    is_all_there = job.run.config.lora is None and job.lesson is None
+    start = None
+    position = Position()
+    if lost is None or not is_all_there:
+        start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
+        position = session.begin() if start is None else start.position
+    if memory is not None:
+        position = session.keep_snapshots(memory, lost.step if lost else None) or position
+    if lost is not None:
+        return position, Resumed(step=position.step, path="", lost=lost.lost)
+    if start is None:
+        return position, None
+    passed_over = start.set_damaged_aside() if world.rank == 0 else ()
+    return position, Resumed(step=position.step, path=str(start.path), passed_over=passed_over)
 
 
 def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
@@ -236,5 +325,6 @@ def _started(job: Job, world: World, transport: str, manifest: Manifest, machine
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
+        snapshot_bytes=snapshot_bytes(job.run),
         memory="resident" if world.device.kind == "cpu" else "allocated",
     )

@@ -9,6 +9,7 @@ from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.memory_fit import Overflow, memory_of, overflow
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import sizes_of
+from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
@@ -40,9 +41,26 @@ def require_fit(
     if seen is None:
         return
     limit = device.free_bytes(ranks) if limit_bytes is None else limit_bytes
+    if device.kind == "cpu":
+        limit = _beside_snapshots(run, limit)
     found = overflow(run.config, lambda config: _memory(config, run, seen), limit)
     if found is not None:
         raise ConfigError(_refusal(found))
+
+
+def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
+    """What a rank of a host has left beside its snapshots.
+
+    Raises:
+        ConfigError: these alone do not fit.
+    """
+    taken = snapshot_bytes(run)
+    if taken and taken >= limit_bytes:
+        raise ConfigError(
+            f"state.snapshot_every = {run.config.state.snapshot_every}: snapshots need {bytes_text(taken)} of a rank's "
+            f"host, and a rank has {bytes_text(limit_bytes)}; leave it out, or use more ranks or plan.zero above 0."
+        )
+    return limit_bytes - taken
 
 
 def _memory(config: RunConfig, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:

@@ -136,16 +136,22 @@ class Curve:
 # A log: lines of text.
 
 
+def _resumed(event: Resumed) -> list[str]:
+    if event.lost:
+        return [f"lost {event.lost}", f"recovered after step {event.step}, from memory"]
+    if not event.path:
+        return ["started again: the run had no checkpoint yet"]
+    passed = [f"passed over: {why}" for why in event.passed_over]
+    return [*passed, f"resumed after step {event.step} from {event.path}"]
+
+
 def lines(event: Event, progress: Progress, now: float) -> list[str]:
     """What an event says in a log; ``progress`` has taken it in."""
     match event:
         case RunStarted():
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
-        case Resumed(step=0):
-            return ["started again: the run had no checkpoint yet"]
         case Resumed():
-            passed = [f"passed over: {why}" for why in event.passed_over]
-            return [*passed, f"resumed after step {event.step} from {event.path}"]
+            return _resumed(event)
         case StepDone():
             parts = [
                 f"loss {event.loss:.4f}",
@@ -347,6 +353,8 @@ def _notes(progress: Progress) -> list[str]:
         predicted.append(f"{seconds_text(run.predicted_step_s)} a step")
     if run and run.predicted_memory_bytes is not None:
         predicted.append(f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank")
+    if run and run.snapshot_bytes:
+        predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory")
     notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
     return [*notes, f"MFU: {progress.mfu_convention}"]
 

@@ -61,6 +61,8 @@ def run(recipe: RlRecipe) -> int:
 def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
+    if config.state.snapshot_every is not None:
+        raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)
     _check_same(recipe, folder)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":

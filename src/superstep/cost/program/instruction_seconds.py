@@ -11,6 +11,7 @@ operations of this machine (``cost.program.predict``), or closed forms of a cata
     ReducePartial    gradients that a tp rank knows in part     tp
     Send, Recv       what passes to the unit                    two neighbours in the pipeline
     Settle, Step     this rank's share                          itself
+    Snapshot         weights and moments of this rank's share   its host
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def _unit(run: Resolved, program: Program, source: Source, unit: int, owned: Uni
         settle_s=source.settle_s(FP32 * share) if zero_stage(run) else 0.0,
         replicas_s=replicas_s,
         tie_s=source.collective_s("all-reduce", source.gradient_bytes * share, holders),
+        # Three buffers are read and written: as many passes over memory as the settling of twice one.
+        snapshot_s=source.settle_s(2 * FP32 * share) / (run.config.state.snapshot_every or 1),
         transfer_s=source.collective_s("send", source.boundary_bytes(unit), Ranks(2, stage)),
     )
 

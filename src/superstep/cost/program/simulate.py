@@ -29,6 +29,7 @@ from superstep.program.instructions import (
     ReduceReplicas,
     Send,
     Settle,
+    Snapshot,
     Step,
     Tie,
     Wire,
@@ -67,8 +68,9 @@ class UnitSeconds:
     replicas_s: float = 0.0
     tie_s: float = 0.0
     transfer_s: float = 0.0
+    snapshot_s: float = 0.0
 
-    def of(self, instruction: Instruction) -> float:
+    def of(self, instruction: Instruction) -> float:  # noqa: C901 - one case for each instruction
         """The seconds of an instruction on this unit."""
         match instruction:
             case Forward():
@@ -93,6 +95,8 @@ class UnitSeconds:
                 return self.tie_s
             case Send() | Recv():
                 return self.transfer_s
+            case Snapshot():
+                return self.snapshot_s
             case _:
                 return 0.0
 
@@ -149,7 +153,7 @@ class _Run:
         place = places[0]
         i = self.program.ranks[place[0]][place[1]]
         match i:
-            case Fetch() | Reduce() | ReduceReplicas():
+            case Fetch() | Reduce() | ReduceReplicas() | Snapshot():
                 self._beside(place, i)
             case Send() | Recv():
                 self._transfer(place, i)
@@ -171,7 +175,7 @@ class _Run:
             ready_s = max(ready_s, came_s.get(arrival, 0.0))
         return ready_s
 
-    def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas) -> None:
+    def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas | Snapshot) -> None:
         rank = place[0]
         start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
         end_s = start_s + self.durations(i, rank)

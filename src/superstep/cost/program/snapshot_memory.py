@@ -1,0 +1,25 @@
+"""snapshot_bytes: what the copies of a rank's state take of its host's memory.
+
+weights and moments, fp32               3 · 4 · this rank's share of what is trained
+slots                                   3: the newest whole one, the next, and one on its way to the disk
+"""
+
+from __future__ import annotations
+
+from superstep.cost.program.memory import FP32, share_numel
+from superstep.cost.program.work import rank_parameters
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
+
+SLOTS = 3
+
+
+def snapshot_bytes(run: Resolved) -> int:
+    """Of the fullest rank; 0 without snapshots. Memory that no checkpoint has needed yet is not taken: then it is two
+    thirds of this.
+    """
+    if run.config.state.snapshot_every is None:
+        return 0
+    program, owned = compile_step(run.plan, is_each_pass_checked=False), rank_parameters(run)
+    shares = [sum(share_numel(run, owned[u]) for u in program.held_by(rank)) for rank in range(program.pp)]
+    return SLOTS * 3 * FP32 * max(shares)

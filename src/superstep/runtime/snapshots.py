@@ -1,0 +1,229 @@
+"""A rank's side of snapshots: its buffers, copied into shared memory beside the compute.
+
+    train_step   Fetch ─ Snapshot u0 ─ Forward u0 ─ Snapshot u1 ─ Forward u1 ─ ... ─ Step
+    the copies              ══ u0 ══════ u1 ══ ...                                   waits for the last of them
+
+On a CPU a thread copies. On a GPU it tells a stream of its own to, from which the bytes go to pinned memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.errors import Fault
+from superstep.runtime.buffers import UnitBuffers
+from superstep.runtime.collectives import DONE, Pending
+from superstep.runtime.device import Device
+from superstep.state.manifest import Position
+from superstep.state.piece import Piece
+from superstep.state.snapshot import (
+    EMPTY,
+    FAILED,
+    KEPT,
+    ON_DISK,
+    SLOTS,
+    WANTED,
+    WHOLE,
+    WRITING,
+    Memory,
+    described,
+)
+
+POLL_S = 0.01
+
+
+class Copying:
+    """The copy of a unit, under way."""
+
+    def __init__(self, future: Future[tuple[float, float]]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Return once it is done."""
+        self._future.result()
+
+    def is_done(self) -> bool:
+        """Whether it is."""
+        return self._future.done()
+
+    def ran_s(self) -> tuple[float, float] | None:
+        """When it began and ended, by the host's clock; None of one that is under way."""
+        return self._future.result() if self._future.done() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """A checkpoint that was written from a snapshot."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+
+class Snapshots:
+    """Copies one rank's state.
+
+    Args:
+        memory: the rank's.
+        buffers: of each unit that it trains.
+        device: where they lie.
+    """
+
+    def __init__(self, memory: Memory, buffers: Mapping[int, Sequence[UnitBuffers]], device: Device) -> None:
+        self._memory = memory
+        self._device = device
+        self._tensors: dict[int, list[tuple[Tensor, int]]] = {}
+        self.bytes = 0
+        for unit, each in buffers.items():
+            self._tensors[unit] = []
+            for tensor in (t for b in each for t in _state(b) if t.numel()):
+                self._tensors[unit].append((tensor, self.bytes))
+                self.bytes += tensor.numel() * tensor.element_size()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="superstep-snapshot")
+        self._slot: int | None = None
+        self._left: set[int] = set()
+        self._watched: list[int] = []
+        self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
+
+    def lay_out(
+        self,
+        pieces: Iterator[Piece],
+        shapes: Mapping[str, tuple[int, ...]],
+        beside: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        """Say in the memory what it will hold: ``pieces`` are views of the buffers."""
+        placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
+        self._memory.lay_out(
+            {
+                "pieces": described(placed),
+                "shapes": {name: list(shape) for name, shape in shapes.items()},
+                "beside": dict(beside),
+                "folder": str(folder.resolve()),
+            },
+            self.bytes,
+        )
+        self._pin()
+
+    def _offset(self, values: Tensor) -> int:
+        """The byte of a slot that a view of a buffer begins at."""
+        begins = {tensor.data_ptr(): offset for each in self._tensors.values() for tensor, offset in each}
+        first = max(begin for begin in begins if begin <= values.data_ptr())
+        return begins[first] + values.data_ptr() - first
+
+    def _pin(self) -> None:
+        """Have the GPU copy straight into the memory; where the host refuses, by way of a buffer of the driver's."""
+        if self._stream is not None:
+            whole = torch.frombuffer(self._memory.view, dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+
+    def restore(self, step: int) -> Position:
+        """Fill the buffers with the state after a step; what is of later ones is void."""
+        slot = self._memory.whole()[step]
+        for tensor, held in self._held(slot):
+            tensor.copy_(held)
+        for other in range(SLOTS):
+            if self._memory.get(other, "state") != WHOLE or self._memory.get(other, "step") > step:
+                self._memory.put(other, "state", EMPTY)
+                self._memory.put(other, "disk", KEPT)
+            elif self._memory.get(other, "disk") == WANTED:
+                self._watched.append(other)
+        self._pin()
+        return self._memory.position(slot)
+
+    def begin(self, position: Position, *, is_for_disk: bool) -> None:
+        """The next step copies the state that it finds, which is that of ``position``.
+
+        Raises:
+            Fault: an earlier one could not be written.
+        """
+        while (slot := self._memory.free_slot()) is None:
+            self.require_written()
+            time.sleep(POLL_S)
+        memory = self._memory
+        memory.put(slot, "state", WRITING)
+        for name in ("step", "samples", "tokens"):
+            memory.put(slot, name, getattr(position, name))
+        memory.put(slot, "disk", WANTED if is_for_disk else KEPT)
+        if is_for_disk:
+            self._watched.append(slot)
+        self._slot, self._left = slot, set(self._tensors)
+
+    def copy(self, unit: int) -> Pending:
+        """Start copying a unit, where a snapshot is due."""
+        if self._slot is None:
+            return DONE
+        self._left.discard(unit)
+        slot, is_last = self._slot, not self._left
+        if is_last:
+            self._slot = None
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        return Copying(self._thread.submit(self._copy, unit, slot, ready, is_last=is_last))
+
+    def _copy(self, unit: int, slot: int, ready: torch.cuda.Event | None, *, is_last: bool) -> tuple[float, float]:
+        begin_s = time.perf_counter()
+        if self._stream is None or ready is None:
+            self._copy_now(unit, slot)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                self._copy_now(unit, slot)
+            self._stream.synchronize()
+        if is_last:
+            self._memory.put(slot, "state", WHOLE)
+        return begin_s, time.perf_counter()
+
+    def _copy_now(self, unit: int, slot: int) -> None:
+        for tensor, offset in self._tensors[unit]:
+            held = self._memory.values(slot, offset, tensor.numel())
+            held.copy_(tensor, non_blocking=self._stream is not None)
+
+    def _held(self, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for each in self._tensors.values():
+            for tensor, offset in each:
+                yield tensor, self._memory.values(slot, offset, tensor.numel())
+
+    def flushed(self) -> list[Flushed]:
+        """Checkpoints that have come to the disk since this was last asked.
+
+        Raises:
+            Fault: one could not.
+        """
+        self.require_written()
+        memory, found = self._memory, []
+        for slot in list(self._watched):
+            if memory.get(slot, "disk") != ON_DISK:
+                continue
+            self._watched.remove(slot)
+            seconds = memory.get(slot, "microseconds") / 1e6
+            found.append(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
+        return found
+
+    def is_behind(self) -> bool:
+        """Whether the disk is still to have a snapshot."""
+        return any(self._memory.get(slot, "disk") == WANTED for slot in self._watched)
+
+    def require_written(self) -> None:
+        """See that none has failed.
+
+        Raises:
+            Fault: one has; who owns the memory knows why.
+        """
+        if any(self._memory.get(slot, "disk") == FAILED for slot in range(SLOTS)):
+            raise Fault("the checkpoint cannot be written from its snapshot.")
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.shutdown()
+
+
+def _state(b: UnitBuffers) -> tuple[Tensor, ...]:
+    """What a checkpoint has of a buffer. All of it is fp32."""
+    return b.master, b.exp_avg, b.exp_avg_sq

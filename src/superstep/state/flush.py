@@ -1,0 +1,91 @@
+"""Checkpoints written from snapshots, beside training, by the process that owns their memory.
+
+    with Flusher(memories, keep=2):
+        ...                             ranks train, mark a snapshot as wanted on disk, and go on
+
+The folder is the one that the ranks themselves would write: of the same pieces, with the same code. What is whole in
+memory when a rank is killed still comes to the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from superstep.errors import SuperstepError
+from superstep.state.checkpoint import save
+from superstep.state.folders import checkpoint_at, checkpoints, prune
+from superstep.state.piece import STATE
+from superstep.state.snapshot import FAILED, ON_DISK, Memory, Wanted, folder_of, pieces_of, wanted
+from superstep.state.verify import Alone, require_newest
+
+POLL_S = 0.02
+
+
+class Flusher:
+    """A thread that writes what is wanted on disk.
+
+    Args:
+        memories: of all ranks.
+        keep: how many checkpoints stay.
+    """
+
+    def __init__(self, memories: Sequence[Memory], *, keep: int) -> None:
+        self.error: BaseException | None = None
+        """Why a checkpoint could not be written."""
+        self._memories = memories
+        self._keep = keep
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="superstep-flusher", daemon=True)
+
+    def __enter__(self) -> Flusher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What was wanted before is written first."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            is_over = self._is_over.is_set()
+            found = None if self.error is not None else wanted(self._memories)
+            if found is not None:
+                self._write(found)
+            elif is_over:
+                return
+            else:
+                self._is_over.wait(POLL_S)
+
+    def _write(self, found: Wanted) -> None:
+        began_s = time.perf_counter()
+        try:
+            size = self._save(found)
+        except (SuperstepError, OSError) as error:
+            self.error = error
+            outcome, size = FAILED, 0
+        else:
+            outcome = ON_DISK
+        for memory, slot in zip(self._memories, found.slots, strict=True):
+            memory.put(slot, "written_bytes", size)
+            memory.put(slot, "microseconds", round(1e6 * (time.perf_counter() - began_s)))
+            memory.put(slot, "disk", outcome)
+
+    def _save(self, found: Wanted) -> int:
+        table = self._memories[0].table()
+        root = folder_of(self._memories[0])
+        place = checkpoint_at(root, found.position.step)
+        if place in checkpoints(root):  # the run has come by this step before
+            return 0
+        pieces = (p for memory, slot in zip(self._memories, found.slots, strict=True) for p in pieces_of(memory, slot))
+        shapes = {name: tuple(shape) for name, shape in table["shapes"].items()}
+        tensors = dict.fromkeys(STATE, shapes)
+        size = save(place, pieces, found.position, Alone(), tensors=tensors, beside=table["beside"])
+        require_newest(place, self._keep, Alone())
+        prune(root, self._keep)
+        return size

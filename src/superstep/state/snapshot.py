@@ -1,0 +1,212 @@
+"""Snapshots: the state in memory that outlives the rank it is of.
+
+Each rank has a piece of shared memory. The launcher makes it and keeps it open; it has no name and no file, so that
+nothing of it is left once all processes have ended, however they did.
+
+    header      for each slot: which step's state it holds, whether all of it, whether the disk shall have it too
+    table       JSON: where in a slot each piece of a global tensor lies, and what a checkpoint has beside
+    slot 0      weights and moments, as the rank's own buffers have them
+    slot 1      the next snapshot goes into a slot that holds neither the newest whole one
+    slot 2      nor one that is on its way to the disk
+
+A rank writes a slot's state last, so what a kill interrupts is never taken for whole. While a rank copies the state of
+step k, all ranks have done step k, and so each holds that of an earlier step, whole: k - ``snapshot_every``, if not k.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from superstep.state.manifest import Position
+from superstep.state.piece import Piece
+
+SLOTS = 3
+EMPTY, WRITING, WHOLE = 0, 1, 2
+KEPT, WANTED, ON_DISK, FAILED = 0, 1, 2, 3
+"""Whether the disk shall have a slot: no; yes; it has; it cannot."""
+
+Field = Literal["state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds"]
+_FIELDS: tuple[Field, ...] = get_args(Field)
+_WORD = struct.Struct("<Q")
+_LAID_OUT, _TABLE_BYTES, _SLOT_BYTES, _SLOTS_AT, _FIRST = 0, 8, 16, 24, 32
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """The ranks' memories, as a process that did not make them finds them.
+
+    Attributes:
+        owner: the number of the process that did, and lives.
+        numbers: its descriptors, by rank.
+    """
+
+    owner: int
+    numbers: tuple[int, ...]
+
+    def of(self, rank: int) -> Memory:
+        """A rank's memory."""
+        return Memory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank]}", os.O_RDWR))
+
+
+class Memory:
+    """One rank's shared memory. Closing it leaves what is in it to those that have it open."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self._map: mmap.mmap | None = None
+
+    def lay_out(self, table: Mapping[str, Any], slot_bytes: int) -> None:
+        """Give it its size and its table; the slots are empty. A table that is there already must be this one."""
+        text = json.dumps(table).encode()
+        at = -(-(PAGE + len(text)) // PAGE) * PAGE
+        room = -(-slot_bytes // PAGE) * PAGE
+        os.ftruncate(self.handle, at + SLOTS * room)
+        self._put(_TABLE_BYTES, len(text))
+        self._put(_SLOT_BYTES, room)
+        self._put(_SLOTS_AT, at)
+        self.view[PAGE : PAGE + len(text)] = text
+        self._put(_LAID_OUT, 1)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether its rank has come so far."""
+        return os.fstat(self.handle).st_size > 0 and self._get(_LAID_OUT) == 1
+
+    @property
+    def view(self) -> mmap.mmap:
+        """All of it."""
+        if self._map is None:
+            self._map = mmap.mmap(self.handle, os.fstat(self.handle).st_size)
+        return self._map
+
+    def table(self) -> dict[str, Any]:
+        """What its rank wrote there."""
+        found: dict[str, Any] = json.loads(self.view[PAGE : PAGE + self._get(_TABLE_BYTES)])
+        return found
+
+    def get(self, slot: int, field: Field) -> int:
+        """A number of a slot."""
+        return self._get(self._place(slot, field))
+
+    def put(self, slot: int, field: Field, value: int) -> None:
+        """Set a number of a slot."""
+        self._put(self._place(slot, field), value)
+
+    def position(self, slot: int) -> Position:
+        """Where training stood."""
+        return Position(step=self.get(slot, "step"), samples=self.get(slot, "samples"), tokens=self.get(slot, "tokens"))
+
+    def start(self, slot: int) -> int:
+        """The first byte of a slot."""
+        return self._get(_SLOTS_AT) + slot * self._get(_SLOT_BYTES)
+
+    def values(self, slot: int, offset: int, count: int) -> torch.Tensor:
+        """So many fp32 values of a slot, from a byte of it on; writing to them writes there."""
+        return torch.frombuffer(self.view, dtype=torch.float32, count=count, offset=self.start(slot) + offset)
+
+    def whole(self) -> dict[int, int]:
+        """The slot of each step whose state is whole."""
+        if not self.is_laid_out:
+            return {}
+        return {self.get(slot, "step"): slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE}
+
+    def free_slot(self) -> int | None:
+        """Where the next snapshot may go; None while the disk is behind."""
+        whole = self.whole()
+        newest = whole[max(whole)] if whole else None
+        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") != WANTED)
+        return next(slots, None)
+
+    def close(self) -> None:
+        """Let go of it. Tensors of ``values`` keep the mapping."""
+        os.close(self.handle)
+
+    @staticmethod
+    def _place(slot: int, field: Field) -> int:
+        return _FIRST + 8 * (len(_FIELDS) * slot + _FIELDS.index(field))
+
+    def _get(self, at: int) -> int:
+        value: int = _WORD.unpack_from(self.view, at)[0]
+        return value
+
+    def _put(self, at: int, value: int) -> None:
+        _WORD.pack_into(self.view, at, value)
+
+
+def made(ranks: int) -> tuple[Handles, list[Memory]]:
+    """Memory for so many ranks, owned by this process."""
+    handles = [os.memfd_create(f"superstep-rank-{rank}") for rank in range(ranks)]
+    return Handles(os.getpid(), tuple(handles)), [Memory(handle) for handle in handles]
+
+
+def common(memories: Sequence[Memory]) -> int | None:
+    """The newest step whose state every rank has whole."""
+    steps = set.intersection(*(set(memory.whole()) for memory in memories)) if memories else set()
+    return max(steps, default=None)
+
+
+def described(pieces: Iterable[tuple[Piece, int]]) -> list[dict[str, Any]]:
+    """Pieces, each with its byte in a slot, as a table has them."""
+    return [
+        {
+            "kind": piece.kind,
+            "name": piece.name,
+            "shape": list(piece.shape),
+            "index": [list(cut.indices(size)[:2]) for cut, size in zip(piece.index, piece.shape, strict=True)],
+            "low": piece.low,
+            "count": piece.values.numel(),
+            "offset": offset,
+            "is_owner": piece.is_owner,
+        }
+        for piece, offset in pieces
+    ]
+
+
+def pieces_of(memory: Memory, slot: int) -> Iterator[Piece]:
+    """What a rank's slot holds of the global tensors: no copy of it."""
+    for told in memory.table()["pieces"]:
+        yield Piece(
+            kind=told["kind"],
+            name=told["name"],
+            shape=tuple(told["shape"]),
+            index=tuple(slice(low, high) for low, high in told["index"]),
+            low=told["low"],
+            values=memory.values(slot, told["offset"], told["count"]),
+            is_owner=told["is_owner"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A snapshot that the disk shall have: each rank's slot of one step."""
+
+    position: Position
+    slots: tuple[int, ...]
+
+
+def wanted(memories: Sequence[Memory]) -> Wanted | None:
+    """The oldest snapshot that the disk shall have and that every rank has whole."""
+    of_step: list[dict[int, int]] = []
+    for memory in memories:
+        whole = memory.whole()
+        of_step.append({step: slot for step, slot in whole.items() if memory.get(slot, "disk") == WANTED})
+    steps = set.intersection(*(set(each) for each in of_step)) if of_step else set()
+    if not steps:
+        return None
+    slots = tuple(each[min(steps)] for each in of_step)
+    return Wanted(memories[0].position(slots[0]), slots)
+
+
+def folder_of(memory: Memory) -> Path:
+    """Where rank 0 wants its checkpoints."""
+    return Path(memory.table()["folder"])

@@ -1,0 +1,48 @@
+"""Copies of the state in memory that outlives the rank, and those that the disk shall have: what the loop asks for."""
+
+from __future__ import annotations
+
+import time
+
+from superstep.runtime.snapshots import Flushed, Snapshots
+from superstep.state.manifest import Position
+
+POLL_S = 0.01
+
+
+class Copies:
+    """One rank's; without snapshots nothing is due, and all that is asked for is on the disk.
+
+    Args:
+        every: steps between two.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every or 1
+        self._wanted: int | None = None
+        self.snapshots: Snapshots | None = None
+
+    def begin(self, position: Position) -> None:
+        """Have the next step copy the state as it is now, where that is due.
+
+        Raises:
+            Fault: an earlier one could not be written to disk.
+        """
+        is_wanted = self._wanted == position.step
+        if self.snapshots is not None and (is_wanted or position.step % self._every == 0):
+            self.snapshots.begin(position, is_for_disk=is_wanted)
+
+    def want(self, position: Position) -> bool:
+        """Have the state as it is now written to disk while training goes on; False where there are no snapshots."""
+        self._wanted = position.step
+        return self.snapshots is not None
+
+    def flushed(self) -> list[Flushed]:
+        """What has come to the disk since this was last asked."""
+        return [] if self.snapshots is None else self.snapshots.flushed()
+
+    def drain(self) -> None:
+        """Wait until the disk has what it shall have."""
+        while self.snapshots is not None and self.snapshots.is_behind():
+            self.snapshots.require_written()
+            time.sleep(POLL_S)

@@ -1,0 +1,118 @@
+"""The memory of snapshots: what is not whole is never taken for it, and what the disk shall have stays until it has."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+import saved
+from superstep.errors import Fault
+from superstep.state.checkpoint import load
+from superstep.state.flush import Flusher
+from superstep.state.folders import checkpoints
+from superstep.state.snapshot import FAILED, ON_DISK, SLOTS, WANTED, WHOLE, WRITING, common, described, made, wanted
+from superstep.state.verify import Alone
+
+SHAPES = saved.SHAPES
+
+
+def _cut(fill):
+    """The state in pieces, none of them empty."""
+    return [piece for piece in saved.pieces(fill, cuts=2) if piece.values.numel()]
+
+
+@pytest.fixture
+def memories(tmp_path):
+    """Those of two ranks, each with every other piece of the state."""
+    handles, found = made(2)
+    assert handles.owner == os.getpid()
+    for rank, memory in enumerate(found):
+        placed, at = [], 0
+        for piece in _cut(saved.zeros)[rank::2]:
+            placed.append((piece, at))
+            at += 4 * piece.values.numel()
+        shapes = {name: list(shape) for name, shape in SHAPES.items()}
+        table = {"pieces": described(placed), "shapes": shapes, "beside": {}, "folder": str(tmp_path / "checkpoints")}
+        assert not memory.is_laid_out
+        memory.lay_out(table, at)
+    yield found
+    for memory in found:
+        memory.close()
+
+
+def _begin(memory, step, *, disk=0):
+    slot = memory.free_slot()
+    memory.put(slot, "state", WRITING)
+    memory.put(slot, "step", step)
+    memory.put(slot, "disk", disk)
+    return slot
+
+
+def _copied(memories, step, *, disk=0, fill=saved.truth):
+    """Every rank's state after a step, whole."""
+    every = _cut(fill)
+    for rank, memory in enumerate(memories):
+        slot = _begin(memory, step, disk=disk)
+        for told, piece in zip(memory.table()["pieces"], every[rank::2], strict=True):
+            memory.values(slot, told["offset"], told["count"]).copy_(piece.values)
+        memory.put(slot, "state", WHOLE)
+
+
+def test_a_copy_that_was_cut_off_is_not_gone_on_from(memories):
+    assert common(memories) is None
+    _copied(memories, 1)
+    assert common(memories) == 1
+    _begin(memories[0], 2)  # killed in the middle of the copy
+    assert common(memories) == 1
+    memories[1].put(_begin(memories[1], 2), "state", WHOLE)
+    assert common(memories) == 1, "one rank alone is not enough"
+    assert os.path.exists(f"/proc/self/fd/{memories[0].handle}")
+
+
+def test_two_slots_take_turns_and_a_third_waits_for_the_disk(memories):
+    seen = []
+    for step in range(1, 5):
+        _copied(memories, step)
+        seen.append(memories[0].whole()[step])
+    assert len(set(seen)) == 2, "memory of the third is not touched"
+    _copied(memories, 5, disk=WANTED)
+    held = memories[0].whole()[5]
+    for step in range(6, 12):
+        _copied(memories, step)
+        assert memories[0].whole()[5] == held, "until the disk has it"
+        assert common(memories) == step
+    assert wanted(memories).position.step == 5
+    assert len(memories[0].whole()) == SLOTS
+
+
+def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memories, tmp_path):
+    with Flusher(memories, keep=1) as flusher:
+        _copied(memories, 3, fill=saved.zeros, disk=WANTED)
+    assert flusher.error is None
+    with Flusher(memories, keep=1):
+        _copied(memories, 4, disk=WANTED)
+    (place,) = checkpoints(tmp_path / "checkpoints")
+    target = saved.pieces(saved.zeros)
+    assert load(place, target, Alone()).step == 4
+    right = saved.pieces(saved.truth)
+    assert all(torch.equal(a.values, b.values) for a, b in zip(target, right, strict=True))
+    theirs = saved.write(tmp_path / "theirs", 4)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (place / name).read_bytes() == (theirs / name).read_bytes()
+    slot = memories[1].whole()[4]
+    assert memories[1].get(slot, "disk") == ON_DISK
+    assert memories[1].get(slot, "written_bytes") > 0
+
+
+def test_a_disk_that_fills_is_told_and_older_checkpoints_stay(memories, tmp_path):
+    with Flusher(memories, keep=1):
+        _copied(memories, 3, disk=WANTED)
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
+    with full, Flusher(memories, keep=1) as flusher:
+        _copied(memories, 4, disk=WANTED)
+    assert isinstance(flusher.error, Fault)
+    assert "the checkpoint cannot be written" in str(flusher.error)
+    assert memories[0].get(memories[0].whole()[4], "disk") == FAILED
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
