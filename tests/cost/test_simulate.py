@@ -291,7 +291,7 @@ def test_each_instruction_waits_for_its_inputs_its_parameters_or_its_reduction()
         BackwardWeight(1, 5): [],
         Settle(1): [("reduce", 1, None)],
         Fetch(1): [],
-        Step(): [("reduce", u, None) for u in range(3)],
+        Step(): [(lane, u, None) for lane in ("reduce", "snapshot") for u in range(3)],
         Tie(0): [("reduce", u, None) for u in range(3)],
     }
     for instruction, arrivals in waits.items():
@@ -302,6 +302,18 @@ def test_each_instruction_waits_for_its_inputs_its_parameters_or_its_reduction()
         ("act", 1, 5),
         None,
     ]
+
+
+@pytest.mark.parametrize("copy_s", [0.5, 5.0, 10.0])
+def test_copies_are_hidden_until_they_are_longer_than_what_lies_before_the_update(copy_s):
+    plan = plan_of(layers=2, microbatches=2, snapshot_every=1)
+    program, plain = compile_step(plan), compile_step(replace(plan, snapshots=False))
+    base = PerUnit(units=(UnitSeconds(forward_s=1, backward_s=2),) * len(program.units), step_s=1)
+    step_s = simulate(plain, base).step_s
+    found = simulate(program, replace(base, units=tuple(replace(unit, snapshot_s=copy_s) for unit in base.units)))
+    longer_s = max(0.0, len(program.units) * copy_s + 1 - step_s)
+    assert found.step_s == pytest.approx(step_s + longer_s)
+    assert found.spent()[0].exposed_s["snapshot"] == pytest.approx(longer_s)
 
 
 def test_a_deadlock_says_who_waits_for_what():

@@ -18,6 +18,7 @@ from superstep.runtime.launch import World
 from superstep.state.folders import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE
+from superstep.train import saving
 from superstep.train import session as module
 from superstep.train.model import resolved
 from superstep.train.run_folder import RunFolder
@@ -66,7 +67,7 @@ FAILURES = {
     ),
     "the trace": (
         0,
-        (module, "write_whole", _disk),
+        (saving, "write_whole", _disk),
         "rank 0, step 12: {root}/checkpoints cannot be written: Input/out",
     ),
     "old checkpoints": (

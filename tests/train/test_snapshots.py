@@ -17,9 +17,9 @@ from superstep.state.verify import verify
 
 pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc]
 
-FLAGS = ["run.toml", "--plan.dp", "2", "--plan.zero", "1", "--numerics.exact", "true", "--train.steps", "30",
-         "--train.eval-every", "30", "--state.save-every", "10", "--state.keep", "9"]  # fmt: skip
-EVERY = ["--state.snapshot-every", "1"]
+FLAGS = ["run.toml", "--numerics.exact", "true", "--train.steps", "16", "--train.eval-every", "30",
+         "--state.save-every", "5", "--state.keep", "9"]  # fmt: skip
+HURT = [*FLAGS, "--plan.dp", "2", "--plan.zero", "1", "--state.snapshot-every", "1", "--state.dir", "hurt"]
 
 
 class Killer(threading.Thread):
@@ -55,27 +55,27 @@ def _losses(run):
 def test_killed_ranks_are_recovered_bit_by_bit_and_checkpoints_come_from_memory(tmp_path, monkeypatch, capfd):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *FLAGS, "--state.dir", "whole"]) == 0
+    assert main(["train", *FLAGS, "--state.dir", "whole"]) == 0, "one rank, in this process: exact mode has its bits"
     before = set(multiprocessing.active_children())
-    killer = Killer(tmp_path / "hurt", [("rank 1", 5), ("rank 0", 14)])
+    killer = Killer(tmp_path / "hurt", [("rank 1", 4), ("rank 0", 9)])
     killer.start()
-    assert main(["train", *FLAGS, *EVERY, "--state.dir", "hurt"]) == 0
+    assert main(["train", *HURT]) == 0
     killer.join()
     said = capfd.readouterr().out
-    assert killer.done == [("rank 1", 5), ("rank 0", 14)], said
+    assert killer.done == [("rank 1", 4), ("rank 0", 9)], said
     assert "lost rank 1: the process was killed by SIGKILL" in said
     assert "recovered after step" in said
     assert _losses(tmp_path / "hurt") == _losses(tmp_path / "whole")
     lost = [line for line in runs.events(tmp_path / "hurt", "resumed") if line["lost"]]
     assert [line["path"] for line in lost] == ["", ""]
-    assert lost[0]["step"] >= 4, "at most one step is lost"
+    assert lost[0]["step"] >= 3, "at most one step is lost"
     assert set(multiprocessing.active_children()) <= before
     for name in ("whole", "hurt"):
         places = checkpoints(tmp_path / name / "checkpoints")
-        assert [read_position(place).step for place in places] == [10, 20, 30]
+        assert [read_position(place).step for place in places] == [5, 10, 15, 16]
     for one, other in zip(*(checkpoints(tmp_path / name / "checkpoints") for name in ("whole", "hurt")), strict=True):
         verify(other)
         manifests = [json.loads((place / "manifest.json").read_text()) for place in (one, other)]
         assert manifests[0]["tensors"] == manifests[1]["tensors"]
         assert manifests[0]["position"] == manifests[1]["position"]
-    assert [line["step"] for line in runs.events(tmp_path / "hurt", "saved")] == [10, 20, 30]
+    assert [line["step"] for line in runs.events(tmp_path / "hurt", "saved")] == [5, 10, 15, 16]

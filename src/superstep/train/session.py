@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -18,10 +17,8 @@ from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
 from superstep.data.tokens import SplitName, open_corpus
 from superstep.errors import Fault, StateError
-from superstep.observe.append_file import unwritable
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
-from superstep.runtime.clock import offset_to_rank_0
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
@@ -46,6 +43,7 @@ from superstep.train.model import units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.saving import is_there, settle, trace_of
 from superstep.train.schedule import rate
 from superstep.train.start import weights_of
 
@@ -201,7 +199,7 @@ class Session:
         """
         is_wanted = self.copies.want(position)
         if is_wanted:
-            self._write_trace(position.step)
+            self._settle(position.step)
         return is_wanted
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
@@ -327,6 +325,9 @@ class Session:
     def save(self, position: Position) -> tuple[Path, int]:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
         place = checkpoint_at(self.folder.checkpoints, position.step)
+        if self.copies.snapshots is not None and is_there(self._peers, place):
+            self._settle(position.step)
+            return place, 0
         size = save(
             place,
             self._engine.pieces(STATE),
@@ -336,23 +337,12 @@ class Session:
             beside=self._beside,
         )
         require_newest(place, self.run.config.state.keep, self._peers)
-        self._write_trace(position.step, lambda: prune(self.folder.checkpoints, self.run.config.state.keep))
+        self._settle(position.step, lambda: prune(self.folder.checkpoints, self.run.config.state.keep))
         return place, size
 
-    def _write_trace(self, step: int, then: Callable[[], None] = lambda: None) -> None:
-        """Write when each instruction of the last step ran. Every rank calls this together."""
-        trace = self._trace(step)
-
-        def settle() -> None:
-            write_whole(self.folder.trace, trace)
-            then()
-
-        def unsettled(error: Exception) -> Fault:
-            known = error if isinstance(error, OSError) else OSError(0, repr(error))
-            return unwritable(self.folder.checkpoints, known, step=step)
-
-        # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
-        together(self._peers, lambda: settle() if self._peers.rank == 0 else None, unsettled)
+    def _settle(self, step: int, then: Callable[[], None] = lambda: None) -> None:
+        trace = trace_of(self._record, step, mesh=self._mesh, device=self._device)
+        settle(self._peers, self.folder, trace, step=step, then=then)
 
     def publish(self, root: Path, position: Position) -> Published:
         """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.
@@ -370,14 +360,6 @@ class Session:
             folder: for a file with what was held; None keeps that in the host's memory.
         """
         return self._engine.sleep(folder)
-
-    def _trace(self, step: int) -> str:
-        """When each instruction of the last step ran. Every rank calls this together."""
-        at = self._mesh.at
-        offset_s = offset_to_rank_0(self._device).seconds
-        mine = [(ran.index, ran.start_s + offset_s, ran.end_s + offset_s) for ran in self._record.ran()]
-        parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
-        return json.dumps({"step": step, "ranks": [part for part in parts if part is not None]})
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s as a share of the ranks' peak, where that is known."""
