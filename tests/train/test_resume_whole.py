@@ -236,7 +236,8 @@ def test_foreign_weights_with_an_absurd_header_are_one_line(run, capsys):
     weights = run.parent / "theirs/model.safetensors"
     for header in (b"\xff" * 7 + b"\x7f", (10**9).to_bytes(8, "little"), b""):
         weights.write_bytes(header + b'{"a":1}')
-        assert main(["train", *FLAGS, "--state.dir", "other", "--model.weights", "theirs"]) == 2
+        begin = ["--model.weights", "theirs", "--data.tokenizer", "run/checkpoints/step-000006/tokenizer.json"]
+        assert main(["train", *FLAGS, "--state.dir", "other", *begin]) == 2
         said = capsys.readouterr().err
         assert said.startswith("superstep: theirs is damaged: "), said
         assert said.count("\n") == 1

@@ -9,9 +9,11 @@ memory when a rank is killed still comes to the disk.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from superstep.errors import SuperstepError
@@ -22,6 +24,8 @@ from superstep.state.snapshot import FAILED, ON_DISK, Memory, Wanted, folder_of,
 from superstep.state.verify import Alone, require_newest
 
 POLL_S = 0.02
+
+NICE = 10
 
 
 class Flusher:
@@ -52,6 +56,8 @@ class Flusher:
         self._thread.join()
 
     def _run(self) -> None:
+        with suppress(OSError):  # on Linux a thread has a priority of its own: training comes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             is_over = self._is_over.is_set()
             found = None if self.error is not None else wanted(self._memories)

@@ -1,0 +1,70 @@
+"""One rank's copies: of the state that a step begins with, taken while it runs, and put back in another engine."""
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+from superstep.model.axes import units
+from superstep.plan.config import StateConfig
+from superstep.plan.resolve import resolve
+from superstep.program.instructions import Snapshot, Step
+from superstep.runtime.engine import Engine
+from superstep.runtime.launch import launch_on
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.recorder import HostRecorder
+from superstep.state.manifest import Position
+from superstep.state.piece import STATE
+from superstep.state.snapshot import made, pieces_of
+from superstep.train.batches import microbatches, rows
+
+
+def _state(engine):
+    return {(p.kind, p.name): p.values.clone() for p in engine.pieces(STATE)}
+
+
+def _steps(world, compute):
+    """Three steps of which two are copied: the states before each, the memory, and what was recorded of the last."""
+    config = replace(small.config(layers=2, dp=1, compute=compute), state=StateConfig(snapshot_every=1))
+    run = resolve(config, 1)
+    mesh = build_mesh(run.plan, 0, world.device, timeout=timedelta(seconds=60))
+    engine = Engine(run, units(run.shape), mesh)
+    _, (memory,) = made(1)
+    snapshots = engine.keep_snapshots(memory)
+    snapshots.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+    states, record = [], HostRecorder()
+    for number, batch in enumerate(small.batches(steps=3)):
+        states.append(_state(engine))
+        record = HostRecorder()
+        if number != 1:
+            snapshots.begin(Position(step=number, samples=8 * number), is_for_disk=False)
+        mine = rows(run.plan, mesh)
+        parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
+        engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=1e-2, record=record)
+    other = Engine(run, units(run.shape), mesh)
+    position = other.keep_snapshots(memory).restore(2)
+    other.loaded(position.step)
+    parameters = [b.full.clone() for each in other.buffers.values() for b in each]
+    held = {slot: {(p.kind, p.name): p.values.clone() for p in pieces_of(memory, slot)} for slot in range(2)}
+    ran = list(zip(engine.step_program.ranks[0], record.ran(), strict=True))
+    return states, held, memory.whole(), position, _state(other), parameters, ran
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_copy_is_the_state_that_its_step_began_with(compute):
+    states, held, whole, position, restored, parameters, ran = launch_on("cpu", 1, _steps, compute)
+    assert set(whole) == {0, 2}, "where none is due, none is made"
+    for step, slot in whole.items():
+        assert set(held[slot]) == set(states[step])
+        assert all(torch.equal(held[slot][key], states[step][key]) for key in states[step]), f"step {step}"
+    assert not torch.equal(held[whole[0]]["weight", "model.norm.weight"], states[2]["weight", "model.norm.weight"])
+    assert position == Position(step=2, samples=16)
+    assert all(torch.equal(restored[key], states[2][key]) for key in states[2])
+    assert all(found.any() for found in parameters), "what computes follows the master weights"
+    copies = [seconds for i, seconds in ran if isinstance(i, Snapshot)]
+    (update,) = [seconds for i, seconds in ran if isinstance(i, Step)]
+    assert copies
+    assert all(copy.start_s < copy.end_s <= update.start_s for copy in copies), "recorded as it ran, before the update"
