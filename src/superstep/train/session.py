@@ -184,8 +184,7 @@ class Session:
         Returns:
             Where training stands, if that.
         """
-        snapshots = self._engine.keep_snapshots(memory)
-        self.copies.snapshots = snapshots
+        self.copies.snapshots = snapshots = self._engine.keep_snapshots(memory)
         if recovered is None:
             snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._beside, self.folder.checkpoints)
             return None
@@ -197,8 +196,7 @@ class Session:
         """Have the state as it is now written to disk while training goes on, and the trace of the last step now; False
         where there are no snapshots. Every rank calls this together.
         """
-        is_wanted = self.copies.want(position)
-        if is_wanted:
+        if is_wanted := self.copies.want(position):
             self._settle(position.step)
         return is_wanted
 
