@@ -51,6 +51,21 @@ def _killed(world):
     _meet(world)
 
 
+def _stopped(world, which):
+    if world.rank == which:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _meet(world)
+
+
+def _slow(world):
+    """No rank has anything to say for a while, and one computes without a break."""
+    deadline = time.monotonic() + 1.5
+    while world.rank == 1 and time.monotonic() < deadline:
+        pass
+    _meet(world)
+    return "met"
+
+
 def _silent(world):
     if world.rank == 1:
         os.write(2, b"Traceback (most recent call last):\n  a cause in some library\n\n")
@@ -129,6 +144,17 @@ class TestLaunch:
             launch(2, _killed)
         assert time.monotonic() - start < 40
         assert capfd.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_a_stopped_rank_is_named_long_before_a_collective_is_late(self, which, capfd):
+        start = time.monotonic()
+        with pytest.raises(Fault, match=rf"^rank {which}: its process \d+ was stopped \(SIGSTOP, or Ctrl-Z\) and did"):
+            launch(2, _stopped, which)
+        assert time.monotonic() - start < 40
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_slow_rank_is_no_stopped_one(self):
+        assert launch(2, _slow) == "met"
 
     def test_a_rank_that_ends_silently_is_named_with_its_last_line(self):
         match = r"^rank 1: the process ended with exit status 3 before.* was: a cause in some library$"

@@ -3,6 +3,7 @@
     launcher ──► seed ──forks──► rank 0, rank 1, ...    each reports once: its value, or why it has none
         │ first trouble
         ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
+        ├── or sees that a rank is stopped, which reports nothing, and waits for nobody
         └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
 
 SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them.
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from superstep.errors import Fault, Lost
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
+from superstep.runtime.pulse import LOOK_S, Pulse, is_stopped
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
 from superstep.runtime.stop import STOPPED, Stop, listening
 from superstep.runtime.trouble import Trouble, trouble_of
@@ -54,6 +56,9 @@ GRACE_S = 1.0
 
 END_S = 3.0
 """How long a rank may take to end when it is told to."""
+
+GENTLE_S = 1.5
+"""How long rank 0 may take of that where the launch has come to an end: it is to be told of within three seconds."""
 
 END = signal.SIGUSR2
 """Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
@@ -195,6 +200,11 @@ class _Rank:
         kind = Lost if code < 0 else Fault
         return Trouble(at_s=time.time(), order=1, error=kind(f"{why}{hint}", rank=self.number))
 
+    def stop(self) -> Trouble:
+        """That it is stopped."""
+        why = f"its process {self.process.pid} was stopped (SIGSTOP, or Ctrl-Z) and did not go on: all ranks are ended."
+        return Trouble(at_s=time.time(), order=0, error=Fault(why, rank=self.number))
+
 
 @contextlib.contextmanager
 def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int) -> Iterator[list[_Rank]]:
@@ -238,11 +248,13 @@ def _start(
 
 def _end(ranks: Sequence[_Rank]) -> None:
     """End what still runs: rank 0 gently, then not."""
-    deadline_s = time.monotonic() + END_S
+    deadline_s = time.monotonic() + GENTLE_S
     for rank in ranks:
         if rank.is_first and rank.process.is_alive() and rank.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, END)
+                if is_stopped(rank.process.pid):
+                    os.kill(rank.process.pid, signal.SIGCONT)
         else:
             rank.process.kill()
     for rank in ranks:
@@ -262,10 +274,14 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
     deadline_s = float("inf")
+    pulse = Pulse()
     value = None
     while waiting and time.monotonic() < deadline_s:
-        timeout_s = None if deadline_s == float("inf") else deadline_s - time.monotonic()
-        for pipe in wait(list(waiting), timeout_s):
+        still = pulse.look(rank.process.pid for rank in waiting.values() if rank.process.pid is not None)
+        if still is not None:
+            troubles += (rank.stop() for rank in waiting.values() if rank.process.pid == still)
+            break
+        for pipe in wait(list(waiting), min(LOOK_S, max(0.0, deadline_s - time.monotonic()))):
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
