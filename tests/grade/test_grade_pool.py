@@ -75,6 +75,15 @@ def test_a_grader_that_hangs_is_killed_at_its_deadline(answer, pool):
     assert pool.grade(3, 4, answered("7")).score == 1.0
 
 
+def test_a_grader_that_a_signal_stops_is_named_and_another_one_grades(pool, retried, tmp_path):
+    del retried[:]
+    assert pool.grade(0, 0, answered(f"stop {tmp_path / 'once'}")).score == 1.0
+    (verdict,) = retried
+    assert re.fullmatch(r"its process \d+ was stopped \(SIGSTOP\) and did not go on: killed", verdict.why)
+    assert pool.grade(0, 0, answered("slow")).score == 1.0
+    assert len(retried) == 1, "a slow grader is no stopped one"
+
+
 def test_a_grader_that_fails_once_is_believed_the_next_time(tmp_path):
     with Pool(TASKS, GradeConfig(sandbox="none", workers=1, retries=2)) as pool:
         assert pool.grade(0, 0, answered(f"flaky {tmp_path / 'tries'}")).score == 1.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import time
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boxed import needs_bubblewrap
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.code import Case, CodeTests, Run
@@ -254,3 +256,11 @@ def test_a_share_of_the_tests_earns_a_share_of_the_score_where_that_is_asked_for
 def test_programs_run_without_a_sandbox_where_that_is_written(tools):
     assert CodeTests("def f(x): return x", [Case("f", (1,), 1)]).verdict(tools) == ok(1.0, "1 of 1 tests pass")
     assert CodeTests("print(1)", [Run("", "1")]).verdict(tools).score == 1.0
+
+
+def test_a_comparison_of_formulas_that_a_signal_has_stopped_is_no_late_one(tools):
+    """A late one is the answer's fault, and costs it its score."""
+    os.kill(tools.maths._started().pid, signal.SIGSTOP)
+    with pytest.raises(Fault, match=r"comparison of formulas: its process \d+ was stopped \(SIGSTOP\)"):
+        tools.maths.compare("1/2", "0.5")
+    assert tools.maths.compare("1/2", "0.5") == "same"

@@ -1,6 +1,7 @@
 """An environment whose grader does what the answer says, for tests of the pool and of the server."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,15 @@ def grade(task, rollout):
             path = Path(more)
             path.write_text(path.read_text() + "x" if path.exists() else "x")
             return 1.0 if len(path.read_text()) > 2 else grade(task, type(rollout)(rollout.turns[:0])) / 0
+        case "stop":
+            path = Path(more)
+            if not path.exists():
+                path.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return 1.0
+        case "slow":
+            time.sleep(1.5)
+            return 1.0
         case "share":
             return 0.25
         case "turns":

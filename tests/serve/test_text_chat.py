@@ -1,6 +1,8 @@
 """Chats are rendered as transformers does it, no client can forge a control token, no template can run away."""
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -357,3 +359,11 @@ def test_private_characters_of_a_client_stay():
     assert content in byte_level().decode(encoder.tokens(Chat(messages=messages)))
     with pytest.raises(ConfigError, match="every private character"):
         encoder.tokens(Chat(messages=[{"role": "user", "content": "".join(map(chr, range(0xF0000, 0xFFFFE)))}]))
+
+
+def test_a_process_that_a_signal_has_stopped_keeps_nobody_waiting():
+    process = chat_process.ChatProcess("{{ said }}")
+    assert process.render({"said": "a"}) == "a"
+    os.kill(process._child.pid, signal.SIGSTOP)
+    assert process.render({"said": "b" * 200_000}) == "b" * 200_000  # more than its pipe holds
+    process.close()

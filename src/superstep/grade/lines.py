@@ -1,5 +1,7 @@
 """A process that answers lines of JSON with lines of JSON, each before a deadline.
 
+One that is busy is waited for until then; one that was stopped by a signal answers never, and is given up at once.
+
 Each question has a number that nobody guesses, and an answer without it is none: what a library prints, or a program
 that was let into the process, is not taken for one.
 """
@@ -16,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from superstep.grade.patience import Patience
+from superstep.runtime.pulse import Pulse
 
 PIECE_BYTES = 1 << 16
 
@@ -43,11 +46,19 @@ class LineProcess:
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         self._patience: Patience | None = None
+        self._pulse = Pulse()
+        self.was_stopped = False
+        """Whether the last question was given up because a signal had stopped the process."""
 
     @property
     def was_late(self) -> bool:
         """Whether the last question was given up for its time."""
         return self._patience is not None and self._patience.is_over
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._child.pid
 
     @property
     def is_there(self) -> bool:
@@ -57,6 +68,7 @@ class LineProcess:
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
         self._patience = patience = Patience(seconds)
+        self._pulse, self.was_stopped = Pulse(), False
         number = secrets.token_hex(8)
         if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
             return None
@@ -84,11 +96,16 @@ class LineProcess:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
+    def _wait(self, patience: Patience) -> float:
+        """How long to wait before the next look; 0 where there is nothing to wait for any more."""
+        self.was_stopped = self._pulse.look([self._child.pid]) is not None
+        return 0.0 if self.was_stopped else patience.step()
+
     def _write(self, data: bytes, patience: Patience) -> bool:
         assert self._child.stdin is not None
         fd, left = self._child.stdin.fileno(), memoryview(data)
         while left:
-            if not (wait := patience.step()):
+            if not (wait := self._wait(patience)):
                 return False
             if not select.select([], [fd], [], wait)[1]:
                 continue
@@ -104,7 +121,7 @@ class LineProcess:
         assert self._child.stdout is not None
         fd, line = self._child.stdout.fileno(), bytearray()
         while not line.endswith(b"\n"):
-            if not (wait := patience.step()):
+            if not (wait := self._wait(patience)):
                 return None
             if not select.select([fd], [], [], wait)[0]:
                 continue
@@ -113,3 +130,10 @@ class LineProcess:
                 return None
             line += piece
         return bytes(line)
+
+
+def unanswered(process: LineProcess, seconds: float) -> str:
+    """Why a process did not answer a question that it was given so many seconds for."""
+    if process.was_stopped:
+        return f"its process {process.pid} was stopped (SIGSTOP) and did not go on: killed"
+    return f"no answer within {seconds:g} s: killed" if process.was_late else "its process ended"

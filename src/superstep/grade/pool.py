@@ -4,7 +4,7 @@
     pool.grade(7, seed=0, rollout)          a Verdict; grader_error is tried again before it is one
     pool.submit(7, seed=0, rollout)         the same, as a Future
 
-A grader that hangs is killed at its deadline, and its process is started anew.
+A grader that hangs is killed at its deadline, one that a signal has stopped within seconds, and started anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig, checked
-from superstep.grade.lines import LineProcess
+from superstep.grade.lines import LineProcess, unanswered
 from superstep.grade.sandbox.room import open_sandbox
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict, from_told, grader_error
@@ -140,7 +140,7 @@ class _Worker:
         told = process.ask({"path": str(self._source), "config": asdict(self._config)}, START_S)
         if told is None:
             self._end()
-            raise Fault(f"the grader of {self._source} does not start within {START_S:g} s, or ends at once.")
+            raise Fault(f"the grader of {self._source} does not start: {unanswered(process, START_S)}.")
         if "refused" in told:
             self._end()
             raise ConfigError(told["refused"])
@@ -160,7 +160,7 @@ class _Worker:
         told = process.ask(asked, seconds)
         if told is None:
             self._end()
-            return grader_error(f"no answer within {seconds:g} s: killed" if process.was_late else "its process ended")
+            return grader_error(unanswered(process, seconds))
         if "refused" in told:
             raise ConfigError(told["refused"])
         return from_told(told)

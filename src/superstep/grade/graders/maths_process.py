@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.lines import LineProcess
+from superstep.grade.lines import LineProcess, unanswered
 
 CHILD = Path(__file__).with_name("maths_child.py")
 
@@ -31,11 +31,14 @@ class MathsProcess:
 
         Raises:
             ConfigError: math-verify is not installed, or the expected formula cannot be read.
-            Fault: the process does not start.
+            Fault: the process does not start, or somebody has stopped it, which no formula does.
         """
-        told = self._started().ask({"expected": expected, "given": given}, self._seconds)
+        child = self._started()
+        told = child.ask({"expected": expected, "given": given}, self._seconds)
         if told is None:
             self.close()
+            if child.was_stopped:
+                raise Fault(f"the comparison of formulas: {unanswered(child, self._seconds)}.")
             return "timeout"
         if told.get("memory"):
             self.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any
 
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, Fault
+from superstep.runtime.pulse import LOOK_S, Pulse
 
 SECONDS = 2.0
 """Of the processor, for one text. Templates take a few milliseconds."""
@@ -45,11 +47,19 @@ class ChatProcess:
         return self.render_all([variables])[0]
 
     def render_all(self, every: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The text for each of some variables, all of them at one turn; raises as ``render`` does."""
+        """The text for each of some variables, all of them at one turn; raises as ``render`` does, or
+
+        Raises:
+            Fault: its process was stopped, and another one as well.
+        """
         line = json.dumps(every)
         with self._lock:
-            self._start()
-            return self._ask(line)
+            try:
+                self._start()
+                return self._ask(line)
+            except Fault:  # a text is a function of what is given: another process says the same
+                self._start()
+                return self._ask(line)
 
     def check(self) -> None:
         """Sees that the template can be read at all.
@@ -88,14 +98,19 @@ class ChatProcess:
         assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
-        try:
-            child.stdin.write(line + "\n")
-            child.stdin.flush()
-            said = child.stdout.readline()
-        except BrokenPipeError:
-            said = ""
+        with _watched(child) as was_stopped:
+            try:
+                child.stdin.write(line + "\n")
+                child.stdin.flush()
+                said = child.stdout.readline()
+            except BrokenPipeError:
+                said = ""
         if not said:
             self._end()
+            if was_stopped.is_set():
+                raise Fault(
+                    f"process {child.pid}, which renders chats, was stopped (SIGSTOP) and did not go on: killed."
+                )
             raise ConfigError(
                 f"chat template was stopped: it needs more than {SECONDS:g} s or {BYTES >> 20} MiB; mend it."
             )
@@ -113,6 +128,25 @@ class ChatProcess:
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
                 _close(pipe)
+
+
+@contextmanager
+def _watched(child: subprocess.Popen[str]) -> Iterator[Event]:
+    """Within the block a child that a signal has stopped is killed, and the event set. It uses none of its time up."""
+    is_over, was_stopped, pulse = Event(), Event(), Pulse()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_S):
+            if pulse.look([child.pid]) is not None:
+                was_stopped.set()
+                child.kill()
+                return
+
+    Thread(target=watch, daemon=True).start()
+    try:
+        yield was_stopped
+    finally:
+        is_over.set()
 
 
 def _close(pipe: Any) -> None:  # noqa: ANN401 - a text pipe, which typeshed does not name
