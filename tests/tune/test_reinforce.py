@@ -140,11 +140,13 @@ def test_one_differing_bit_ends_the_run_and_names_its_token(pool, start, tmp_pat
 ALIKE = "def grade(task, rollout):\n    return 0.0\n"
 LATE = "import time\n\ndef grade(task, rollout):\n    time.sleep(60)\n"
 FAILS = "def grade(task, rollout):\n    return rollout.nothing\n"
+HANGS = "import time\n\ndef task(index, seed):\n    time.sleep(60 * index)\n    return Task(prompt='to be')\n"
 RAISES = "def task(index, seed):\n    return [Task(prompt='to be')][index]\n"
 
 
 def test_what_cannot_be_learnt_from_ends_the_run_with_one_line(pool, start, tmp_path):
-    for name, text in (("alike", ALIKE), ("late", LATE), ("fails", FAILS), ("raises", RAISES)):
+    texts = {"alike": ALIKE, "late": LATE, "fails": FAILS, "hangs": HANGS, "raises": RAISES}
+    for name, text in texts.items():
         (start / f"{name}.py").write_text(reinforced.ENVIRONMENT + text)
 
     def error(environment, **more):
@@ -161,6 +163,8 @@ def test_what_cannot_be_learnt_from_ends_the_run_with_one_line(pool, start, tmp_
         "late", rl=rl, rollout={"timeout_s": 1.0}, grade=late
     )
     assert "no answer has a grade: every grader failed" in error("fails", rl=rl)
+    hangs = r"hangs.py: task\(1, 0\): no answer within 1 s: killed; make it faster, or set rollout.reply_timeout_s"
+    assert re.search(hangs, error("hangs", rl=rl, rollout={"reply_timeout_s": 1.0}))
     assert re.search(r"raises.py: task\(1, 0\) fails: IndexError: list index out of range; it must", error("raises"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,7 @@ microbatch = 2
 exact = true
 
 [rl]
-environment = "{start}/tasks.py"
+environment = "{start}/stopping.py"
 group = 4
 groups = 2
 lag = 1
@@ -70,9 +71,27 @@ tensorboard = false
 """
 
 
+STOPS = """
+import os, signal
+from pathlib import Path
+
+judge = grade
+
+def grade(task, rollout):
+    once = Path(__file__).with_name("once")
+    if not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return judge(task, rollout)
+"""
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    return reinforced.start(tmp_path_factory.mktemp("start"))
+    """A model, and an environment of which one grader is stopped once."""
+    folder = reinforced.start(tmp_path_factory.mktemp("start"))
+    (folder / "stopping.py").write_text(reinforced.ENVIRONMENT + STOPS)
+    return folder
 
 
 def recipe(folder: Path, start: Path, name: str, steps: int = 4) -> tuple[Path, Path]:
@@ -135,6 +154,18 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_line(argv, error, capsys, tm
     assert said.count("\n") == 1
 
 
+def test_torchrun_is_told_to_leave_the_ranks_to_the_verb(start, tmp_path, monkeypatch, capsys):
+    root, path = recipe(tmp_path, start, "run")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["tune", "rl", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "tune rl launches its ranks itself, on one host: start it once, without torchrun (or srun), and ask" in said
+    assert "for 2 ranks with --plan.dp or --plan.tp." in said
+    assert said.count("\n") == 1
+    assert not root.exists()
+
+
 @pytest.mark.multiproc
 def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     root, path = recipe(tmp_path, start, "run")
@@ -145,8 +176,10 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 128 + signal.SIGTERM, said
     assert f"superstep tune rl --state.dir {root} --state.existing resume" in said
+    again = said
     assert main(["tune", "rl", str(path)]) == 0
     said = capfd.readouterr().out
+    assert re.search(r"graded again: its process \d+ was stopped \(SIGSTOP\) and did not go on: killed", again + said)
     assert "reward" in said
     assert "Results:" in said
     assert [step for step, *_ in told(root)] == [1, 2, 3, 4]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.grade.task import Done, Message, Observation, Rollout, Task
@@ -19,6 +20,20 @@ from superstep.grade.verdict import line
 from superstep.plan.own_file import run_file
 
 NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
+
+
+class Tasks(Protocol):
+    """What who samples asks of an environment: ``Environment``, or a process that has it."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+
+    def task(self, index: int, seed: int) -> Task:
+        """The task of these numbers."""
+
+    def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
+        """What is said to the last turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Evaluated | Saved)*  (RunFinished | RunStopped)
-        │
+    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved)*
+        │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
 
@@ -142,6 +142,19 @@ class Rolled:
     """Of the whole iteration, since the step before."""
     measures: Mapping[str, float]
     """What the loss tells of these tokens: ratios, clipped shares, distances."""
+    at_s: float
+    """When the step was done, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retried:
+    """A grader failed, was late or was stopped, and its answer is graded again."""
+
+    name: ClassVar[str] = "retried"
+    step: int
+    """Finished steps."""
+    why: str
+    """What became of the grader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +206,19 @@ class RunStopped:
     tokens_seen: int
 
 
-Event = RunStarted | Resumed | StepDone | LossTold | RouterSeen | Rolled | Evaluated | Saved | RunFinished | RunStopped
+Event = (
+    RunStarted
+    | Resumed
+    | StepDone
+    | LossTold
+    | RouterSeen
+    | Rolled
+    | Retried
+    | Evaluated
+    | Saved
+    | RunFinished
+    | RunStopped
+)
 
 
 class Sink(Protocol):

@@ -279,7 +279,7 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
     while waiting and time.monotonic() < deadline_s:
         still = pulse.look(rank.process.pid for rank in waiting.values() if rank.process.pid is not None)
         if still is not None:
-            troubles += (rank.stop() for rank in waiting.values() if rank.process.pid == still)
+            troubles += (rank.named(rank.stop()) for rank in waiting.values() if rank.process.pid == still)
             break
         for pipe in wait(list(waiting), min(LOOK_S, max(0.0, deadline_s - time.monotonic()))):
             assert isinstance(pipe, Connection)

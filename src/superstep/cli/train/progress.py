@@ -16,6 +16,7 @@ from superstep.observe.events import (
     Event,
     LossTold,
     Resumed,
+    Retried,
     Rolled,
     RouterSeen,
     RunFinished,
@@ -46,6 +47,7 @@ class Progress:
         self.step: StepDone | None = None
         self.routers: RouterSeen | None = None
         self.rolled: Rolled | None = None
+        self.retried: Retried | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
         self.finished: RunFinished | None = None
@@ -67,6 +69,8 @@ class Progress:
                 self.routers = event
             case Rolled():
                 self.rolled = event
+            case Retried():
+                self.retried = event
             case Evaluated():
                 self.evaluated = event
             case Saved():
@@ -165,8 +169,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             ]
             if (left_s := progress.left_s(now)) is not None:
                 parts.append(f"left {duration_text(left_s)}")
-        case LossTold() | Rolled():
-            parts = _told(event) if isinstance(event, LossTold) else _rolled(event)
+        case LossTold() | Rolled() | Retried():
+            parts = _of_tuning(event)
         case RouterSeen():
             parts = ["routers", *_routers(event)]
         case Evaluated():
@@ -313,6 +317,16 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
 # What both say.
 
 
+def _of_tuning(event: LossTold | Rolled | Retried) -> list[str]:
+    match event:
+        case LossTold():
+            return _told(event)
+        case Rolled():
+            return _rolled(event)
+        case Retried():
+            return [f"graded again: {event.why}"]
+
+
 def _told(told: LossTold) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
 
@@ -356,6 +370,8 @@ def _notes(progress: Progress) -> list[str]:
     if run and run.snapshot_bytes:
         predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory")
     notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
+    if again := progress.retried:
+        notes.append(f"last graded again after step {again.step}: {again.why}")
     return [*notes, f"MFU: {progress.mfu_convention}"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,19 @@ from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
 from superstep.errors import ConfigError, Fault
-from superstep.observe.events import Fanout, Resumed, Rolled, RunFinished, RunStarted, Saved, Sink, StepDone
+from superstep.grade.verdict import Verdict
+from superstep.observe.events import (
+    Event,
+    Fanout,
+    Resumed,
+    Retried,
+    Rolled,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Sink,
+    StepDone,
+)
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.runtime.device import Device, choose
@@ -40,7 +53,10 @@ from superstep.tune.rl.reinforce import Job, job_of, own_ranks, reinforce, with_
 def run(recipe: RlRecipe) -> int:
     """Learn from rewards as a recipe says; the exit status."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise ConfigError("superstep tune rl launches its ranks itself, on one host; start it without torchrun.")
+        raise ConfigError(
+            "superstep tune rl launches its ranks itself, on one host: start it once, without torchrun (or srun), and "
+            f"ask for {os.environ['WORLD_SIZE']} ranks with --plan.dp or --plan.tp."
+        )
     with _prepared(recipe) as job:
         if job is None:
             return 0
@@ -131,7 +147,7 @@ def _rank(world: World, job: Job) -> bool:
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), ExitStack() as stack:
         teller = _Teller(world, job, stack)
-        return train(world, job, teller.learnt, teller.saved)
+        return train(world, job, teller.learnt, teller.saved, teller.retried)
 
 
 def _sampler(world: World, job: Job, number: int) -> None:
@@ -150,7 +166,7 @@ def _faults(world: World) -> Iterator[None]:
 
 
 class _Teller:
-    """Rank 0 tells of steps and checkpoints; the others of nothing."""
+    """Rank 0 tells of steps, checkpoints and graders that fail; the others of nothing. Any thread may call it."""
 
     def __init__(self, world: World, job: Job, stack: ExitStack) -> None:
         self._job = job
@@ -159,6 +175,7 @@ class _Teller:
         self._tokens = 0 if job.checkpoint is None else read_position(job.checkpoint).tokens
         self._step = job.program.cursor.step
         self._sink: Sink = Fanout(())
+        self._lock = threading.Lock()
         if world.rank == 0:
             self._sink = self._opened(world, stack)
 
@@ -195,7 +212,7 @@ class _Teller:
         result = learnt.result
         self._tokens += result.tokens
         self._step = learnt.step
-        self._sink.write(
+        self._write(
             StepDone(
                 step=learnt.step,
                 loss=result.loss,
@@ -211,7 +228,7 @@ class _Teller:
                 tokens_seen=self._tokens,
             )
         )
-        self._sink.write(
+        self._write(
             Rolled(
                 step=learnt.step,
                 reward=learnt.reward,
@@ -223,13 +240,22 @@ class _Teller:
                 drawn_tokens=learnt.drawn_tokens,
                 seconds=learnt.seconds,
                 measures=dict(result.measures),
+                at_s=time.time(),
             )
         )
+
+    def retried(self, verdict: Verdict) -> None:
+        """A grader failed, and the answer is graded again."""
+        self._write(Retried(step=self._step, why=verdict.why))
+
+    def _write(self, event: Event) -> None:
+        with self._lock:
+            self._sink.write(event)
 
     def saved(self, place: Path, seconds: float) -> None:
         """A checkpoint."""
         size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
-        self._sink.write(Saved(step=self._step, path=str(place), seconds=seconds, bytes=size))
+        self._write(Saved(step=self._step, path=str(place), seconds=seconds, bytes=size))
         if self._step == self._job.run.config.train.steps:
             elapsed_s = time.perf_counter() - self._start_s
-            self._sink.write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))
+            self._write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))

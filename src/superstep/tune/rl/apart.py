@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from superstep.grade.environment import Environment, load_environment
+from superstep.grade.environment import Tasks
+from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
 from superstep.runtime.launch import Party, World, gather
 from superstep.train.run_folder import write_whole
@@ -27,7 +28,7 @@ from superstep.tune.program.memory import require_room
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.exchange import Exchange, Lesson, Window
 from superstep.tune.rl.first import Patience, from_first
-from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.iterate import samples_from
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.line import Here, Line, Retired
@@ -116,7 +117,7 @@ class SamplerLane:
         tasks: the number of a place's task, where it is another.
     """
 
-    def __init__(self, seat: Seat, line: Line, environment: Environment, seed: int, tasks: Mapping[int, int]) -> None:
+    def __init__(self, seat: Seat, line: Line, environment: Tasks, seed: int, tasks: Mapping[int, int]) -> None:
         self._seat = seat
         self._line = line
         self._environment = environment
@@ -176,7 +177,13 @@ def owners_of(program: Iterations, samplers: int) -> dict[int, int]:
     return found
 
 
-def train_apart(world: World, job: Job, tell: Tell = lambda learnt: None, saved: Saved = nothing_saved) -> bool:
+def train_apart(
+    world: World,
+    job: Job,
+    tell: Tell = lambda learnt: None,
+    saved: Saved = nothing_saved,
+    retried: Retried = nothing_retried,
+) -> bool:
     """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
     _require_own_room(world, job, "trainer")
     learner = Learner(world, job.run, job.folder, beside(job) if world.rank == 0 else {})
@@ -186,7 +193,7 @@ def train_apart(world: World, job: Job, tell: Tell = lambda learnt: None, saved:
     timeout_s = job.rollout.timeout_s
     training = Training(job.rl, job.rollout, job.program.asked.steps, learner, tell, saved)
     with ExitStack() as stack:
-        exchange = _opened(world, job, stack) if world.rank == 0 else None
+        exchange = _opened(world, job, stack, retried) if world.rank == 0 else None
         lane = TrainerLane(learner, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
         is_stopped = False
         try:
@@ -199,7 +206,7 @@ def train_apart(world: World, job: Job, tell: Tell = lambda learnt: None, saved:
     return is_stopped
 
 
-def _opened(world: World, job: Job, stack: ExitStack) -> Exchange:
+def _opened(world: World, job: Job, stack: ExitStack, retried: Retried) -> Exchange:
     """What rank 0 has besides: the record, graders, and the ends of all lines."""
     assert world.folder is not None, "the ranks were launched"
     record = Record(job.folder.root / NAME)
@@ -207,7 +214,7 @@ def _opened(world: World, job: Job, stack: ExitStack) -> Exchange:
     record.forget(range(job.program.cursor.step * job.rl.groups))
     record.tidy()
     write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-    graders = stack.enter_context(Pool(job.rl.environment, job.grade))
+    graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
     grading = Grading(record, graders, job.run.config.train.seed)
     grading.begin(job.program)
     samplers = samplers_of(job)
@@ -235,8 +242,10 @@ def sample_apart(world: World, job: Job, number: int) -> None:
     assert world.folder is not None, "the ranks were launched"
     pages = _require_own_room(world, job, "sampler")
     serve = serve_of(job.run, replace(job.rollout, pages=pages), job.kernels)
-    environment, words = load_environment(job.rl.environment), words_of(job.start)
+    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
+    words = words_of(job.start)
     with ExitStack() as stack:
+        stack.callback(environment.close)
         stack.callback(words.template.close)
         seat = Seat(world, seated_of(job, serve), words, environment, others=(number, samplers_of(job)))
         line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)

@@ -88,6 +88,8 @@ class RolloutConfig:
     """The most answers that a sampler computes at once."""
     timeout_s: float = 600.0
     """How long a lane may wait for another one."""
+    reply_timeout_s: float = 60.0
+    """How long the environment may take over a task, or over its reply to a turn; then the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,7 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         ("rl.clip_high", rl.clip_high),
         ("rollout.temperature", rollout.temperature),
         ("rollout.timeout_s", rollout.timeout_s),
+        ("rollout.reply_timeout_s", rollout.reply_timeout_s),
     ):
         if not number > 0.0:
             raise ConfigError(f"{name} = {number} must be above 0.")

@@ -14,6 +14,12 @@ from superstep.tune.program.instructions import Grade, Iterations
 from superstep.tune.rl.first import Patience
 from superstep.tune.rl.record import Record
 
+Retried = Callable[[Verdict], None]
+
+
+def nothing_retried(verdict: Verdict) -> None:
+    """A ``Retried`` that does nothing."""
+
 
 class Graders(Protocol):
     """Who grades: ``grade.pool.Pool``."""

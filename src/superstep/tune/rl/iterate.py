@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.grade.environment import Environment
+from superstep.grade.environment import Tasks
 from superstep.runtime.launch import gather
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
 from superstep.tune.rl.first import Patience, from_first
@@ -46,7 +46,7 @@ class Iterate:
         learner: Learner,
         training: Training,
         seat: Seat,
-        environment: Environment,
+        environment: Tasks,
         record: Record,
         grading: Grading,
     ) -> None:

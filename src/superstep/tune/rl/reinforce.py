@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
-from superstep.grade.environment import Environment, load_environment
+from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
 from superstep.plan.config import RunConfig
 from superstep.plan.model.named import shape_of
@@ -26,7 +26,7 @@ from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.iterate import Iterate
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.record import NAME, Record
@@ -132,8 +132,8 @@ def job_of(  # noqa: PLR0913
         )
     if run.config.data.sequence_tokens < 2 * rollout.turns:
         raise ConfigError(f"data.sequence_tokens = {run.config.data.sequence_tokens} has no room for an answer.")
-    environment = load_environment(rl.environment)
-    require_pure(environment, run.config.train.seed)
+    with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
+        require_pure(environment, run.config.train.seed)
     asked = Asked(
         steps=run.config.train.steps,
         groups=rl.groups,
@@ -222,13 +222,14 @@ def with_room(
     return replace(rollout, pages=pages)
 
 
-def require_pure(environment: Environment, seed: int) -> None:
+def require_pure(environment: EnvironmentProcess, seed: int) -> None:
     """See that the same numbers give the same task: after a restart they must.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not, or the file cannot be used.
+        Fault: it is late.
     """
-    if environment.task(0, seed) != environment.task(0, seed):
+    if not environment.is_pure(0, seed):
         raise ConfigError(
             f"{environment.path}: task(0, {seed}) gives another task when it is asked again; make it a function of its "
             "two numbers, by random.Random(f'{index}:{seed}') say."
@@ -247,6 +248,7 @@ def reinforce(
     job: Job,
     tell: Tell = lambda learnt: None,
     saved: Saved = nothing_saved,
+    retried: Retried = nothing_retried,
 ) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
     # Read by every rank before the first of them adds to it, which takes a collective.
@@ -255,7 +257,7 @@ def reinforce(
     barrier()
     if world.rank == 0:
         record.tidy()
-    environment = load_environment(job.rl.environment)
+    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
     words = words_of(job.start)
     if world.device.kind == "cuda":
         free_bytes = world.device.free_bytes(1)
@@ -269,11 +271,12 @@ def reinforce(
     serve = serve_of(job.run, job.rollout, job.kernels)
     seat = Seat(world, seated_of(job, serve), words, environment)
     with ExitStack() as stack:
+        stack.callback(environment.close)
         stack.callback(words.template.close)
         stack.callback(record.close)
         graders = None
         if world.rank == 0:
-            graders = stack.enter_context(Pool(job.rl.environment, job.grade))
+            graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
         training = Training(job.rl, job.rollout, config.train.steps, learner, tell, saved)
         grading = Grading(record, graders, config.train.seed)

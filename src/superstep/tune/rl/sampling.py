@@ -8,13 +8,14 @@ it either, so that a group sampled again after a restart is the same group.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError, Fault
-from superstep.grade.environment import Environment
+from superstep.grade.environment import Tasks
 from superstep.grade.task import Done, Task
 from superstep.serve.engine import Engine
 from superstep.serve.request import Finish, Request, Sampling, Told
@@ -32,11 +33,13 @@ class Group:
         number: of the group.
         version: of the weights that sampled it.
         answers: as many as a group has.
+        drawn_s: when that was begun, and when it was done, in seconds since 1970. It is no part of what was drawn.
     """
 
     number: int
     version: int
     answers: tuple[Answered, ...]
+    drawn_s: tuple[float, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ class Sampler:
         self,
         engine: Engine,
         words: Words,
-        environment: Environment,
+        environment: Tasks,
         how: RolloutConfig,
         *,
         group: int,
@@ -132,6 +135,7 @@ class Sampler:
             ConfigError: a task cannot be asked, or the environment fails.
             Fault: the model's logits are no numbers.
         """
+        begin_s = time.time()
         parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
         talks = [
             Conversation(part.task.messages, self._words.encoder, self._words.decoder, self.engine.info.end_of_text)
@@ -158,7 +162,7 @@ class Sampler:
                     if left[number] == 0:
                         first = next(n for n, part in enumerate(parts) if part.number == number)
                         answers = tuple(talk.answered() for talk in talks[first : first + self._group])
-                        yield Group(number=number, version=version, answers=answers)
+                        yield Group(number=number, version=version, answers=answers, drawn_s=(begin_s, time.time()))
         finally:
             if not self.engine.is_idle:  # somebody has left on the way
                 self.engine.abort_all()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from superstep.errors import ConfigError
-from superstep.grade.environment import Environment
+from superstep.grade.environment import Tasks
 from superstep.grade.task import Task
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
@@ -76,7 +76,7 @@ class Seat:
         world: World,
         told: Seated,
         words: Words,
-        environment: Environment,
+        environment: Tasks,
         others: tuple[int, int] | None = None,
     ) -> None:
         if world.size % told.serve.tp:

@@ -1,0 +1,114 @@
+"""An environment whose functions run in a process of their own, each call before a deadline.
+
+Who samples answers asks the user's file for tasks and for replies to turns. A function that hangs there would keep
+every rank waiting, and one that ends its process would end a rank. So the file runs apart, and is ended where it is
+late. A call that takes its time and comes back is none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import ConfigError, Fault
+from superstep.grade.lines import LineProcess, unanswered
+from superstep.grade.pool import COMMAND, START_S
+from superstep.grade.task import Done, Message, Observation, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTask(Task):
+    """A task as who samples has it: its messages, and the numbers by which its environment finds the rest."""
+
+    index: int
+    seed: int
+
+
+class EnvironmentProcess:
+    """The tasks and the replies of an environment's file. One thread at a time may ask.
+
+    Args:
+        source: the file.
+        seconds: how long a call of its functions may take.
+        setting: the field that says so.
+    """
+
+    def __init__(self, source: str | Path, seconds: float, setting: str = "rollout.reply_timeout_s") -> None:
+        self.path = Path(source)
+        self._seconds = seconds
+        self._setting = setting
+        self._process = LineProcess(COMMAND, is_heard=True)  # which begins to import beside what follows here
+        self._has_replies: bool | None = None
+
+    def open(self) -> None:
+        """See that the file can be loaded.
+
+        Raises:
+            ConfigError: it cannot.
+            Fault: the process does not start.
+        """
+        if self._has_replies is None:
+            told = self._told({"path": str(self.path), "config": None}, START_S, "it cannot be loaded")
+            self._has_replies = told["replies"]
+
+    def task(self, index: int, seed: int) -> Task:
+        """The task of these numbers.
+
+        Raises:
+            ConfigError: the file has none.
+            Fault: it is late, or its process has ended.
+        """
+        told = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
+        return AskedTask(prompt=_messages(told["prompt"]), index=index, seed=seed)
+
+    def is_pure(self, index: int, seed: int) -> bool:
+        """Whether the same numbers give the same task again; raises as ``task`` does."""
+        asked = {"do": "compare", "index": index, "seed": seed}
+        return self._call(asked, f"task({index}, {seed})")["same"] is True
+
+    def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
+        """What the environment says to the last turn of a task that it gave; raises as ``task`` does."""
+        assert isinstance(task, AskedTask), "the task is one of this process"
+        self.open()
+        if not self._has_replies:
+            return Done()
+        nth = sum(turn.role == "assistant" for turn in turns)
+        asked = {
+            "do": "reply",
+            "index": task.index,
+            "seed": task.seed,
+            "turns": [[turn.role, turn.content] for turn in turns],
+        }
+        said = self._call(asked, f"reply() to turn {nth} of task {task.index}")["said"]
+        return Done() if said is None else Observation(_messages(said))
+
+    def close(self) -> None:
+        """Ends the process and what it started."""
+        self._process.end()
+
+    def __enter__(self) -> EnvironmentProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, asked: dict[str, Any], what: str) -> dict[str, Any]:
+        self.open()
+        return self._told(asked, self._seconds, what)
+
+    def _told(self, asked: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
+        told = self._process.ask(asked, seconds)
+        if told is None:
+            why = unanswered(self._process, seconds)
+            mend = f"; make it faster, or set {self._setting} higher" if self._process.was_late else ""
+            self._process.kill()
+            raise Fault(f"{self.path}: {what}: {why}{mend}.")
+        if "refused" in told:
+            raise ConfigError(told["refused"])
+        return told
+
+
+def _messages(said: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+    return tuple(Message(role, content) for role, content in said)
