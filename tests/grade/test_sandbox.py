@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from boxed import command_lines, needs_bubblewrap
@@ -299,3 +302,37 @@ def test_the_order_of_a_set_is_the_same_each_time():
     found = [sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [Call("f")]).told for _ in range(3)]
     assert found[0] == found[1] == found[2]
     assert "value" in found[0][0]
+
+
+STOPS = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+SLEEPS = "import time\nprint(1, flush=True)\ntime.sleep(60)"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("seconds", [1.0, 30.0], ids=["little time", "time enough"])
+def test_a_sandbox_that_somebody_stops_is_no_candidates_timeout(seconds):
+    boxed = open_sandbox(GradeConfig(timeout_s=seconds), probe=False)
+    over = threading.Event()
+
+    def stop():
+        while not over.wait(0.01):
+            for child in psutil.Process().children():
+                if child.name() == "bwrap" and not over.wait(0.4):  # the program has begun
+                    child.send_signal(signal.SIGSTOP)
+                    return
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        with pytest.raises(Fault, match=r"process \d+ was stopped \(SIGSTOP\) and did not go on"):
+            boxed.programs(SLEEPS, [""])
+    finally:
+        over.set()
+        stopping.join()
+
+
+@needs_bubblewrap
+def test_a_program_that_stops_itself_uses_up_its_own_time():
+    for kept in ("bubblewrap", "none"):
+        config = GradeConfig(timeout_s=1.5, sandbox=kept)
+        assert open_sandbox(config, probe=False).programs(STOPS, [""]).how == "timeout"

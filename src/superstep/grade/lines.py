@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from superstep.grade.patience import Patience
-from superstep.runtime.pulse import Pulse
+from superstep.runtime.pulse import Pulse, is_stopped
 
 PIECE_BYTES = 1 << 16
 
@@ -98,8 +98,10 @@ class LineProcess:
 
     def _wait(self, patience: Patience) -> float:
         """How long to wait before the next look; 0 where there is nothing to wait for any more."""
-        self.was_stopped = self._pulse.look([self._child.pid]) is not None
-        return 0.0 if self.was_stopped else patience.step()
+        wait = patience.step()
+        # At the end of its time, however little that was, a stopped one is no late one.
+        self.was_stopped = self._pulse.look([self.pid]) is not None or (wait == 0.0 and is_stopped(self.pid))
+        return 0.0 if self.was_stopped else wait
 
     def _write(self, data: bytes, patience: Patience) -> bool:
         assert self._child.stdin is not None

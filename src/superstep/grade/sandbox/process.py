@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from superstep.grade.patience import Patience
+from superstep.runtime.pulse import Pulse, is_stopped
 
 Limit = Literal["timeout", "memory", "output"]
 
@@ -59,6 +60,10 @@ class StillThereError(Exception):
     """A process was killed and is still there."""
 
 
+class StoppedError(Exception):
+    """A process was stopped by a signal that did not come from what runs in it."""
+
+
 def run_bounded(
     argv: Sequence[str],
     given: bytes,
@@ -67,6 +72,7 @@ def run_bounded(
     uid: int | None = None,
     fds: Sequence[int] = (),
     folder: Path | None = None,
+    is_ours: bool = False,
 ) -> Ended:
     """Runs a command to its end, in a session of its own and without an environment.
 
@@ -77,8 +83,11 @@ def run_bounded(
         uid: the user and group that it runs as, where that is another.
         fds: open files that it has besides.
         folder: where it runs.
+        is_ours: whether what runs in it cannot reach the command's own process: a signal that stops this is then none
+            of its doing. Else it may stop itself, and its time passes.
 
     Raises:
+        StoppedError: the command's own process was stopped.
         StillThereError: it was killed, and is not gone.
         OSError: it cannot be started.
     """
@@ -95,7 +104,7 @@ def run_bounded(
         env={},
         start_new_session=True,
     )
-    watched = _Watched(child, given, bounds)
+    watched = _Watched(child, given, bounds, is_ours=is_ours)
     limit: Limit | None = None
     try:
         limit = watched.follow()
@@ -107,11 +116,13 @@ def run_bounded(
 class _Watched:
     """A process and its pipes, followed to the end."""
 
-    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, *, is_ours: bool) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
         self._patience = Patience(bounds.seconds)
+        self._pulse = Pulse()
+        self._looked_at = [child.pid] if is_ours else []
         self._select = selectors.DefaultSelector()
         for pipe, events, into in (
             (child.stdin, selectors.EVENT_WRITE, None),
@@ -129,14 +140,20 @@ class _Watched:
             self._move(LOOK_S)
             now = time.monotonic()
             if self._patience.left() <= 0:
+                self._require_going(any(map(is_stopped, self._looked_at)))
                 return "timeout"
             if max(len(self.stdout), len(self.stderr)) > self._bounds.output_bytes:
                 return "output"
             if now - looked >= LOOK_S:
                 looked = now
+                self._require_going(self._pulse.look(self._looked_at) is not None)
                 if resident_bytes(self._child.pid) > self._bounds.memory_bytes:
                     return "memory"
         return None
+
+    def _require_going(self, has_stopped: bool) -> None:
+        if has_stopped:
+            raise StoppedError(f"process {self._child.pid} was stopped (SIGSTOP) and did not go on")
 
     def end(self) -> None:
         """Ends what is left, reads what was written, and waits until nobody can write to its pipes: all is gone."""

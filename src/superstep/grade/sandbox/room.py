@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.sandbox.bubblewrap import PACKAGES, PYTHON_FLAGS, UID, Seen, command
-from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, run_bounded
+from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, StoppedError, run_bounded
 from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
 from superstep.grade.verdict import line
 
@@ -160,7 +160,7 @@ class Kept:
         bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes)
         try:
             ended = self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
-        except StillThereError as error:
+        except (StillThereError, StoppedError) as error:
             raise Fault(f"{error}.") from error
         return read_answers(ended, config)
 
@@ -185,7 +185,12 @@ class Kept:
         argv = command(self.seen, disk_bytes=self.config.disk_bytes, filter_fd=fd, run=run)
         try:
             return run_bounded(
-                argv, given, bounds, uid=UID if os.geteuid() == 0 else None, fds=() if fd is None else (fd,)
+                argv,
+                given,
+                bounds,
+                uid=UID if os.geteuid() == 0 else None,
+                fds=() if fd is None else (fd,),
+                is_ours=True,
             )
         finally:
             if fd is not None:
