@@ -15,6 +15,7 @@ from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
+from superstep.cli.rolled import is_rolled, rolled
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
@@ -96,7 +97,11 @@ def main(argv: Sequence[str]) -> int:
 def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> str:
     if options.program:
         return write_program(_program(folder))
-    return _routers(folder, options.layer, picture) if options.router else _recorded(folder, picture)
+    if options.router:
+        return _routers(folder, options.layer, picture)
+    if is_rolled(folder):
+        return rolled(folder, width=picture.width, has_signs=not picture.is_plain)
+    return _recorded(folder, picture)
 
 
 def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:

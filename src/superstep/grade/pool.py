@@ -13,9 +13,10 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ class Pool:
 
     def _grade(self, asked: dict[str, Any]) -> Verdict:
         worker = self._idle.get()
+        begin_s = time.time()
         try:
             verdict = worker.ask(asked)
             for _ in range(self.config.retries):
@@ -109,7 +111,7 @@ class Pool:
                     break
                 self._retried(verdict)
                 verdict = worker.ask(asked)
-            return verdict
+            return replace(verdict, graded_s=(begin_s, time.time()))
         finally:
             self._idle.put(worker)
 

@@ -11,7 +11,7 @@ grader_error    nobody knows: the grader failed, so the answer is graded again; 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Kind = Literal["ok", "wrong", "timeout", "memory", "violation", "grader_error"]
@@ -28,11 +28,13 @@ class Verdict:
         kind: the decision.
         score: above 0 and at most 1 where it is ok, else 0.
         why: a line for people. Programs do not read it.
+        graded_s: when a grader took it up, and when it was done, in seconds since 1970. It is no part of the decision.
     """
 
     kind: Kind
     score: float = 0.0
     why: str = ""
+    graded_s: tuple[float, float] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(Kind), self.kind

@@ -10,7 +10,8 @@ from superstep.errors import ConfigError
 
 DESCRIPTION = (
     "Show a training step: WHAT is a run.toml, the step as it would run here, or a run's folder, the step as it "
-    "ran; left out, the demo's. Of the file that a server wrote with --serve.replay, its steps over time."
+    "ran; left out, the demo's. Of a run of tune rl, its rollouts, grades and steps on one timeline; of the file that "
+    "a server wrote with --serve.replay, its steps over time."
 )
 
 

@@ -1,10 +1,11 @@
 """The record of a run's groups: what was sampled and how it was graded, a line each, appended as soon as it is known.
 
-    rollouts.jsonl     {"group": 3, "version": 2, "answers": [...]}
-                       {"grades": 3, "verdicts": [...]}
-                       {"published": 3, "name": "..."}   {"retired": 2}   {"exchanged": [3, 5]}
+    rollouts.jsonl     {"group": 3, "version": 2, "answers": [...], "took_s": [1789.5, 1791.0]}
+                       {"grades": 3, "verdicts": [...], "took_s": [1791.0, 1791.1]}
+                       {"published": 3, "name": "...", "at_s": 1789.2}   {"retired": 2}   {"exchanged": [3, 5]}
 
-A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again.
+A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again. Times are
+seconds since 1970, for people to look at: nothing that a run does depends on them.
 
 A group of the program is a *place*: of a step, and of a version that samples it. The task in a place is that of the
 same number, unless two places have exchanged theirs. Lines name tasks, but for an exchange.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,7 +91,9 @@ class Record:
 
     def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
         """Keep a group's grades."""
-        self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]})
+        spans = [verdict.graded_s for verdict in verdicts if verdict.graded_s is not None]
+        took = (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
+        self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
 
     def exchange(self, place: int, other: int) -> None:
         """Give two places each other's tasks, with what is known of them."""
@@ -105,7 +109,7 @@ class Record:
 
     def publish(self, version: int, path: Path) -> None:
         """Keep where a version's snapshot lies."""
-        self._keep({"published": version, "name": path.name})
+        self._keep({"published": version, "name": path.name, "at_s": round(time.time(), 3)})
 
     def retire(self, version: int) -> None:
         """Keep that it is gone. Who keeps the record removes it."""
@@ -192,7 +196,12 @@ def _group_told(group: Group) -> dict[str, Any]:
             }
             for answer in group.answers
         ],
-    }
+    } | _took(group.drawn_s)
+
+
+def _took(span: tuple[float, float] | None) -> dict[str, Any]:
+    """When it began and ended, where that is known."""
+    return {} if span is None else {"took_s": [round(at_s, 3) for at_s in span]}
 
 
 def _group_of(told: dict[str, Any]) -> Group:

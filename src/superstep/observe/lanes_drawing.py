@@ -1,0 +1,126 @@
+"""Lanes over time, as text: what each of them did when, one row a lane.
+
+    sample  │v0▒▒▒▒▒▒▒     v1▒▒▒▒▒▒       ┊
+    grade   │    ░░░░░░░       ░░░░░░     ┊
+    train   │           1▓▓        2▓▓    ┊
+            └─────────────────────────────┴────
+             0                         34.2 s
+
+Time in which nothing at all was done, as between a run's end and the process that went on with it, takes no room: ┊.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+Span = tuple[float, float]
+
+PAUSE_S = 5.0
+"""The shortest time of nothing that is left out."""
+
+PAUSE_SHARE = 0.1
+"""It is also longer than this share of everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something that a lane did: when, and what is written at its beginning where there is room."""
+
+    span: Span
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A row.
+
+    Attributes:
+        name: in front of it.
+        pieces: in the order of their beginnings.
+        ink: what a piece is drawn with, and what on a terminal without such signs.
+    """
+
+    name: str
+    pieces: Sequence[Piece]
+    ink: tuple[str, str]
+
+
+def draw_lanes(lanes: Sequence[Lane], *, width: int, seconds: Callable[[float], str], has_signs: bool = True) -> str:
+    """The rows of some lanes, of one scale.
+
+    Args:
+        lanes: from the top; one that did nothing has an empty row.
+        width: columns.
+        seconds: writes the time at the end of the axis.
+        has_signs: whether the reader's terminal shows blocks.
+    """
+    gutter = max(len(lane.name) for lane in lanes) + 2
+    columns = max(10, width - gutter - 1)
+    clock = Clock(piece.span for lane in lanes for piece in lane.pieces)
+    bar, pause, corner, level, cross = "│┊└─┴" if has_signs else "|:+-+"
+
+    def column(at_s: float) -> int:
+        return min(int(clock.at(at_s) / (clock.seconds or 1.0) * columns), columns - 1)
+
+    cuts = {column(cut_s) for cut_s in clock.cuts}
+    lines = []
+    for lane in lanes:
+        row = [pause if at in cuts else " " for at in range(columns)]
+        for piece in lane.pieces:
+            first, last = column(piece.span[0]), column(piece.span[1])
+            room = last - first + 1
+            row[first : last + 1] = lane.ink[not has_signs] * room
+            if len(piece.label) < room or (piece.label and room == len(piece.label) == 1):
+                row[first : first + len(piece.label)] = piece.label
+        lines.append(f"{lane.name:{gutter - 1}}{bar}{''.join(row)}".rstrip())
+    axis = "".join(cross if at in cuts else level for at in range(columns))
+    lines.append(f"{'':{gutter - 1}}{corner}{axis}")
+    lines.append(f"{'':{gutter}}0{seconds(clock.seconds):>{columns - 1}}")
+    return "\n".join(lines)
+
+
+class Clock:
+    """Seconds since the first of some spans began, without the pauses in which there is none.
+
+    Attributes:
+        seconds: until the last of them ended.
+        cuts: where pauses begin, in the seconds of the spans.
+    """
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        busy = merged(spans)
+        whole_s = length(busy)
+        self._begins: list[float] = []
+        self._shifts: list[float] = []
+        shift_s = busy[0][0] if busy else 0.0
+        self.cuts: list[float] = []
+        for nth, (begin_s, _) in enumerate(busy):
+            if nth and begin_s - busy[nth - 1][1] > max(PAUSE_S, PAUSE_SHARE * whole_s):
+                shift_s += begin_s - busy[nth - 1][1]
+                self.cuts.append(busy[nth - 1][1])
+            self._begins.append(begin_s)
+            self._shifts.append(shift_s)
+        self.seconds = busy[-1][1] - shift_s if busy else 0.0
+
+    def at(self, at_s: float) -> float:
+        """Where an instant within a span, or at its end, lies."""
+        nth = max(0, bisect_right(self._begins, at_s) - 1)
+        return at_s - self._shifts[nth] if self._shifts else 0.0
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The time that some spans cover together, in order and without overlap."""
+    found: list[Span] = []
+    for begin_s, end_s in sorted(spans):
+        if found and begin_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        else:
+            found.append((begin_s, end_s))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Seconds that some spans cover together."""
+    return sum(end_s - begin_s for begin_s, end_s in merged(spans))
