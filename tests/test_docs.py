@@ -153,6 +153,10 @@ def place(tmp_path, monkeypatch):
     counts = [[1] * moe.shape.moe.experts] * moe.shape.layers
     report = {"event": "router", "step": 10, "steps": 10, "chosen": counts, "dropped": counts}
     (tmp_path / "runs" / "moe" / "metrics.jsonl").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    (tmp_path / "runs" / "rl").mkdir()
+    (tmp_path / "runs" / "rl" / "recipe.toml").touch()
+    drawn = {"group": 0, "version": 0, "answers": [], "took_s": [1.0, 2.0]}
+    (tmp_path / "runs" / "rl" / "rollouts.jsonl").write_text(json.dumps(drawn) + "\n", encoding="utf-8")
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
