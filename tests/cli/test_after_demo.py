@@ -33,6 +33,7 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
         folder.config.write_text(write_config(replace(before, state=replace(before.state, dir="run"))))
     proofs = []
     monkeypatch.setattr(rundir, "choose", lambda run: (run, folder, None if done is None else Path("checkpoint")))
+    monkeypatch.setattr(job, "newest", lambda checkpoints: Path("checkpoint"))
     monkeypatch.setattr(job, "read_position", lambda path: Position(step=done))
     monkeypatch.setattr(verb, "_tokens", lambda run, folder, checkpoint: tmp_path)
     monkeypatch.setattr(job, "launch_on", lambda device, world, rank, job: is_stopped)

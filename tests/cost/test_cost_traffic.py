@@ -21,7 +21,7 @@ from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.parallel import ring as ring_attention
 from superstep.runtime.rehearsal.units import operations_of
-from superstep.train.batches import microbatches
+from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
 
 pytestmark = pytest.mark.multiproc
@@ -87,7 +87,7 @@ def count(rank, world, layout):
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units_of(run), mesh)
     (batch,) = small.batches(steps=1)
-    mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
+    mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
     counted = Counted(mesh)
     with pytest.MonkeyPatch.context() as patch:
         counted.patch(patch)

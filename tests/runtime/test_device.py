@@ -106,8 +106,8 @@ def test_the_launcher_of_ranks_on_gpus_has_no_context(host, tmp_path, monkeypatc
     started = []
 
     @contextlib.contextmanager
-    def ranks(worker, world, kind, folder, call, first):
-        started.append((world, kind))
+    def ranks(parties, kind, folder, first):
+        started.append((sum(party.size for party in parties), kind))
         yield []
 
     monkeypatch.setattr(launching, "_ranks", ranks)

@@ -18,7 +18,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.rehearsal.operation_trace import Noted
-from superstep.train.batches import microbatches
+from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.multiproc
 
@@ -65,7 +65,7 @@ def watched(rank, world, layout):
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1)
-    mine = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh)
+    mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
     engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)  # makes the rotary tables
     stay = engine.bytes()
     with Born() as born:

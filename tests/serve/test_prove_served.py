@@ -118,8 +118,8 @@ def _wrong_guess_stands():
     def drawn_of(self, live, rows):
         guesses = [*live.guessed, None]
 
-        def taken(live, logits, totals):
-            told, guess = draw(self, live, logits, totals), guesses.pop(0)
+        def taken(live, row):
+            told, guess = draw(self, live, row), guesses.pop(0)
             return told if guess is None else replace(told, token=guess)
 
         with mock.patch.object(self, "_drawn", taken):

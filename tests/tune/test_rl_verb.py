@@ -192,11 +192,13 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
 
 
 @pytest.mark.multiproc
-def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool, start, tmp_path, monkeypatch):
+def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
+    pool, start, tmp_path, tmp_path_factory, monkeypatch
+):
     apart = ("--rollout.placement", "apart", "--plan.dp", "1")
     root, path = recipe(tmp_path, start, "run", steps=3)
-    (tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    beside = tmp_path_factory.mktemp("t")  # a socket's path has to be short
+    monkeypatch.setenv("TMPDIR", str(beside))
     process = begin(path, *apart)
     while process.poll() is None and not (root / NAME).is_file():
         time.sleep(0.02)
@@ -208,7 +210,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(pool,
     last = said.splitlines()[-1]
     assert last.startswith("superstep: fault: sampler 0, rank 0: the process was killed by SIGKILL"), said
     assert not psutil.pid_exists(ranks[0].pid)
-    assert not list((tmp_path / "t").glob("[!t]*"))  # torchinductor's stays
+    assert not list(beside.glob("[!t]*"))  # torchinductor's stays
     assert main(["tune", "rl", str(path), *apart]) == 0
     whole, path = recipe(tmp_path, start, "whole", steps=3)
     with _prepared(read([str(path), *apart])) as job:
