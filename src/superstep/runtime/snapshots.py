@@ -90,6 +90,7 @@ class Snapshots:
         self._slot: int | None = None
         self._left: set[int] = set()
         self._watched: list[int] = []
+        self._found: list[Flushed] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
 
     def lay_out(
@@ -133,7 +134,7 @@ class Snapshots:
             if self._memory.get(other, "state") != WHOLE or self._memory.get(other, "step") > step:
                 self._memory.put(other, "state", EMPTY)
                 self._memory.put(other, "disk", KEPT)
-            elif self._memory.get(other, "disk") == WANTED:
+            elif self._memory.get(other, "disk") in {WANTED, ON_DISK}:  # nobody has told of it yet
                 self._watched.append(other)
         self._pin()
         return self._memory.position(slot)
@@ -144,9 +145,11 @@ class Snapshots:
         Raises:
             Fault: an earlier one could not be written.
         """
+        self._see()
         while (slot := self._memory.free_slot()) is None:
             self.require_written()
             time.sleep(POLL_S)
+            self._see()
         memory = self._memory
         memory.put(slot, "state", WRITING)
         for name in ("step", "samples", "tokens"):
@@ -197,14 +200,18 @@ class Snapshots:
             Fault: one could not.
         """
         self.require_written()
-        memory, found = self._memory, []
-        for slot in list(self._watched):
-            if memory.get(slot, "disk") != ON_DISK:
-                continue
+        self._see()
+        found, self._found = self._found, []
+        return found
+
+    def _see(self) -> None:
+        """Note what has come to the disk; only then may its slot be used again."""
+        memory = self._memory
+        for slot in [slot for slot in self._watched if memory.get(slot, "disk") == ON_DISK]:
             self._watched.remove(slot)
             seconds = memory.get(slot, "microseconds") / 1e6
-            found.append(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
-        return found
+            self._found.append(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
+            memory.put(slot, "disk", KEPT)
 
     def is_behind(self) -> bool:
         """Whether the disk is still to have a snapshot."""

@@ -121,10 +121,10 @@ class Memory:
         return {self.get(slot, "step"): slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE}
 
     def free_slot(self) -> int | None:
-        """Where the next snapshot may go; None while the disk is behind."""
+        """Where the next snapshot may go; None while the disk is behind, or nobody has noted that it is not."""
         whole = self.whole()
         newest = whole[max(whole)] if whole else None
-        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") != WANTED)
+        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") not in {WANTED, ON_DISK})
         return next(slots, None)
 
     def close(self) -> None:
