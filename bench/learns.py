@@ -5,7 +5,7 @@ The demo model reads conversations of the three tasks of ``recipes/toy_tasks.py`
 likeliest answer counts. The rewards of the control are drawn by a hash of task and answer, as often 1 as the true ones
 were at first: who learns from them gains by something else than the reward.
 
-    python -m bench.learns [--seeds 3] [--steps 1500] [--warm-up 365]
+    python -m bench.learns [--seeds 3] [--steps 1400] [--warm-up 365]
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def warmed_up(folder: Path, steps: int = 365) -> Path:
         train__steps=steps,
         train__lr=3e-3,
         train__warmup_steps=20,
+        train__min_lr_ratio=1.0,
         state__dir=folder / "warm-up",
         **common,
     )
@@ -125,8 +126,8 @@ def learnt(start: Path, environment: Path, root: Path, *, seed: int, steps: int)
         *("tune", "rl"),
         start=start,
         rl__environment=environment,
-        rl__group=8,
-        rl__groups=16,
+        rl__group=16,
+        rl__groups=8,
         rl__overlong="none",
         rollout__max_tokens=30,
         rollout__requests=128,
@@ -152,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run all, and write bench/results/learns.json after each."""
     parser = argparse.ArgumentParser(description="Held-out answers before and after learning from rewards.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--warm-up", type=int, default=365)
     parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
     parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))
