@@ -142,3 +142,20 @@ def test_the_space_that_a_template_puts_is_the_models_own(encoders):
     assert tokens.decode(list(now.prompt)) == (
         "User: add\n\nAssistant: the cat<|endoftext|>\n\nUser: more\n\nAssistant:"
     )
+
+
+def test_attempts_at_a_task_share_its_prompt_and_nothing_else(encoders):
+    tokens = byte_level()
+    end = tokens.core.token_to_id("<|im_end|>")
+
+    def attempt(now, said):
+        now.answer(told([*tokens.encode(said), end]), "stop")
+        now.observe([Message("user", f"more than {said}")])
+        now.answer(told(tokens.encode("b")), "length")
+        return now.answered()
+
+    first = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    second = first.again()
+    alone = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    assert first.prompt == second.prompt
+    assert attempt(first, "the cat") != attempt(second, "a dog") == attempt(alone, "a dog")

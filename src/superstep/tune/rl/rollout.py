@@ -12,6 +12,7 @@ that leave out the thinking of earlier turns, the strand ends, and the next turn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,6 +101,14 @@ class Conversation:
         self._strands: list[Strand] = []
         self._finish: Finish = "stop"
         self._open = self._begin()
+
+    def again(self) -> Conversation:
+        """Another attempt at the same task, while neither has a turn: the template is not asked twice."""
+        assert not self.turns, "an attempt is its own once something was said"
+        other = copy(self)
+        other.turns, other._messages, other._strands = [], list(self._messages), []
+        other._open = _Open(self._open.text, list(self._open.tokens))
+        return other
 
     @property
     def prompt(self) -> tuple[int, ...]:

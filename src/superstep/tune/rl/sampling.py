@@ -137,10 +137,10 @@ class Sampler:
         """
         begin_s = time.time()
         parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
-        talks = [
-            Conversation(part.task.messages, self._words.encoder, self._words.decoder, self.engine.info.end_of_text)
-            for part in parts
-        ]
+        words, talks = self._words, list[Conversation]()
+        for _, task in tasks:
+            begun = Conversation(task.messages, words.encoder, words.decoder, self.engine.info.end_of_text)
+            talks += (begun, *(begun.again() for _ in range(self._group - 1)))
         told: list[list[Told]] = [[] for _ in parts]
         left = {number: self._group for number, _ in tasks}
         try:
