@@ -44,7 +44,8 @@ def what_is_here(world):
 BODY = """
 if __name__ == "__main__":
     held = open(sys.argv[1] + "/held", "w")
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # nohup would have a rank ignore the second one
+        signal.signal(number, lambda *_: None)
     print("said once")  # into a buffer, for there is no terminal
     seed.begin("json")
     before = set(sys.modules)
