@@ -5,7 +5,7 @@ The demo model reads conversations of the three tasks of ``recipes/toy_tasks.py`
 likeliest answer counts. The rewards of the control are drawn by a hash of task and answer, as often 1 as the true ones
 were at first: who learns from them gains by something else than the reward.
 
-    python -m bench.learns [--seeds 3] [--steps 1400] [--warm-up 365]
+    python -m bench.learns [--seeds 3] [--steps 1400]
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from typing import Any
 from bench.machine import write_result
 from superstep.grade.environment import load_environment
 from superstep.serve.load import ServeConfig, open_engine
+from superstep.state.folders import checkpoints
 from superstep.train.start import weights_of
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.sampling import Sampler, words_of
 
 TASKS = Path(__file__).parents[1] / "recipes" / "toy_tasks.py"
 HELD_OUT = range(1_000_000, 1_000_300)
+WATCHED = range(2_000_000, 2_000_300)
+"""Others, by which the warm-up is ended: from one step to the next a task may be learnt whole."""
+ENOUGH, LEAST, MOST = 0.35, 0.05, 0.5
+"""The share of all, and the least of each task, that the model shall get right when it begins."""
 SEED = 7
 TOKENS = 64
 MIX = ("sums",) * 20 + ("form",) * 3 + ("reverse",) * 2
@@ -51,12 +56,12 @@ def grade(task, rollout):
 """
 
 
-def right(folder: Path) -> dict[str, float]:
-    """The share of held-out tasks that a model's likeliest answer gets right: of each task, and of all."""
+def right(folder: Path, numbers: range = HELD_OUT) -> dict[str, float]:
+    """The share of some tasks that a model's likeliest answer gets right: of each task, and of all."""
     environment, words = load_environment(TASKS), words_of(weights_of(folder))
     engine = open_engine(weights_of(folder), ServeConfig(context_tokens=TOKENS, compute="fp32", pages=2048))
     how = RolloutConfig(max_tokens=30, temperature=1e-3)
-    asked = {number: environment.task(number, SEED) for number in HELD_OUT}
+    asked = {number: environment.task(number, SEED) for number in numbers}
     found: dict[str, list[bool]] = defaultdict(list)
     for group in Sampler(engine, words, environment, how, group=1, seed=0).sample(list(asked.items()), 0):
         task = asked[group.number]
@@ -75,8 +80,12 @@ def superstep(*words: str, **flags: object) -> float:
     return time.monotonic() - begin_s
 
 
-def warmed_up(folder: Path, steps: int = 365) -> Path:
-    """The demo model after some steps on conversations."""
+def warmed_up(folder: Path, steps: int = 600) -> Path:
+    """The demo model after some steps on conversations, at most so many: the first checkpoint that gets enough right.
+
+    Raises:
+        SystemExit: none does.
+    """
     spec = importlib.util.spec_from_file_location("toy_tasks", TASKS)
     assert spec is not None
     assert spec.loader is not None
@@ -115,9 +124,15 @@ def warmed_up(folder: Path, steps: int = 365) -> Path:
         train__warmup_steps=20,
         train__min_lr_ratio=1.0,
         state__dir=folder / "warm-up",
+        state__save_every=10,
+        state__keep=steps,
         **common,
     )
-    return folder / "warm-up"
+    for place in checkpoints(folder / "warm-up" / "checkpoints"):
+        found = right(place, WATCHED)
+        if ENOUGH <= found["all"] <= MOST and min(found.values()) >= LEAST:
+            return place
+    raise SystemExit(f"of {steps} steps none leaves {ENOUGH:.0%} to {MOST:.0%} of all tasks right, and some of each.")
 
 
 def learnt(start: Path, environment: Path, root: Path, *, seed: int, steps: int) -> dict[str, Any]:
@@ -154,13 +169,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Held-out answers before and after learning from rewards.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--warm-up", type=int, default=365)
     parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
     parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = warmed_up(folder, options.warm_up)
+        start = warmed_up(folder)
         before = right(start)
         print(f"before: {before}", flush=True)
         shuffled = folder / "shuffled.py"
