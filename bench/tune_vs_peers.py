@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         rewards=rewards,
         ours_is_faster_by=faster,
         ratios=ratios,
-        settings={name: getattr(size, name) for name in Size.__dataclass_fields__} | {"flags": asked.flags, "lr": LR},
+        settings=asdict(size) | {"flags": asked.flags, "lr": LR},
         versions=versions | {"superstep python": sys.version.split()[0]},
     )
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import model_folder
 from superstep.errors import Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
+from superstep.model.hf import open_weights
 from superstep.plan.config import (
     DataConfig,
     LoraConfig,
@@ -253,3 +255,20 @@ def _cut_after(cut: int | None) -> Iterator[None]:
             yield
     finally:
         Record._keep = kept  # type: ignore[method-assign]
+
+
+def weights(root):
+    """The last checkpoint's tensors."""
+    folder = checkpoints(RunFolder(root=root).checkpoints)[-1]
+    adapter = folder / "adapter_model.safetensors"
+    found = open_weights(adapter if adapter.exists() else folder)
+    return {name: found[name][:] for name in found}
+
+
+def require_same(found, root, wanted):
+    """Losses, norms, rewards and weights to the bit."""
+    told, tensors = wanted
+    assert found == told
+    now = weights(root)
+    assert now.keys() == tensors.keys()
+    assert [name for name in tensors if not torch.equal(now[name], tensors[name])] == []

@@ -8,17 +8,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-import torch
 
 import reinforced
 from superstep.errors import Fault
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
-from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.runtime.trouble import trouble_of
-from superstep.state.folders import checkpoints
-from superstep.train.run_folder import RunFolder
 from superstep.tune.program.instructions import Asked
 from superstep.tune.rl.exchange import Exchange, Window
 from superstep.tune.rl.first import Patience
@@ -41,7 +37,7 @@ def in_turn(pool, start, tmp_path_factory):
     """Steps and last weights of one rank that does what ranks apart would do, an instruction after the other."""
     root = tmp_path_factory.mktemp("run")
     job = reinforced.in_turn(reinforced.job(root, start, rollout=APART))
-    return pool.run(1, reinforced.run, job)[0], weights(root)
+    return pool.run(1, reinforced.run, job)[0], reinforced.weights(root)
 
 
 @pytest.fixture
@@ -51,20 +47,9 @@ def folder():
         yield name
 
 
-def weights(root):
-    """The last checkpoint's tensors."""
-    folder = checkpoints(RunFolder(root=root).checkpoints)[-1]
-    adapter = folder / "adapter_model.safetensors"
-    found = open_weights(adapter if adapter.exists() else folder)
-    return {name: found[name][:] for name in found}
-
-
 def require_same(found, root, wanted):
     """Losses, norms, rewards and weights to the bit; no snapshot is left."""
-    told, tensors = wanted
-    assert found == told
-    now = weights(root)
-    assert [name for name in tensors if not torch.equal(now[name], tensors[name])] == []
+    reinforced.require_same(found, root, wanted)
     assert not list((root / "weights").iterdir())
 
 
@@ -83,7 +68,7 @@ def test_two_samplers_have_the_bits_of_shared_ranks_where_the_versions_are_their
     shared = pool.run(1, reinforced.run, reinforced.job(tmp_path / "shared", start, steps=2, lora=lora))[0]
     job = reinforced.job(tmp_path / "run", start, steps=2, lora=lora, rollout=APART | {"ranks": 2})
     found = pool.run(3, reinforced.run_apart, job, folder)[0]
-    require_same(found, tmp_path / "run", (shared, weights(tmp_path / "shared")))
+    require_same(found, tmp_path / "run", (shared, reinforced.weights(tmp_path / "shared")))
 
 
 @pytest.mark.multiproc

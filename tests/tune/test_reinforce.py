@@ -28,24 +28,7 @@ def undisturbed(pool, start, tmp_path_factory):
     """Steps and last weights of a run on one rank that nothing happened to."""
     root = tmp_path_factory.mktemp("run")
     told = pool.run(1, reinforced.run, reinforced.job(root, start))[0]
-    return told, weights(root)
-
-
-def weights(root):
-    """The last checkpoint's tensors."""
-    folder = checkpoints(RunFolder(root=root).checkpoints)[-1]
-    adapter = folder / "adapter_model.safetensors"
-    found = open_weights(adapter if adapter.exists() else folder)
-    return {name: found[name][:] for name in found}
-
-
-def require_same(found, root, undisturbed):
-    """Losses, norms, rewards and weights to the bit."""
-    told, tensors = undisturbed
-    assert found == told
-    now = weights(root)
-    assert now.keys() == tensors.keys()
-    assert [name for name in tensors if not torch.equal(now[name], tensors[name])] == []
+    return told, reinforced.weights(root)
 
 
 def test_a_run_learns_something_and_its_sampler_has_the_trainers_bits(undisturbed, start):
@@ -73,7 +56,7 @@ def test_a_run_has_the_same_bits_on_every_layout_of_trainer_and_sampler(
     pool, start, undisturbed, tmp_path, ranks, rollout, plan
 ):
     job = reinforced.job(tmp_path / "run", start, rollout=rollout, **plan)
-    require_same(pool.run(ranks, reinforced.run, job)[0], tmp_path / "run", undisturbed)
+    reinforced.require_same(pool.run(ranks, reinforced.run, job)[0], tmp_path / "run", undisturbed)
 
 
 def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_layout(pool, start, tmp_path):
@@ -94,11 +77,11 @@ def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_lay
         told.append(pool.run(ranks, reinforced.run, job)[0])
     assert [each["max_dlogp"] == 0 for each in told[0]] == [True, False]
     for found, root in zip(told[1:3], roots[1:3], strict=True):
-        require_same(found, root, (told[0], weights(roots[0])))
+        reinforced.require_same(found, root, (told[0], reinforced.weights(roots[0])))
     # The reference is the model alone: at first no token is any farther from it, and then all are.
     first, second = (each["measures"]["reference_kl"] for each in told[3])
     assert first == 0.0 < second
-    names = {name.rsplit(".", 2)[-2] for name in weights(roots[0])}
+    names = {name.rsplit(".", 2)[-2] for name in reinforced.weights(roots[0])}
     assert names == {"lora_A", "lora_B"}
     folder = checkpoints(RunFolder(root=roots[0]).checkpoints)[-1]
     assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "base.json"}
@@ -118,7 +101,7 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits_on_another_layout(pool, star
             steps[told["step"]] = told
     found = pool.run(1, reinforced.run, reinforced.job(root, start))[0]
     steps |= {told["step"]: told for told in found}
-    require_same([steps[step] for step in sorted(steps)], root, undisturbed)
+    reinforced.require_same([steps[step] for step in sorted(steps)], root, undisturbed)
 
 
 def test_one_differing_bit_ends_the_run_and_names_its_token(pool, start, tmp_path, undisturbed):

@@ -21,7 +21,6 @@ from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
 from superstep.cli.tune.reinforce import _prepared
-from superstep.model.hf import open_weights
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 from superstep.tune.recipe import write
@@ -114,11 +113,6 @@ def told(root: Path) -> list[tuple[object, ...]]:
         (step, line["loss"], line["grad_norm"], rolled[step]["reward"], rolled[step]["drawn_tokens"])
         for step, line in sorted(steps.items())
     ]
-
-
-def weights(root: Path) -> dict[str, torch.Tensor]:
-    found = open_weights(checkpoints(RunFolder(root=root).checkpoints)[-1])
-    return {name: found[name][:] for name in found}
 
 
 def test_a_recipe_is_read_back(start, tmp_path):
@@ -217,7 +211,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
         steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
     names = ("step", "loss", "norm", "reward", "drawn_tokens")
     assert told(root) == [tuple(each[name] for name in names) for each in steps]
-    ours, theirs = weights(root), weights(whole)
+    ours, theirs = reinforced.weights(root), reinforced.weights(whole)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
@@ -248,7 +242,7 @@ def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path, placement):
         if process.returncode == 0:
             ends += 1
             assert told(root) == told(whole)
-            ours, theirs = weights(root), weights(whole)
+            ours, theirs = reinforced.weights(root), reinforced.weights(whole)
             assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
             shutil.rmtree(root)
     assert min(kills.values()) > 0, kills

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, get_args
 
+from superstep.cli.arguments.page import page
 from superstep.cli.options import asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 
@@ -44,14 +43,8 @@ class Asked:
 
 
 def _usage() -> str:
-    columns = max(24, min(shutil.get_terminal_size().columns, 100))
-    lines = [
-        textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in WORDS.items()
-    ]
-    usage = textwrap.fill("usage: superstep checkpoint list|verify|export RUN [--FLAG VALUE ...]", columns)
-    last = textwrap.fill("RUN is a run's directory, or one of its checkpoints.", columns)
-    return "\n".join([usage, "", *lines, "", last])
+    usage = "usage: superstep checkpoint list|verify|export RUN [--FLAG VALUE ...]"
+    return page(usage, WORDS.items(), "RUN is a run's directory, or one of its checkpoints.")
 
 
 def read(argv: Sequence[str]) -> Asked:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from superstep.cli.arguments import tune_merge, tune_serve
+from superstep.cli.arguments.page import page
 from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
@@ -40,14 +39,8 @@ FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON
 
 
 def _usage() -> str:
-    """The page that names what can be done, as wide as the terminal."""
-    columns = max(24, min(shutil.get_terminal_size().columns, 100))
-    lines = [
-        textwrap.fill(what, columns, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
-        for name, what in EVERY.items()
-    ]
-    usage = textwrap.fill("usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]", columns)
-    return "\n".join([usage, "", *lines, "", textwrap.fill("superstep tune sft --help says more.", columns)])
+    usage = "usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]"
+    return page(usage, EVERY.items(), "superstep tune sft --help says more.")
 
 
 def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
