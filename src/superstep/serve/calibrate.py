@@ -156,14 +156,12 @@ def save_random(shape: ModelShape, folder: Path) -> None:
 
 
 def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[Seen]:
-    share_cores(world, serve)
-    if timing.threads is not None:
-        torch.set_num_threads(timing.threads)
     mesh = build_mesh(plan_of(folders[0], serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:
             assert mesh.tp is not None, "ranks share the model"
             for folder in folders:
+                _share_cores(world, serve, timing)
                 mine = load_rank(folder, serve, world.rank, mesh.tp, world.device)
                 follow(mine.forward, mesh.tp, world.device, mine.party)
             return []
@@ -172,8 +170,16 @@ def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, t
         mesh.destroy()
 
 
+def _share_cores(world: World, serve: ServeConfig, timing: Timing) -> None:
+    """Before each engine: one in exact mode leaves torch's own operations with one thread."""
+    share_cores(world, serve)
+    if timing.threads is not None:
+        torch.set_num_threads(timing.threads)
+
+
 def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> Seen:
     give_back()
+    _share_cores(world, serve, timing)
     before = _own_bytes(world)
     settings: list[Setting] = []
     entries: list[Entry] = []
