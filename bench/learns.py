@@ -152,10 +152,10 @@ def learnt(start: Path, environment: Path, root: Path, *, seed: int, steps: int)
         train__lr=4e-4,
         train__min_lr_ratio=0.1,
         train__seed=seed,
-        plan__dp=1,
-        plan__microbatch=16,
+        plan__dp=2,
+        plan__microbatch=8,
         grade__sandbox="none",
-        grade__workers=1,
+        grade__workers=2,
         state__dir=root,
         state__save_every=200,
     )

@@ -28,7 +28,7 @@ WARM_UP = 4
 """Steps of a run that are no figure."""
 
 LR = 3e-4
-FLAGS = ("--plan.dp", "2", "--plan.microbatch", "16", "--numerics.compute", "bf16")
+FLAGS = ("--plan.dp", "2", "--plan.microbatch", "8", "--numerics.compute", "bf16")
 """Of ours."""
 
 
@@ -70,7 +70,7 @@ def ours(start: Path, size: Size, seed: int, flags: tuple[str, ...]) -> tuple[li
             train__lr=LR,
             train__seed=seed,
             grade__sandbox="none",
-            grade__workers=1,
+            grade__workers=size.threads,
             state__dir=f"{name}/run",
             state__save_every=size.steps,
         )

@@ -135,6 +135,6 @@ def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
         (totals,) = totals_of(row[None])
         noise = gumbel(sampling.seed, position, torch.arange(301))
         assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
-        assert draw(row, totals, sampling, Seen((), ()), position, each) == draw(
+        assert draw(row, totals, sampling, Seen((), ()), position, drawn=each) == draw(
             row, totals, sampling, Seen((), ()), position
         )

@@ -190,7 +190,7 @@ def run_apart(
 
 def leaves(rank: int, size: int, job: Job) -> tuple[list[int], list[int]]:
     """The groups that a sampler draws whose listener leaves after two steps, and those that it draws then."""
-    told = Seated(serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0)
+    told = Seated(serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0, start=job.start)
     words, environment = words_of(job.start), load_environment(job.rl.environment)
     seat = Seat(World(rank, size, Device("cpu")), told, words, environment, others=(0, 1))
     looks = 0

@@ -45,18 +45,21 @@ def test_a_run_learns_something_and_its_sampler_has_the_trainers_bits(undisturbe
 @pytest.mark.parametrize(
     ("ranks", "rollout", "plan"),
     [
+        (2, {}, {"dp": 2}),
         (2, {}, {"dp": 2, "zero": 1}),
         (2, {"tp": 2}, {"tp": 2}),
         (2, {}, {"pp": 2}),
         (4, {"tp": 2}, {"dp": 2, "tp": 2, "zero": 2}),
     ],
-    ids=["dp", "tp", "pp", "dp and tp"],
+    ids=["dp", "zero", "tp", "pp", "dp and tp"],
 )
 def test_a_run_has_the_same_bits_on_every_layout_of_trainer_and_sampler(
     pool, start, undisturbed, tmp_path, ranks, rollout, plan
 ):
     job = reinforced.job(tmp_path / "run", start, rollout=rollout, **plan)
     reinforced.require_same(pool.run(ranks, reinforced.run, job)[0], tmp_path / "run", undisturbed)
+    # Ranks that have the model whole hand it to their samplers without a file.
+    assert (tmp_path / "run" / "weights").exists() == (plan != {"dp": 2})
 
 
 def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_layout(pool, start, tmp_path):

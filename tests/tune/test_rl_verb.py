@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -235,8 +236,8 @@ def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path, placement):
         flags = draw.choice([(), ("--plan.dp", "1", "--plan.tp", "2", "--rollout.tp", "2")])
         process = begin(path, *placed, *flags)
         if sum(kills.values()) < 20:
-            time.sleep(draw.uniform(0.1, 0.9) * took_s)
-            kills[kill_one(process.pid, draw)] += 1
+            kind = draw.choice(list(kills))
+            kills[kind] += kill_one(process, kind, after_s=draw.uniform(0.0, 0.6) * took_s)
         said = process.communicate(timeout=500)[0].decode()
         assert process.returncode in (0, 1, -signal.SIGKILL), said
         if process.returncode == 0:
@@ -248,20 +249,25 @@ def test_twenty_kills_of_any_process_change_no_bit(start, tmp_path, placement):
     assert min(kills.values()) > 0, kills
 
 
-def kill_one(launcher: int, draw: random.Random) -> str:
-    """SIGKILL for one of a run's processes; what it was."""
-    try:
-        below = psutil.Process(launcher).children(recursive=True)
-        kinds = {p: "grader" if "superstep.grade.worker" in " ".join(p.cmdline()) else "rank" for p in below}
-    except psutil.Error:  # it has ended already
-        kinds = {}
-    kind = draw.choice(["launcher", "rank", "grader"])
-    found = [process for process, what in kinds.items() if what == kind]
-    try:
-        if kind == "launcher" or not found:
-            psutil.Process(launcher).kill()
-            return "launcher"
-        draw.choice(found).kill()
-    except psutil.Error:
-        pass
-    return kind
+def kill_one(launcher: subprocess.Popen[bytes], kind: str, *, after_s: float) -> bool:
+    """SIGKILL for one of a run's processes, so long after the first of its kind was there; whether one was."""
+    is_there = False
+    while launcher.poll() is None:
+        found = processes(launcher.pid).get(kind, [])
+        if found and is_there:
+            with suppress(psutil.NoSuchProcess):
+                random.choice(found).kill()
+                return True
+        is_there = bool(found)
+        time.sleep(after_s if is_there else 0.05)
+    return False
+
+
+def processes(launcher: int) -> dict[str, list[psutil.Process]]:
+    """The processes of a run, by kind."""
+    found: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(launcher)]}
+    with suppress(psutil.Error):  # it has ended already
+        for process in psutil.Process(launcher).children(recursive=True):
+            kind = "grader" if "superstep.grade.worker" in " ".join(process.cmdline()) else "rank"
+            found.setdefault(kind, []).append(process)
+    return found

@@ -96,21 +96,23 @@ class LineProcess:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _wait(self, patience: Patience) -> float:
-        """How long to wait before the next look; 0 where there is nothing to wait for any more."""
-        wait = patience.step()
+    def _ready(self, patience: Patience, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
+        """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
+        while wait := patience.step():
+            if any(select.select(reads, writes, (), wait)):
+                return True
+            if self._pulse.look([self.pid]) is not None:
+                break
         # At the end of its time, however little that was, a stopped one is no late one.
-        self.was_stopped = self._pulse.look([self.pid]) is not None or (wait == 0.0 and is_stopped(self.pid))
-        return 0.0 if self.was_stopped else wait
+        self.was_stopped = is_stopped(self.pid)
+        return False
 
     def _write(self, data: bytes, patience: Patience) -> bool:
         assert self._child.stdin is not None
         fd, left = self._child.stdin.fileno(), memoryview(data)
         while left:
-            if not (wait := self._wait(patience)):
+            if not self._ready(patience, writes=[fd]):
                 return False
-            if not select.select([], [fd], [], wait)[1]:
-                continue
             try:
                 left = left[os.write(fd, left[:PIECE_BYTES]) :]
             except BlockingIOError:
@@ -123,10 +125,8 @@ class LineProcess:
         assert self._child.stdout is not None
         fd, line = self._child.stdout.fileno(), bytearray()
         while not line.endswith(b"\n"):
-            if not (wait := self._wait(patience)):
+            if not self._ready(patience, reads=[fd]):
                 return None
-            if not select.select([fd], [], [], wait)[0]:
-                continue
             piece = os.read(fd, PIECE_BYTES)
             if not piece:
                 return None

@@ -281,11 +281,10 @@ class Engine:
         told: Mapping[int, _Row],
     ) -> Progress:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
-        prompt = self._of_prompt(live, chunk, wanted, told)
-        news = Progress(request=live.id, prompt=prompt, cached_tokens=live.cached_tokens)
+        prompt, cached = self._of_prompt(live, chunk, wanted, told), live.cached_tokens
         if chunk.end < live.known:
             computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
-            return news
+            return Progress(request=live.id, prompt=prompt, cached_tokens=cached)
         # The last known token, and each guess behind it, has a row whose logits say what follows.
         drawn, finish = self._drawn_of(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
@@ -294,7 +293,7 @@ class Engine:
         if finish is not None:
             self._running.remove(live)
             self._leave(live)
-        return replace(news, tokens=tuple(drawn), finish=finish)
+        return Progress(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
     def _drawn_of(self, live: LiveRequest, rows: Sequence[_Row]) -> tuple[list[Told], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
@@ -348,8 +347,8 @@ class Engine:
         except ConfigError:
             return None
         seen = Seen(live.request.prompt, live.drawn, allowed)
-        told = draw(logits_V, totals, live.request.sampling, seen, live.known, drawn)
-        return replace(told, version=live.adapter.version_with(self.info.version))
+        version = live.adapter.version_with(self.info.version)
+        return draw(logits_V, totals, live.request.sampling, seen, live.known, drawn=drawn, version=version)
 
     def _of_prompt(
         self,

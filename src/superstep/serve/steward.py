@@ -148,8 +148,12 @@ class Steward:
         self._is_asleep = True
         self._hold()
 
-    def wake(self, source: Path | Tensors | None = None) -> str:
+    def wake(self, source: Path | Tensors | None = None, *, version: str = "") -> str:
         """Take the memory again, with other weights where some are given. Returns their version.
+
+        Args:
+            source: as of ``swap``; None takes those it had.
+            version: what the weights are called, where that is known; else all of them are read to find out.
 
         Raises:
             StateError: they cannot be served; it sleeps on.
@@ -157,7 +161,7 @@ class Steward:
         """
         if not self._is_asleep:
             raise ConfigError("wake: the engine is not asleep.")
-        version = self._model.wake(source)
+        version = self._model.wake(source, version)
         if version and version != self._engine.info.version:
             self._changes += 1
             self._engine.renew(version, keeps_keys=False)

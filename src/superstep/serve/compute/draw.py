@@ -86,10 +86,12 @@ class Drawn(NamedTuple):
     Attributes:
         token: its id.
         finite: how many tokens it was drawn from.
+        logit: the model's, of this token.
     """
 
     token: int
     finite: int
+    logit: float
 
 
 def draw_plain(logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
@@ -104,16 +106,25 @@ def draw_plain(logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
     rows = max(1, MOST_NOISE // logits_RV.shape[1])
     for first in range(0, len(asked), rows):
         some, device = asked[first : first + rows], logits_RV.device
-        scores = logits_RV[first : first + rows] / torch.tensor([[how.temperature] for how, _ in some], device=device)
+        logits = logits_RV[first : first + rows]
+        scores = logits / torch.tensor([[how.temperature] for how, _ in some], device=device)
         keys = torch.tensor([[_key(how.seed, position)] for how, position in some], device=device)
         noise = _noise(keys, torch.arange(logits_RV.shape[1], device=device))
         tokens = (scores.double() + noise).argmax(-1)
-        found += map(Drawn, tokens.tolist(), scores.isfinite().sum(-1).tolist())
+        own = logits.gather(1, tokens[:, None]).flatten()
+        found += map(Drawn, tokens.tolist(), scores.isfinite().sum(-1).tolist(), own.tolist())
     return found
 
 
 def draw(
-    logits_V: Tensor, totals: Totals, sampling: Sampling, seen: Seen, position: int, drawn: Drawn | None = None
+    logits_V: Tensor,
+    totals: Totals,
+    sampling: Sampling,
+    seen: Seen,
+    position: int,
+    *,
+    drawn: Drawn | None = None,
+    version: str = "",
 ) -> Told:
     """One token, and what is to be told of it.
 
@@ -124,22 +135,24 @@ def draw(
         seen: what was drawn before.
         position: of the token.
         drawn: what ``draw_plain`` has drawn here already.
+        version: of the weights.
     """
     top = likeliest(logits_V, totals, sampling.top_logprobs)
     if sampling.is_plain and seen.allowed is None:
         if sampling.is_greedy:
-            return Told(token=totals.likeliest, logprob=_logprob(totals.largest, totals), kept=1, top=top)
+            own = _logprob(totals.largest, totals)
+            return Told(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
         if drawn is None:
             drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
         token = drawn.token
-        own = logprob(logits_V, totals, token)
+        own = _logprob(drawn.logit, totals)
         tempered = own if sampling.temperature == 1.0 else _tempered(logits_V / sampling.temperature, token)
         cut = 0 if drawn.finite == len(logits_V) else drawn.finite
-        return Told(token=token, logprob=own, drawn_logprob=tempered, kept=cut, top=top)
+        return Told(token=token, logprob=own, drawn_logprob=tempered, kept=cut, top=top, version=version)
     scores_V = changed(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
-        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top)
+        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
     kept, scores = truncated(scores_V / sampling.temperature, sampling)
     at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
     token = int(kept[at])
@@ -149,6 +162,7 @@ def draw(
         drawn_logprob=_tempered(scores, at),
         kept=0 if len(kept) == len(logits_V) else len(kept),
         top=top,
+        version=version,
     )
 
 

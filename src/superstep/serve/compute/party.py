@@ -193,8 +193,12 @@ class Party:
             self._reading.close()
             self._reading = None
 
-    def wake(self, path: Path | Tensors | None) -> str:
+    def wake(self, path: Path | Tensors | None, known: str = "") -> str:
         """Take memory again; what new weights are called, empty where there are none.
+
+        Args:
+            path: of the weights, or themselves.
+            known: what they are called; empty finds out.
 
         Raises:
             StateError: the weights cannot be served; all ranks sleep on.
@@ -204,7 +208,7 @@ class Party:
         try:
             if not self.memory.has_weights or path is not None:
                 source = opened(path) if path is not None else self._again()
-                version = source.version() if self.is_first else ""
+                version = known or (source.version() if self.is_first else "")
             self.memory.wake(None if source is None else source.weights)
         except FAILURES as error:
             why = reason(error)

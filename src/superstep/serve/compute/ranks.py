@@ -167,8 +167,12 @@ class Ranks:
         self._order(Sleep(keeps_weights))
         self.party.memory.sleep(keeps_weights=keeps_weights)
 
-    def wake(self, source: Path | Tensors | None) -> str:
+    def wake(self, source: Path | Tensors | None, version: str = "") -> str:
         """Take it again; what new weights are called, empty where there are none.
+
+        Args:
+            source: of the weights.
+            version: what they are called, where that is known.
 
         Raises:
             StateError: the weights cannot be served; all ranks sleep on.
@@ -177,9 +181,9 @@ class Ranks:
             self._order(Wake(None if source is None else str(source)))
         else:
             self._require_alone()
-        version = self.party.wake(source)
+        found = self.party.wake(source, version)
         self._changes = self.party.memory.changes
-        return version
+        return found
 
     def _begin(self, rows: Rows) -> None:
         self._tell([self._changes, *to_numbers(rows)])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from superstep.grade.environment import Tasks
 from superstep.runtime.launch import gather
+from superstep.serve.compute.party import Tensors
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
 from superstep.tune.rl.first import Patience, from_first
 from superstep.tune.rl.grading import Grading
@@ -68,7 +69,8 @@ class Iterate:
         """
         self._grading.begin(program)
         lane = program.lane("ranks")
-        taken: Path | None = None
+        taken: Path | Tensors | None = None
+        hands_over = self._hands_over(program)
         at = 0
         while at < len(lane):
             match lane[at]:
@@ -79,9 +81,10 @@ class Iterate:
                     at += len(batch)
                     continue
                 case Take(version):
-                    taken = self._record.published[version]
+                    taken = self._record.published.get(version) or self._learner.weights()
                 case Publish(version):
-                    self._record.publish(version, self._learner.publish(version, self._record.snapshots))
+                    place = None if hands_over else self._learner.publish(version, self._record.snapshots)
+                    self._record.publish(version, place)
                 case Retire(version):
                     self._record.retire(version)
                 case Swap(to):
@@ -95,11 +98,18 @@ class Iterate:
                     raise AssertionError("grades have a lane of their own")
             at += 1
 
-    def _sample(self, numbers: Sequence[int], version: int, folder: Path) -> None:
+    def _hands_over(self, program: Iterations) -> bool:
+        """Whether versions go from memory to memory: shared ranks take what they have just published, and every rank
+        has it whole, as its sampler wants it.
+        """
+        asked = program.asked
+        return asked.placement == "shared" and self._seat.is_alone and self._learner.weights() is not None
+
+    def _sample(self, numbers: Sequence[int], version: int, source: Path | Tensors) -> None:
         begin_s = time.perf_counter()
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
         mine = []
-        for group in self._seat.sample(folder, version, tasks):
+        for group in self._seat.sample(source, version, tasks):
             mine.append(group)
             if self._learner.peers.size == 1:
                 self._keep(group)

@@ -166,6 +166,19 @@ class Learner:
         """The log-probability of each target of a global batch, with the weights as they are: fp32 [B, S], whole."""
         return self._engine.logprobs(microbatches_of(self.mine(batch), self.run.plan, self._mesh)).cpu()
 
+    def weights(self) -> dict[str, Tensor] | None:
+        """The weights whole, by name: the memory that is trained. None where this rank has a part of them, or gives its
+        memory back to who samples; and of adapters, which are handed over in a folder.
+        """
+        if self._world.device.kind != "cpu" or self.run.config.lora is not None:
+            return None
+        pieces = list(self._engine.pieces(("weight",)))
+        if {piece.name for piece in pieces} != self._shapes.keys():
+            return None
+        if any(piece.values.numel() != math.prod(piece.shape) for piece in pieces):
+            return None
+        return {piece.name: piece.values.view(piece.shape) for piece in pieces}
+
     def publish(self, version: int, root: Path) -> Path:
         """Write the weights, of which this is the version, as a snapshot. Every rank calls this together."""
         assert version == self.position.step, "the program says when"

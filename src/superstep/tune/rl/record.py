@@ -107,17 +107,18 @@ class Record:
         """Where a task is."""
         return self._places.get(task, task)
 
-    def publish(self, version: int, path: Path) -> None:
-        """Keep where a version's snapshot lies."""
-        self._keep({"published": version, "name": path.name, "at_s": round(time.time(), 3)})
+    def publish(self, version: int, path: Path | None) -> None:
+        """Keep where a version's snapshot lies; None for one that went from memory to memory."""
+        name = {} if path is None else {"name": path.name}
+        self._keep({"published": version} | name | {"at_s": round(time.time(), 3)})
 
     def retire(self, version: int) -> None:
         """Keep that it is gone. Who keeps the record removes it."""
         with self.lock:
-            path = self.published[version]
+            path = self.published.get(version)
             self._keep({"retired": version})
             # Two versions of the same bits are one folder.
-            if self._file is not None and path not in self.published.values():
+            if path is not None and self._file is not None and path not in self.published.values():
                 shutil.rmtree(path, ignore_errors=True)
 
     def tidy(self) -> None:
@@ -153,6 +154,8 @@ class Record:
                 self._exchange(place, other)
             case {"published": int(version), "name": str(name)}:
                 self.published[version] = self.snapshots / name
+            case {"published": int()}:
+                pass  # it went when its process did
             case {"retired": int(version)}:
                 self.published.pop(version, None)
             case _:

@@ -197,8 +197,14 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
 def seated_of(job: Job, serve: ServeConfig) -> Seated:
     """What a sampler is told once."""
     config = job.run.config
-    base = None if config.lora is None else job.start
-    return Seated(serve=serve, how=job.rollout, group=job.rl.group, seed=config.train.seed, base=base)
+    return Seated(
+        serve=serve,
+        how=job.rollout,
+        group=job.rl.group,
+        seed=config.train.seed,
+        start=job.start,
+        is_beside=config.lora is not None,
+    )
 
 
 def with_room(

@@ -24,6 +24,7 @@ from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import Mesh, build_mesh
+from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import follow
 from superstep.serve.engine import Engine
 from superstep.serve.load import Known, Rank, ServeConfig, load_rank, open_both, plan_of
@@ -45,15 +46,16 @@ class Seated:
         how: answers are sampled.
         group: answers to a task.
         seed: of the run.
-        base: the folder of the weights that adapters are trained beside: versions are these adapters'. None where
-            versions are whole models.
+        start: the folder of the model that the run began with.
+        is_beside: whether adapters are trained beside its weights: versions are these adapters', and else whole models.
     """
 
     serve: ServeConfig
     how: RolloutConfig
     group: int
     seed: int
-    base: Path | None = None
+    start: Path
+    is_beside: bool = False
 
 
 class Left(Exception):
@@ -99,16 +101,32 @@ class Seat:
         """Whether it speaks for the ranks that share its model."""
         return self._world.rank % self._told.serve.tp == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has its model whole."""
+        return self._told.serve.tp == 1
+
     def sample(
-        self, folder: Path, version: int, tasks: Sequence[tuple[int, Task]], tell: Callable[[], None] = lambda: None
+        self,
+        source: Path | Tensors,
+        version: int,
+        tasks: Sequence[tuple[int, Task]],
+        tell: Callable[[], None] = lambda: None,
     ) -> Iterator[Group]:
         """Take a version, answer this replica's share of some tasks, and give the memory back.
 
         Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
         raises ``Left``: then it ends here.
+
+        Args:
+            source: of the version: a snapshot's folder, or whole tensors for a rank that is alone.
+            version: its number.
+            tasks: with their groups.
+            tell: called after each of the engine's steps.
         """
         threads = torch.get_num_threads()
-        engine = self._take(folder)
+        # A version from a folder is held against its digests, which name it.
+        engine = self._take(source, "" if isinstance(source, Path) else f"step {version}")
         try:
             if engine is not None:
                 with suppress(Left):
@@ -119,8 +137,9 @@ class Seat:
         finally:
             torch.set_num_threads(threads)  # exact mode takes one
 
-    def _take(self, version: Path) -> tuple[Engine, Steward, Sampler] | None:
-        folder = self._told.base or version
+    def _take(self, version: Path | Tensors, number: str) -> tuple[Engine, Steward, Sampler] | None:
+        source = self._told.start if self._told.is_beside else version
+        folder = source if isinstance(source, Path) else self._told.start
         tp = self._group(folder)
         if not self.is_first:
             if self._rank is None:
@@ -142,12 +161,16 @@ class Seat:
                 self._told.how,
                 group=self._told.group,
                 seed=self._told.seed,
-                adapter=ADAPTER if self._told.base else "",
+                adapter=ADAPTER if self._told.is_beside else "",
             )
             self._open = engine, steward, sampler
+            if source is not folder:
+                steward.sleep()
+                steward.wake(source, version=number)
         else:
-            self._open[1].wake(folder)
-        if self._told.base:  # unmerged, so that a version is a few megabytes, and exact mode has the trainer's sums
+            self._open[1].wake(source, version=number)
+        if self._told.is_beside:  # unmerged, so that a version is small, and exact mode has the trainer's sums
+            assert isinstance(version, Path), "adapters come in folders"
             self._open[0].adapters.load(ADAPTER, version)
         return self._open
 
