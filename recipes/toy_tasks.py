@@ -30,7 +30,7 @@ def example(task: str, number: int, seed: int = 0) -> tuple[str, str]:
     draw = random.Random(f"{task}:{seed}:{number}")
     match task:
         case "reverse":
-            letters = [draw.choice(LETTERS) for _ in range(draw.randint(3, 6))]
+            letters = [draw.choice(LETTERS) for _ in range(draw.randint(3, 5))]
             return f"Reverse: {' '.join(letters)}", " ".join(reversed(letters))
         case "sums":
             first, second = draw.randint(0, 99), draw.randint(0, 99)

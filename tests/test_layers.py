@@ -20,6 +20,7 @@ ORDER = (
     "planner",
     "scaling",
     "observe",
+    "kernels",
     "numerics",
     "model",
     "state",

@@ -190,13 +190,13 @@ def _scores_of_a_rank(rank, world, case):
         queries, keys = q.shape[2], k.shape[2]
         counted[pass_] += queries * (queries + 1) // 2 if is_causal else queries * keys
 
-    def forward(q, k, v, *, is_causal):
+    def forward(q, k, v, *, is_causal, **how):
         count("forward", q, k, is_causal)
-        return flash_block.attend_block(q, k, v, is_causal=is_causal)
+        return flash_block.attend_block(q, k, v, is_causal=is_causal, **how)
 
-    def backward(grad, inputs, out, lse, *, is_causal):
+    def backward(grad, inputs, out, lse, *, is_causal, **how):
         count("backward", *inputs[:2], is_causal)
-        return flash_block.attend_block_backward(grad, inputs, out, lse, is_causal=is_causal)
+        return flash_block.attend_block_backward(grad, inputs, out, lse, is_causal=is_causal, **how)
 
     with (
         mock.patch.object(ring_attention, "attend_block", forward),

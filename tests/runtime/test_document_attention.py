@@ -73,6 +73,14 @@ def around_a_ring(group):
     return RingAttend(group, starts())
 
 
+def alone_in_the_kernel(group):
+    return DocumentAttend(starts(), is_compiled=True)
+
+
+def around_a_ring_in_the_kernel(group):
+    return RingAttend(group, starts(), is_compiled=True)
+
+
 def by_heads(group):
     return UlyssesAttend(group, DocumentAttend(starts()))
 
@@ -131,9 +139,9 @@ def error(ours, reference):
 @pytest.mark.parametrize(
     ("world", "kinds"),
     [
-        (1, [alone, exactly]),
-        (2, [around_a_ring, by_heads, exactly, exactly_by_heads]),
-        (4, [around_a_ring, by_heads, exactly]),
+        (1, [alone, alone_in_the_kernel, exactly]),
+        (2, [around_a_ring, around_a_ring_in_the_kernel, by_heads, exactly, exactly_by_heads]),
+        (4, [around_a_ring, around_a_ring_in_the_kernel, by_heads, exactly]),
     ],
 )
 def test_every_way_to_attend_computes_what_a_dense_mask_gives(pool, world, kinds):
@@ -191,6 +199,7 @@ def _no_rectangles(rank):
     ("kind", "fault"),
     [
         (around_a_ring, _one_late),
+        (around_a_ring_in_the_kernel, _one_late),
         (around_a_ring, _no_mask_in_one_turn),
         (around_a_ring, _no_mask_on_one_rank),
         (around_a_ring, _no_rectangles),
@@ -207,10 +216,10 @@ def _scores_of_a_rank(rank, world, kind, short):
     """The scores that the kernels are asked for."""
     asked = []
 
-    def count(q, k, v, *, is_causal):
+    def count(q, k, v, *, is_causal, **how):
         queries, keys = q.shape[2], k.shape[2]
         asked.append(q.shape[0] * (queries * (queries + 1) // 2 if is_causal else queries * keys))
-        return inner(q, k, v, is_causal=is_causal)
+        return inner(q, k, v, is_causal=is_causal, **how)
 
     inner = flash_parts.attend_block
     with (

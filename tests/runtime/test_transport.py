@@ -13,8 +13,9 @@ import torch
 
 import small
 from shared_groups import CPU
+from superstep.kernels import native
 from superstep.plan.resolve import resolve
-from superstep.runtime import native, transport
+from superstep.runtime import transport
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.shared import lane, region
@@ -28,13 +29,13 @@ pytestmark = pytest.mark.multiproc
 def _reached(rank, world, patches):
     with contextlib.ExitStack() as stack:
         for target, value in patches.items():
-            stack.enter_context(mock.patch(f"superstep.runtime.{target}", value))
+            stack.enter_context(mock.patch(f"superstep.{target}", value))
         there = reach(rank, world, CPU)
         return there.shared is not None, there.describe()
 
 
 def test_without_a_compiler_ranks_talk_over_gloo_and_say_why(pool, tmp_path):
-    patches = {"native.COMPILERS": ("no-such-compiler",), "shared.lane.folder_of": _Elsewhere(tmp_path)}
+    patches = {"kernels.native.COMPILERS": ("no-such-compiler",), "runtime.shared.lane.folder_of": _Elsewhere(tmp_path)}
     for is_shared, said in pool.run(2, _reached, patches):
         assert not is_shared
         assert said.startswith("Gloo (compiling lanes.cpp failed: there is no compiler: none of no-such-compiler")
@@ -49,7 +50,7 @@ class _Elsewhere:
 
 
 def _one_cannot(rank, world):
-    return _reached(rank, world, {"shared.region._opened": _refused} if rank == 1 else {})
+    return _reached(rank, world, {"runtime.shared.region._opened": _refused} if rank == 1 else {})
 
 
 def _refused(offer, rank):
@@ -62,7 +63,7 @@ def test_if_one_rank_cannot_share_none_does(pool):
 
 
 def _one_has_none(rank, world):
-    return _reached(rank, world, {"shared.region._offer": _nothing} if rank == 2 else {})
+    return _reached(rank, world, {"runtime.shared.region._offer": _nothing} if rank == 2 else {})
 
 
 def _nothing():

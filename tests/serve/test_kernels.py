@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from superstep.kernels.native import Built
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
-from superstep.runtime.native import Built
 from superstep.serve.compute.compiled import Compiled, can_compile
 from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
@@ -278,7 +278,7 @@ def test_a_large_weight_lies_in_large_pages():
 
 
 def test_what_was_compiled_is_not_compiled_again(built, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.runtime.native.COMPILERS", ())
+    monkeypatch.setattr("superstep.kernels.native.COMPILERS", ())
     assert build(compiled).library is not None
     monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
     assert build(compiled).why.startswith("compiling decoder.cpp failed: there is no compiler")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
+from superstep.kernels.product import linear, product_into
 from superstep.numerics.product import add_product
 
 IGNORE = -100
@@ -86,7 +87,7 @@ def _linear_terms_sum(
     loss = torch.zeros((), dtype=torch.float32, device=h_TD.device)
     for first in range(0, len(h_TD), chunk_tokens):
         at = slice(first, first + chunk_tokens)
-        logp_CV = F.log_softmax(F.linear(h_TD[at], weight_VD), dim=-1, dtype=torch.float32)
+        logp_CV = F.log_softmax(linear(h_TD[at], weight_VD), dim=-1, dtype=torch.float32)
         target_C1 = targets_T[at].unsqueeze(-1)
         loss += terms(logp_CV.gather(-1, target_C1.masked_fill(target_C1 == IGNORE, 0)).squeeze(-1), at)[0].sum()
     return loss
@@ -115,7 +116,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             target_C1 = targets_C.unsqueeze(-1).masked_fill(ignored_C1, 0)
             # Rows that do not count are cleared before and after, where they are D wide, not V.
             h_CD = h_CD.masked_fill(ignored_C1, 0.0)
-            logp_CV = F.log_softmax(F.linear(h_CD, weight_VD), dim=-1, dtype=torch.float32)
+            logp_CV = F.log_softmax(linear(h_CD, weight_VD), dim=-1, dtype=torch.float32)
             logp_C1, slope_C = logp_CV.gather(-1, target_C1), None
             if terms is None:
                 loss -= logp_C1.masked_fill_(ignored_C1, 0.0).sum()
@@ -128,7 +129,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if slope_C is not None:
                 dlogits_CV.mul_(slope_C.neg().unsqueeze(-1))
             dlogits_CV = dlogits_CV.to(h_TD.dtype)
-            dh_CD.addmm_(dlogits_CV, weight_VD, beta=0, alpha=scale).masked_fill_(ignored_C1, 0.0)
+            product_into(dh_CD, dlogits_CV, weight_VD, scale).masked_fill_(ignored_C1, 0.0)
             if dweight_VD is not None:
                 add_product(dweight_VD, dlogits_CV.t(), h_CD, scale)
         # Torch saves a None as gladly as a tensor; its annotation does not say so.

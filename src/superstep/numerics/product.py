@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from superstep.kernels.product import by_onednn, product
+
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """total += scale · left · right; the factors may be narrower than ``total``, which is then fp32.
@@ -14,9 +16,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) 
     and ``total`` adds up in fp32 what was rounded once. Factors widened before would make a product in fp32, several
     times slower.
     """
-    if left.dtype == total.dtype:
+    if left.dtype == total.dtype and not by_onednn(left, right):
         total.addmm_(left, right, alpha=scale)
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=scale, out=total)
     else:
-        total.add_(left @ right, alpha=scale)
+        total.add_(product(left, right), alpha=scale)

@@ -31,6 +31,8 @@ class RunStarted:
     """Ranks in all."""
     transport: str
     """How they reach each other; empty where there is one."""
+    attention: str = ""
+    """What computes attention."""
     steps: int
     """Steps of the whole run."""
     unigram_entropy: float | None = None

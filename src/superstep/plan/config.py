@@ -19,6 +19,7 @@ Existing = Literal["refuse", "resume", "new"]
 Nulls = Literal["skip", "refuse"]
 Rule = Literal["tp", "ep", "none"]
 DeviceKind = Literal["cpu", "cuda"]
+Kernels = Literal["auto", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +195,9 @@ class NumericsConfig:
     leave 16 tokens each. Runs that are compared need the same."""
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
+    kernels: Kernels = "auto"
+    """What computes attention on a CPU outside of exact mode: auto is our own kernel, compiled when it is first needed,
+    where a C++ compiler is; torch is torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from superstep.kernels.product import linear, product
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
 from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
 from superstep.numerics.fixed_point import Grid
@@ -94,14 +95,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         ctx.into, ctx.sums = into, sums
-        return F.linear(x, weight)
+        return linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         ctx.sums.do(partial(add_product, ctx.into, rows.t(), x.detach().flatten(0, -2)))
-        return (rows @ weight).view_as(x), None, None, None
+        return product(rows, weight).view_as(x), None, None, None
 
 
 class _Embedding(torch.autograd.Function):

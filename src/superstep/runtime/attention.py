@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superstep.kernels.attention import compiled
 from superstep.model.decoder import Attend, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
+from superstep.runtime.device import Device
 from superstep.runtime.documents import DocumentAttend
 from superstep.runtime.exact.attention import Alone, ExactAttend
 from superstep.runtime.mesh import Group, Mesh
@@ -66,13 +68,29 @@ def build_sight(run: Resolved, mesh: Mesh, excess: Excess) -> Callable[[Tensor |
     return sight
 
 
+def kernel_of(run: Resolved, device: Device) -> str:
+    """What computes attention, in words."""
+    if run.plan.grain is not None:
+        return "in exact mode"
+    if not _is_compiled(run, device):
+        return "by torch" + (f" ({compiled().why})" if device.kind == "cpu" and compiled().why else "")
+    return "in C++"
+
+
+def _is_compiled(run: Resolved, device: Device) -> bool:
+    wanted = run.plan.grain is None and run.config.numerics.kernels == "auto"
+    return wanted and device.kind == "cpu" and compiled().library is not None
+
+
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
     grain, group = run.plan.grain, mesh.cp
     if grain is None:
+        is_compiled = _is_compiled(run, mesh.device)
         if group is not None and run.plan.context == "ring":
-            return RingAttend(group, starts)
+            return RingAttend(group, starts, is_compiled)
         across = flash if run.decoder is None else attention_of(run.decoder)
-        whole: Attend = across if starts is None else DocumentAttend(starts)
+        is_fused = starts is not None or (is_compiled and across is flash)
+        whole: Attend = DocumentAttend(starts, is_compiled) if is_fused else across
         return whole if group is None else UlyssesAttend(group, whole)
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)

@@ -1,7 +1,7 @@
-"""Attention within documents: a packed sequence's documents side by side, each as if it stood alone.
+"""Attention of whole sequences, and within documents: those of a packed sequence each as if it stood alone.
 
-What is computed is a triangle for each document, so a sequence of many costs less than one of few, and no mask is ever
-made. Where documents start is read off the host's memory: a GPU is not waited for.
+What is computed is a triangle for each document, so a sequence of many costs less than one of few. Where documents
+start is read off the host's memory: a GPU is not waited for.
 
     B  sequences    N  query heads           S  positions    H  width of one head
                     K  key and value heads
@@ -18,40 +18,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superstep.kernels import attention as kernel
+from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
 from superstep.runtime.parallel.flash_parts import attend_parts, attend_parts_backward, bounds
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentAttend:
-    """Causal attention within each document of whole sequences, as ``model.decoder.Attend``.
+    """Causal attention of whole sequences, or within each of their documents, as ``model.decoder.Attend``.
 
     Attributes:
-        starts: int64 [B, S] on the host: for each position, where in its row its document starts.
+        starts: int64 [B, S] on the host: for each position, where in its row its document starts; None for one in each.
+        is_compiled: whether ``kernels.attention`` computes it, where that takes such heads.
     """
 
-    starts: Tensor
+    starts: Tensor | None = None
+    is_compiled: bool = False
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
-        out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts)[0]
+        out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.is_compiled)[0]
         return out_BSNH
 
 
 @torch.library.custom_op("superstep::document_attention", mutates_args=())
-def document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool
+) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32."""
-    q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q, k, v))
-    out_BNSH, lse = attend_parts(q_BNSH, k_BKSH, v_BKSH, bounds(starts))
+    qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if is_compiled and kernel.takes(*qkv):
+        out_BNSH, lse = kernel.attend(*qkv, is_causal=True, starts_BS=starts)
+    elif starts is None:
+        out_BNSH, lse = attend_block(*qkv, is_causal=True)
+    else:
+        out_BNSH, lse = attend_parts(*qkv, bounds(starts))
     return out_BNSH.transpose(1, 2).contiguous(), lse
 
 
 @torch.library.custom_op("superstep::document_attention_backward", mutates_args=())
-def _document_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor
+def _document_attention_backward(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    found = attend_parts_backward(grad_BNSH, (q_BNSH, k_BKSH, v_BKSH), out_BNSH, lse, bounds(starts))
+    grad_BNSH, out_BNSH = grad.transpose(1, 2), out.transpose(1, 2)
+    qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if is_compiled and kernel.takes(*qkv, grad_BNSH, out_BNSH):
+        found = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts)
+    elif starts is None:
+        found = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
+    else:
+        found = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts))
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in found)
     return dq, dk, dv
 
@@ -61,27 +78,27 @@ def _empty(x: Tensor) -> Tensor:
 
 
 @document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool) -> tuple[Tensor, Tensor]:
     B, S, N, _ = q.shape
     return _empty(q), q.new_empty(B, N, S, dtype=torch.float32)
 
 
 @_document_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor
+def _(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(q), _empty(k), _empty(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, starts = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    q, k, v, starts, ctx.is_compiled = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
-    dq, dk, dv = _document_attention_backward(grad.contiguous(), *ctx.saved_tensors)
-    return dq, dk, dv, None
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
+    dq, dk, dv = _document_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled)
+    return dq, dk, dv, None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_keep)

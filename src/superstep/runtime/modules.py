@@ -97,6 +97,7 @@ _SAVED = frozenset(
         _ATEN.mm.default,
         _ATEN.addmm.default,
         _ATEN.bmm.default,
+        torch.ops.mkldnn._linear_pointwise.default,
         _ATEN._grouped_mm.default,
         _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,

@@ -28,6 +28,7 @@ from superstep.observe.tensorboard import TensorBoard
 from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
+from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_apart, launch_on
 from superstep.runtime.measure.here import measure_here
@@ -321,6 +322,7 @@ def _started(job: Job, world: World, transport: str, manifest: Manifest, machine
         parameters=job.run.outline.numel,
         world=world.size,
         transport=transport,
+        attention=kernel_of(job.run, world.device),
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,

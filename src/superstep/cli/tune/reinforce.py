@@ -33,6 +33,7 @@ from superstep.observe.events import (
 )
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
+from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_on, launch_parties
 from superstep.runtime.stop import listening
@@ -199,6 +200,7 @@ class _Teller:
                 parameters=self._job.run.outline.numel,
                 world=world.size,
                 transport="",
+                attention=kernel_of(self._job.run, world.device),
                 steps=self._job.run.config.train.steps,
                 memory="resident" if world.device.kind == "cpu" else "allocated",
             )

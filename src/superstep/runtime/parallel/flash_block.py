@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from superstep.kernels import attention as kernel
+
 _ATEN = torch.ops.aten
 
 _EFFICIENT_ALIGN = 32
@@ -24,8 +26,14 @@ _FEW_QUERIES = 128
 torch 2.13); at 256 they are about even, and beyond that bf16 is faster."""
 
 
-def attend_block(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument."""
+def attend_block(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, is_compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument. ``is_compiled`` has it
+    computed by ``kernels.attention``, where that takes such heads.
+    """
+    if is_compiled and kernel.takes(q_BNSH, k_BKTH, v_BKTH):
+        return kernel.attend(q_BNSH, k_BKTH, v_BKTH, is_causal=is_causal)
     if not q_BNSH.is_cuda:
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
         return out, lse
@@ -54,6 +62,7 @@ def attend_block_backward(
     lse_BNS: Tensor,
     *,
     is_causal: bool,
+    is_compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of ``inputs`` (q, k, v).
 
@@ -63,7 +72,10 @@ def attend_block_backward(
         out_BNSH: the output.
         lse_BNS: its lse.
         is_causal: as it went forward.
+        is_compiled: see ``attend_block``.
     """
+    if is_compiled and kernel.takes(grad_BNSH, *inputs, out_BNSH):
+        return kernel.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, is_causal=is_causal)
     q, k, v = inputs
     out, lse = out_BNSH, lse_BNS.contiguous()
     if not q.is_cuda:

@@ -45,6 +45,12 @@ def bounds(starts_BS: Tensor) -> list[list[int]]:
     return [[*row.nonzero().flatten().tolist(), tokens] for row in is_first]
 
 
+def starts_of(cuts: Cuts) -> Tensor:
+    """The reverse of ``bounds``."""
+    begins, sizes = zip(*((start, stop - start) for cut in cuts for start, stop in pairwise(cut)), strict=True)
+    return torch.tensor(begins).repeat_interleave(torch.tensor(sizes)).view(len(cuts), -1)
+
+
 def attend_parts(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, cuts: Cuts) -> tuple[Tensor, Tensor]:
     """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument."""
     B, N, S, H = q_BNSH.shape
@@ -115,8 +121,7 @@ def _is_narrow(x_BNSH: Tensor) -> bool:
 def _mask(cuts: Cuts) -> Tensor:
     """What is added to the scores of whole rows: [B, 1, S, S], fp32."""
     tokens = cuts[0][-1]
-    begins, sizes = zip(*((start, stop - start) for cut in cuts for start, stop in pairwise(cut)), strict=True)
-    starts_BS = torch.tensor(begins).repeat_interleave(torch.tensor(sizes)).view(len(cuts), tokens)
+    starts_BS = starts_of(cuts)
     is_seen = (starts_BS[:, :, None] == starts_BS[:, None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
     return torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)[:, None]
 

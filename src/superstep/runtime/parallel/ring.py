@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from superstep.kernels import attention as kernel
 from superstep.plan.split.documents import Held, tiles
 from superstep.plan.split.sequence import Block, blocks
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward, merge
-from superstep.runtime.parallel.flash_parts import attend_parts, attend_parts_backward, bounds
+from superstep.runtime.parallel.flash_parts import attend_parts, attend_parts_backward, bounds, starts_of
 
 # Both rings are under way at once, on one group.
 _KEYS_TAG, _GRADIENTS_TAG = 0, 1
@@ -47,9 +48,13 @@ class RingAttend:
     starts: Tensor | None = None
     """With a document mask: where each token's document starts, of the whole sequences and on the host: [B, cp · S]."""
 
+    is_compiled: bool = False
+    """Whether ``kernels.attention`` computes the blocks, where it takes such heads."""
+
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
-        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.group.group_name)[0]
+        told = self.starts, self.is_compiled, self.group.group_name
+        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *told)[0]
         return out_BSNH
 
 
@@ -144,12 +149,15 @@ def _named(group: str) -> Group:
 
 
 @torch.library.custom_op("superstep::ring_attention", mutates_args=())
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str
+) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32.
 
     Args:
         q, k, v: the own ones.
         starts: see ``RingAttend``.
+        is_compiled: likewise.
         group: the name of a process group.
     """
     ring = _named(group)
@@ -158,27 +166,37 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, group
     out_BNSH: Tensor | None = None
     for block, kv in _round(torch.stack((k, v)), ring):
         if out_BNSH is None:  # the own keys come first, and every query sees itself
-            part, part_lse = _own(q_BNSH, kv, documents)
+            part, part_lse = _own(q_BNSH, kv, documents, is_compiled=is_compiled)
             out_BNSH, lse_BNS = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
             continue
         for at in _rectangles(block, q.shape[1], documents):
             k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
-            part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False)
+            part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False, is_compiled=is_compiled)
             merge(at.asking(out_BNSH), at.asking(lse_BNS), part, part_lse)
     assert out_BNSH is not None
     return out_BNSH.transpose(1, 2).to(q.dtype).contiguous(), lse_BNS
 
 
-def _own(q_BNSH: Tensor, kv: Tensor, documents: _Documents | None) -> tuple[Tensor, Tensor]:
+def _own(q_BNSH: Tensor, kv: Tensor, documents: _Documents | None, *, is_compiled: bool) -> tuple[Tensor, Tensor]:
     k_BKSH, v_BKSH = kv.transpose(2, 3)
     if documents is None:
-        return attend_block(q_BNSH, k_BKSH, v_BKSH, is_causal=True)
+        return attend_block(q_BNSH, k_BKSH, v_BKSH, is_causal=True, is_compiled=is_compiled)
+    if is_compiled and kernel.takes(q_BNSH, k_BKSH, v_BKSH):
+        return kernel.attend(q_BNSH, k_BKSH, v_BKSH, is_causal=True, starts_BS=starts_of(documents.cuts))
     return attend_parts(q_BNSH, k_BKSH, v_BKSH, documents.cuts)
 
 
 @torch.library.custom_op("superstep::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(  # noqa: PLR0913
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, group: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    is_compiled: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, and of k and v stacked."""
     ring = _named(group)
@@ -187,7 +205,7 @@ def _ring_attention_backward(  # noqa: PLR0913
     hop: _Hop | None = None
     for block, kv in _round(torch.stack((k, v)), ring):
         if hop is None:  # the own keys come first, whole
-            dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents)
+            dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
             dq_BNSH, dkv = dq_BNSH.float(), _stacked(dk, dv)
         else:
             dkv = hop.finish()
@@ -195,7 +213,9 @@ def _ring_attention_backward(  # noqa: PLR0913
                 k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
                 inputs = at.asking(q_BNSH), k_BKTH, v_BKTH
                 whole = at.asking(out_BNSH), at.asking(lse)
-                dq, dk, dv = attend_block_backward(at.asking(grad_BNSH), inputs, *whole, is_causal=False)
+                dq, dk, dv = attend_block_backward(
+                    at.asking(grad_BNSH), inputs, *whole, is_causal=False, is_compiled=is_compiled
+                )
                 at.asking(dq_BNSH).add_(dq)
                 at.answering(dkv).add_(_stacked(dk, dv))
         hop = _Hop.start(dkv, ring, _GRADIENTS_TAG)
@@ -204,12 +224,23 @@ def _ring_attention_backward(  # noqa: PLR0913
 
 
 def _own_backward(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, documents: _Documents | None
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: _Documents | None,
+    *,
+    is_compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     k_BKSH, v_BKSH = kv.transpose(2, 3)
+    inputs = q, k_BKSH, v_BKSH
     if documents is None:
-        return attend_block_backward(grad, (q, k_BKSH, v_BKSH), out, lse, is_causal=True)
-    return attend_parts_backward(grad, (q, k_BKSH, v_BKSH), out, lse, documents.cuts)
+        return attend_block_backward(grad, inputs, out, lse, is_causal=True, is_compiled=is_compiled)
+    if is_compiled and kernel.takes(grad, *inputs, out):
+        starts_BS = starts_of(documents.cuts)
+        return kernel.attend_backward(grad, inputs, out, lse, is_causal=True, starts_BS=starts_BS)
+    return attend_parts_backward(grad, inputs, out, lse, documents.cuts)
 
 
 def _stacked(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
@@ -218,27 +249,35 @@ def _stacked(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str) -> tuple[Tensor, Tensor]:
     B, S, N, _ = q.shape
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(B, N, S, dtype=torch.float32)
 
 
 @_ring_attention_backward.register_fake
 def _(  # noqa: PLR0913
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, group: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    is_compiled: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(2, *k.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, starts, ctx.group = inputs
+    q, k, v, starts, ctx.is_compiled, ctx.group = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
-    dq, dkv = _ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group)
-    return dq, dkv[0], dkv[1], None, None
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
+    dq, dkv = _ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled, ctx.group)
+    return dq, dkv[0], dkv[1], None, None, None
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from superstep.runtime.native import Built, build, folder_of, path_of
+from superstep.kernels.native import Built, build, folder_of, path_of
 
 SOURCES = tuple(
     Path(__file__).parent / name for name in ("lanes.cpp", "lane.h", "line.h", "messages.h", "steps.h", "sums.h")

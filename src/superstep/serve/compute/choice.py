@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import ConfigError
+from superstep.kernels.native import Built
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
-from superstep.runtime.native import Built
 from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
 from superstep.serve.compute.compiled import Compiled, can_compile

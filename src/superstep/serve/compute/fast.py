@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from superstep.runtime.native import Built
+from superstep.kernels.native import Built
 from superstep.serve.compute.linears import Linears, Pack
 from superstep.serve.compute.packed import packed
 from superstep.serve.compute.panels import in_panels

@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from superstep.runtime import native
-from superstep.runtime.native import Built, processor_features
+from superstep.kernels import native
+from superstep.kernels.native import Built, processor_features
 
 SOURCES = Path(__file__).parent
 NAMES = (

@@ -1,0 +1,168 @@
+"""Our kernels beside torch's: attention forward and backward, and products of fp32 matrices.
+
+    python -m bench.kernels [--threads 1] [--json FILE]
+
+The sides run in turn, round after round; told are medians of their seconds, and of the rounds' ratios. Errors are
+against fp64, in units of the last place of what is stored, in the mean over the numbers of a result, each in those of
+the result's own mean size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench.machine import write_result
+from superstep.kernels.attention import attend, attend_backward, compiled, reference
+from superstep.kernels.product import prefers_onednn
+from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = (
+    # sequences, query heads, key heads, tokens, width
+    (8, 8, 2, 128, 64),
+    (2, 8, 2, 512, 64),
+    (2, 8, 8, 512, 64),
+    (1, 8, 2, 2048, 64),
+    (1, 8, 2, 2048, 128),
+    (1, 2, 1, 8192, 64),
+)
+CHECKED = 2048
+"""Tokens up to which all scores at once have room in fp64."""
+PRODUCTS = ((1024, 512, 512), (1024, 512, 1408), (1024, 1408, 512), (1024, 512, 4096))
+"""Rows, inputs, outputs: of the benchmark's layers."""
+
+Side = Callable[[], object]
+
+
+def timed(sides: Mapping[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side, by turns."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()
+    for number in range(rounds):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            begin_s = time.perf_counter()
+            sides[name]()
+            found[name].append(time.perf_counter() - begin_s)
+    return found
+
+
+def told(sides: Mapping[str, Side], rounds: int) -> dict[str, object]:
+    """Medians, and how often ours has run in the time of each other."""
+    seconds = timed(sides, rounds)
+    ratios = {
+        name: round(statistics.median(t / o for t, o in zip(row, seconds["ours"], strict=True)), 3)
+        for name, row in seconds.items()
+        if name != "ours"
+    }
+    return {"seconds": {name: statistics.median(row) for name, row in seconds.items()}, "faster_by": ratios}
+
+
+def ulps(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The mean error in units of the last place."""
+    unit = torch.finfo(found.dtype).eps * exact.abs().mean()
+    return round(float((found.double() - exact).abs().mean() / unit), 3)
+
+
+def attention(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, object]:
+    """One shape, forward and backward, causal."""
+    B, N, K, S, H = shape
+    torch.manual_seed(0)
+    q, grad = (torch.randn(B, S, N, H).to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(B, S, K, H).to(dtype).transpose(1, 2) for _ in range(2))
+    out, lse = attend(q, k, v, is_causal=True)
+
+    def composed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    torch._dynamo.reset()  # each shape is compiled anew, and is not counted as one too many
+    run = torch.compile(composed, dynamic=False)
+    forward = {
+        "ours": lambda: attend(q, k, v, is_causal=True),
+        "torch": lambda: attend_block(q, k, v, is_causal=True),
+        "torch.compile": lambda: run(q, k, v),
+    }
+    wanted = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    whole, made = composed(*wanted), run(*wanted)
+    backward = {
+        "ours": lambda: attend_backward(grad, (q, k, v), out, lse, is_causal=True),
+        "torch": lambda: attend_block_backward(grad, (q, k, v), out, lse, is_causal=True),
+        "torch autograd": lambda: torch.autograd.grad(whole, wanted, grad, retain_graph=True),
+        "torch.compile": lambda: torch.autograd.grad(made, wanted, grad, retain_graph=True),
+    }
+    row: dict[str, object] = {
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "forward": told(forward, rounds),
+        "backward": told(backward, rounds),
+    }
+    flops = 2 * 2 * B * N * H * S * S / 2
+    row["gflops_per_s"] = {
+        "forward": flops / row["forward"]["seconds"]["ours"] / 1e9,  # type: ignore[index]
+        "backward": 2.5 * flops / row["backward"]["seconds"]["ours"] / 1e9,  # type: ignore[index]
+    }
+    if S <= CHECKED:
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        right, _ = reference(*exact, is_causal=True)
+        rights = (right.detach(), *torch.autograd.grad(right, exact, grad.double()))
+        theirs = attend_block(q, k, v, is_causal=True)
+        sides = {
+            "ours": (out, *attend_backward(grad, (q, k, v), out, lse, is_causal=True)),
+            "torch": (theirs[0], *attend_block_backward(grad, (q, k, v), *theirs, is_causal=True)),
+        }
+        row["ulps"] = {
+            side: {name: ulps(x, y) for name, x, y in zip(("out", "dq", "dk", "dv"), found, rights, strict=True)}
+            for side, found in sides.items()
+        }
+    return row
+
+
+def products(rounds: int) -> list[dict[str, object]]:
+    """fp32, by both libraries."""
+    rows = []
+    for T, inner, outputs in PRODUCTS:
+        x, weight = torch.randn(T, inner), torch.randn(outputs, inner)
+        sides = {
+            "ours": lambda x=x, weight=weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
+            "MKL": lambda x=x, weight=weight: F.linear(x, weight),
+        }
+        row = told(sides, rounds)
+        speed = 2e-9 * T * inner * outputs / row["seconds"]["ours"]  # type: ignore[index]
+        rows.append({"shape": (T, inner, outputs), "gflops_per_s": speed, **row})
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, and write the figures."""
+    options = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    asked = options.parse_args(argv)
+    torch.set_num_threads(asked.threads)
+    if compiled().library is None:
+        raise SystemExit(f"there is nothing to measure: {compiled().why}.")
+    rows = []
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows.append(attention(shape, dtype, asked.rounds))
+            row = rows[-1]
+            faster = {pass_: row[pass_]["faster_by"]["torch"] for pass_ in ("forward", "backward")}  # type: ignore[index]
+            print(shape, row["dtype"], faster, row["gflops_per_s"], flush=True)
+    found = products(asked.rounds)
+    for row in found:
+        print(row["shape"], row["faster_by"], row["gflops_per_s"], flush=True)
+    onednn = prefers_onednn()
+    write_result(asked.json, threads=asked.threads, prefers_onednn=onednn, attention=rows, products=found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

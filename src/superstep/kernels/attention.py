@@ -1,0 +1,181 @@
+"""Attention of some queries to some keys, whose parts can be put together: what it is, and its kernel for a CPU.
+
+    B  sequences    N  query heads           S  queries    H  width of one head
+                    K  key and value heads   T  keys
+
+Each key and value head serves N / K neighbouring query heads. The log-sum-exp (lse) of each query's scores comes with
+its output: partial results over parts of the keys are put together by it, and the backward pass computes scores again
+from it. There the output and lse are those of *all* keys, and what is found is these keys' share of the gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.kernels import native
+from superstep.kernels.native import Built
+
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("attention.cpp", "product.h", "vector.h"))
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fopenmp", "-std=c++20", "-fPIC", "-shared"),
+)
+
+LANES = 16
+"""Of which a head's width is a multiple in the kernel."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output [B, N, S, H] and lse [B, N, S], by all scores at once. Autograd gives its gradients.
+
+    Args:
+        q_BNSH, k_BKTH, v_BKTH: queries, keys and values.
+        is_causal: whether a query sees no key behind its own place.
+        starts_BS: the first key that each query sees; None for 0.
+    """
+    group, places = q_BNSH.shape[1] // k_BKTH.shape[1], torch.arange(k_BKTH.shape[2])
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k_BKTH, v_BKTH))
+    scores = q_BNSH @ k.mT / math.sqrt(q_BNSH.shape[-1])
+    is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    is_seen = is_seen.tril() if is_causal else is_seen
+    if starts_BS is not None:
+        is_seen = is_seen & (places >= starts_BS[..., None])[:, None]
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@cache
+def compiled() -> Built:
+    """The kernel, compiled where it has not been. A process asks once."""
+    return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernel computes with such tensors, [B, heads, tokens, H]."""
+    return all(
+        x.device.type == "cpu"
+        and x.dtype == tensors[0].dtype in DTYPES
+        and x.shape[-1] % LANES == 0
+        and x.stride(-1) == 1
+        and x.stride(2) % 2 == 0
+        and x.data_ptr() % 4 == 0
+        for x in tensors
+    )
+
+
+def attend(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``reference``, by the kernel; ``takes`` says of what. A row of ``starts_BS`` never falls."""
+    out, lse = _like(q_BNSH), torch.empty(q_BNSH.shape[:3])
+    call = _Call(q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=is_causal, starts=starts_BS)
+    call.run("superstep_attention")
+    return out, lse
+
+
+def attend_backward(
+    grad_BNSH: Tensor,
+    inputs: Qkv,
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    *,
+    is_causal: bool,
+    starts_BS: Tensor | None = None,
+) -> Qkv:
+    """The keys' share of the gradients of ``inputs`` (q, k, v), by the kernel.
+
+    Args:
+        grad_BNSH: the gradient of the whole output, as are the next two of all keys.
+        inputs: as they went forward.
+        out_BNSH: the output.
+        lse_BNS: its lse.
+        is_causal: as it went forward, as did the next.
+        starts_BS: see ``reference``.
+    """
+    q, k, v = inputs
+    found = _like(q), _like(k), _like(v)
+    call = _Call(
+        q=q,
+        k=k,
+        v=v,
+        out=out_BNSH,
+        lse=lse_BNS.contiguous(),
+        is_causal=is_causal,
+        starts=starts_BS,
+        grads=(grad_BNSH, *found),
+    )
+    call.run("superstep_attention_backward")
+    return found
+
+
+def _like(x_BNSH: Tensor) -> Tensor:
+    """Empty, and laid out as a model has it: [B, S, N, H] in memory."""
+    B, N, S, H = x_BNSH.shape
+    return x_BNSH.new_empty(B, S, N, H).transpose(1, 2)
+
+
+class _View(Structure):
+    _fields_ = (("at", c_void_p), ("batch", c_int64), ("token", c_int64), ("head", c_int64))
+
+    @classmethod
+    def of(cls, x_BNSH: Tensor) -> _View:
+        return cls(x_BNSH.data_ptr(), x_BNSH.stride(0), x_BNSH.stride(2), x_BNSH.stride(1))
+
+
+class _Told(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "kv_heads", "queries", "keys", "width")),
+        *((name, c_int64) for name in ("is_bf16", "is_causal")),
+        ("scale", c_float),
+        ("starts", c_void_p),
+        *((name, _View) for name in ("q", "k", "v", "out")),
+        ("lse", c_void_p),
+        *((name, _View) for name in ("grad", "dq", "dk", "dv")),
+    )
+
+
+class _Call:
+    """What ``attention.cpp`` is told; it keeps what that has the address of."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        starts: Tensor | None,
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        B, N, S, H = q.shape
+        self._starts = None if starts is None else starts.contiguous()
+        self._held = q, k, v, out, lse, grads
+        told = _Told(B, N, k.shape[1], S, k.shape[2], H, q.dtype == torch.bfloat16, is_causal, 1 / math.sqrt(H))
+        told.starts = None if self._starts is None else self._starts.data_ptr()
+        told.q, told.k, told.v, told.out = (_View.of(x) for x in (q, k, v, out))
+        told.lse = lse.data_ptr()
+        if grads is not None:
+            told.grad, told.dq, told.dk, told.dv = (_View.of(x) for x in grads)
+        self._told = told
+
+    def run(self, name: str) -> None:
+        library = compiled().library
+        assert library is not None, "it was chosen because it is there"
+        function: ctypes._NamedFuncPointer = getattr(library, name)
+        function.restype = None
+        function(byref(self._told), c_int64(torch.get_num_threads()))

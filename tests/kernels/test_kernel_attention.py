@@ -1,0 +1,151 @@
+"""The attention kernel and its gradients against all scores at once in fp64, whatever the processor has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from superstep.kernels import attention, native
+from superstep.kernels.attention import FLAGS, SOURCES, attend, attend_backward, reference, takes
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+"""Relative errors: a few units in the last place of what is stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The sizes of one attention; of documents, the most tokens."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 64
+    keys: int = 64
+    width: int = 32
+    is_causal: bool = True
+    documents: int = 0
+
+    def inputs(self, dtype):
+        """q, k, v and the gradient of the output, [B, heads, tokens, H], laid out as a model has them."""
+        torch.manual_seed(3)
+        shapes = [
+            (tokens, heads)
+            for tokens, heads in (
+                (self.queries, self.heads),
+                (self.keys, self.kv_heads),
+                (self.keys, self.kv_heads),
+                (self.queries, self.heads),
+            )
+        ]
+        return [torch.randn(self.batch, *shape, self.width).to(dtype).transpose(1, 2) for shape in shapes]
+
+    @property
+    def starts(self):
+        """Where each query's document starts: of another length in each row."""
+        if not self.documents:
+            return None
+        rows = [[at - at % max(1, self.documents - row) for at in range(self.queries)] for row in range(self.batch)]
+        return torch.tensor(rows)
+
+
+CASES = [
+    Case(),
+    Case(documents=26, queries=130, keys=130),
+    Case(documents=1),
+    Case(batch=1, heads=2, kv_heads=1, queries=37, keys=37, width=16, documents=5),
+    Case(heads=8, queries=200, keys=200, width=64),  # blocks that are whole, and the last ones of both
+    Case(batch=1, kv_heads=4, queries=129, keys=129, width=80),  # a width of one panel and a part
+    Case(queries=50, keys=77, width=64, is_causal=False),  # another rank's keys
+    Case(batch=1, heads=8, queries=300, keys=300, width=128, documents=90),
+    Case(queries=1, keys=1, width=16),
+]
+
+
+def expected(case):
+    """By ``reference`` in fp64, of the numbers as each dtype has them."""
+
+    def of(dtype):
+        *qkv, grad = (x.double() for x in case.inputs(dtype))
+        qkv = [x.requires_grad_() for x in qkv]
+        out, lse = reference(*qkv, is_causal=case.is_causal, starts_BS=case.starts)
+        return [x.detach() for x in (out, lse, *torch.autograd.grad(out, qkv, grad))]
+
+    return of
+
+
+def found(case, dtype, inputs=None):
+    *qkv, grad = inputs or case.inputs(dtype)
+    assert takes(*qkv, grad)
+    out, lse = attend(*qkv, is_causal=case.is_causal, starts_BS=case.starts)
+    how = {"is_causal": case.is_causal, "starts_BS": case.starts}
+    return [out, lse, *attend_backward(grad, tuple(qkv), out, lse, **how)]
+
+
+def errors(ours, wanted):
+    """Of each of NAMES, relative to all of it, or to numbers of 0.2 where it is nothing."""
+    scale = [max(float(x.norm()), 0.2 * x.numel() ** 0.5) for x in wanted]
+    return [float((a.double() - b).norm()) / s for a, b, s in zip(ours, wanted, scale, strict=True)]
+
+
+@pytest.fixture(params=["native", "x86-64-v3"])
+def processor(request, monkeypatch, tmp_path_factory):
+    """The kernel as it is compiled for this processor, and as one without AVX-512 has it."""
+    if request.param != "native":
+        flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in FLAGS)
+        built = native.build(SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
+        monkeypatch.setattr(attention, "compiled", lambda: built)
+    if attention.compiled().library is None:
+        pytest.skip(attention.compiled().why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_computes_what_all_scores_at_once_give(processor, dtype):
+    for case in CASES:
+        for name, error in zip(NAMES, errors(found(case, dtype), expected(case)(dtype)), strict=True):
+            assert error <= ALLOWED[dtype], (case, name, error)
+
+
+@pytest.mark.parametrize("length", [128, 2048, pytest.param(8192, marks=pytest.mark.slow)])
+def test_long_sequences_lose_no_digits(length):
+    case = Case(batch=1, heads=1, kv_heads=1, queries=length, keys=length, width=64)
+    for name, error in zip(NAMES, errors(found(case, torch.float32), expected(case)(torch.float32)), strict=True):
+        assert error <= 3e-6, (name, error)
+
+
+def test_what_it_is_given_may_lie_anywhere():
+    """Slices of larger tensors, and heads before tokens."""
+    case = Case(queries=40, keys=40)
+    whole = [torch.cat([x, x.flip(2)], dim=2) for x in case.inputs(torch.bfloat16)]
+    assert all(x.is_contiguous() for x in whole)
+    ours, plain = found(case, torch.bfloat16, [x[:, :, :40] for x in whole]), found(case, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_threads_change_no_bit(monkeypatch):
+    ours = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        ours.append(found(CASES[1], torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(*ours, strict=True))
+
+
+@pytest.mark.parametrize("late", [-1, 1])
+def test_a_document_that_starts_one_token_off_is_seen(monkeypatch, late):
+    case = replace(CASES[1])
+    wanted = expected(case)(torch.float32)
+    shifted = (case.starts + late).clamp(min=0)
+    shifted = torch.where(case.starts > 0, torch.minimum(shifted, torch.arange(case.queries)), case.starts)
+    monkeypatch.setattr(Case, "starts", shifted)
+    assert min(errors(found(case, torch.float32), wanted)) > 100 * ALLOWED[torch.float32]
+
+
+def test_other_tensors_are_left_to_torch():
+    q = torch.randn(1, 2, 8, 24)
+    assert not takes(q)
+    assert not takes(q[..., :16].double())
+    assert not takes(q[..., :16], q[..., :16].bfloat16())
+    assert not takes(torch.randn(1, 2, 16, 8).mT)
+    assert takes(q[..., :16])

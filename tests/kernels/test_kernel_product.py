@@ -1,0 +1,74 @@
+"""Products by either library: the same numbers, whichever is faster, and plain ones where nothing is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superstep.kernels import product as kernel
+from superstep.kernels.product import linear, prefers_onednn, product, product_into
+from superstep.numerics.product import add_product
+
+
+class Noted(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def is_onednn(request, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernel, "prefers_onednn", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_give_the_same_numbers_of_any_layout(is_onednn, dtype):
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((3, 50, 72), (40, 72), (150, 40)))
+    rows = x.flatten(0, 1)
+    close = {"rtol": 2e-2, "atol": 2e-1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    with Noted() as noted:
+        ours = linear(x, weight), product(grad, weight), product(grad.t(), rows)
+        into = product_into(torch.empty(150, 72, dtype=dtype), grad, weight, 0.5)
+    assert ("_linear_pointwise" in noted.names) == (is_onednn and dtype == torch.float32)
+    for found, wanted in zip(ours, (F.linear(x, weight), grad @ weight, grad.t() @ rows), strict=True):
+        torch.testing.assert_close(found, wanted, **close)
+    torch.testing.assert_close(into, 0.5 * (grad @ weight), **close)
+    total = torch.ones(40, 72)
+    add_product(total, grad.t(), rows, 2.0)
+    torch.testing.assert_close(total, 1 + 2 * (grad.t() @ rows).float(), rtol=2e-2, atol=close["atol"])
+
+
+def test_a_rehearsal_sees_plain_products(monkeypatch):
+    monkeypatch.setattr(kernel, "prefers_onednn", lambda: True)
+    with FakeTensorMode(), Noted() as noted:
+        assert linear(torch.empty(4, 8), torch.empty(6, 8)).shape == (4, 6)
+        assert product(torch.empty(4, 8), torch.empty(8, 6)).shape == (4, 6)
+    assert noted.names.count("mm") == 2
+    assert "_linear_pointwise" not in noted.names
+
+
+def test_what_is_faster_is_measured_on_real_numbers_once():
+    prefers_onednn.cache_clear()
+    with FakeTensorMode(), Noted() as noted:
+        found = prefers_onednn()
+    assert noted.names == []
+    assert prefers_onednn() is found
+    assert prefers_onednn.cache_info().misses == 1
+
+
+def test_nothing_is_multiplied_by_no_rows(is_onednn):
+    assert linear(torch.empty(0, 8), torch.ones(6, 8)).shape == (0, 6)
+    assert product(torch.ones(4, 0), torch.ones(0, 6)).tolist() == [[0.0] * 6] * 4
