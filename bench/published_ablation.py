@@ -67,6 +67,14 @@ def _always_fused(_row: Row, reading: Reading) -> Reading:
     return replace(reading, software=replace(reading.software, has_fused_norms=True, has_fused_kernels=True))
 
 
+def _switched(_row: Row, reading: Reading) -> Reading:
+    return replace(reading, cluster=replace(reading.cluster, topology="switched"))
+
+
+def _unwindowed(_row: Row, reading: Reading) -> Reading:
+    return replace(reading, decoder=replace(reading.decoder, windowed_layers=array(0)))
+
+
 MECHANISMS: dict[str, Change] = {
     "unfused kernels move more": _always_fused,
     "learned positions turn nothing": _turned,
@@ -74,6 +82,8 @@ MECHANISMS: dict[str, Change] = {
     "Hopper's own attention from July 2024": _early_kernel,
     "XLA's batch goes through at once": _accumulated,
     "XLA's tensor parallelism splits the stream": _whole_stream,
+    "domains without a switch": _switched,
+    "windows of attention": _unwindowed,
 }
 
 

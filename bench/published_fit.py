@@ -5,8 +5,8 @@ constant's distance from what it was before. Stacks weigh by the square root of 
 table does not decide alone; plans with an unstated parameter weigh less than whole ones, rounded figures nothing. A
 constant on which one stack alone bears is held twice as tightly: nobody has seen it anywhere else.
 
-The logarithm of a step's seconds is nearly linear in those of the constants, so a fit without some rows starts from
-the slopes of the fit on all rows, and takes its own slopes once at its end.
+The logarithm of a step's seconds is nearly linear in those of the constants, so a fit without some rows has the slopes
+of the fit on all rows. Slopes tell what plans depend on, and nothing of the seconds that were published.
 """
 
 from __future__ import annotations

@@ -101,6 +101,10 @@ LATENT = (1536.0, 512.0)
 """Inner widths of latent attention in the published configurations of DeepSeek-V3 and Kimi K2."""
 
 
+WINDOW = (128.0, 0.5)
+"""Tokens that a layer of gpt-oss sees, and of how many layers, in its published configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One way to read a row."""
@@ -206,6 +210,8 @@ def decoder_of_row(row: Row) -> Decoder:
         key_rank=array(LATENT[1] if is_latent else 0.0),
         rotates=array(row["arch"] != "gpt"),
         frozen=array(row["kind"] == "lora_step"),
+        window=array(WINDOW[0] if row["arch"].endswith("-swa") else 0.0),
+        windowed_layers=array(WINDOW[1] if row["arch"].endswith("-swa") else 0.0),
     )
 
 

@@ -65,7 +65,7 @@ def test_one_tile_more_than_a_wave_costs_another_wave():
 def test_a_kernel_that_keeps_the_scores_is_slower_and_more_so_for_long_sequences():
     def seconds(attention: str, tokens: int) -> float:
         rates, stack = price_of(CLUSTER, replace(Software(), attention=attention))
-        dims = (array(1), array(32), array(tokens), array(tokens), array(128))
+        dims = (array(32), array(tokens), array(tokens), array(128))
         return float(sum(attention_s(*dims, rates, stack)))
 
     short = seconds("fused-softmax", 1024) / seconds("flash-2", 1024)
@@ -172,18 +172,31 @@ def test_every_constant_bears_on_some_step():
         kernel = kind if kind.startswith("flash") else "flash-2"
         compute = wanted.get(kind, "bf16")
         kinds = [
-            replace(Software(), attention=kernel, compute=compute, overlaps_data=data, overlaps_tensor=tensor,
-                    has_fused_norms=fused, has_fused_kernels=fused)
-            for data in (True, False) for tensor in (True, False) for fused in (True, False)
-        ]  # fmt: skip
+            replace(
+                Software(),
+                attention=kernel,
+                compute=compute,
+                overlaps_data=data,
+                overlaps_tensor=tensor,
+                has_fused_norms=fused,
+                has_fused_kernels=fused,
+            )
+            for data in (True, False)
+            for tensor in (True, False)
+            for fused in (True, False)
+        ]
+        kinds.append(Software(overlaps_experts=True))  # fmt: skip
         where = "A100-PCIe" if name == "power" else chips[era]
         assert any(_differs(where, software, name) for software in kinds), name
+
+
+OF_EXPERTS = ("grouped", "exchange", "hidden.experts")
 
 
 def _differs(name: str, software: Software, constant: str) -> bool:
     cluster = replace(usual_cluster(chip(name), 64), domain=8, topology="switched")
     changed = FITTED.changed({constant: FITTED[constant] * 0.9})
-    model = decoder_of(SHAPES["qwen3-30b-a3b" if constant in ("grouped", "exchange") else "llama3-8b"], 2048)
+    model = decoder_of(SHAPES["qwen3-30b-a3b" if constant in OF_EXPERTS else "llama3-8b"], 2048)
     plan = layout(dp=64, tp=2, pp=2, ep=8, zero=3 if constant == "hidden.shards" else 1, shards=64, offload=1)
     first, second = (estimate(model, plan, *price_of(cluster, software, values)).step_s for values in (FITTED, changed))
     return bool(first != second)
@@ -225,8 +238,8 @@ def test_learned_positions_turn_no_queries_and_the_first_flash_kernel_is_as_fast
     assert turned - learned == pytest.approx(moved / float(eager[0].memory_bytes_per_s), rel=1e-6)
     for kernel, ratio in (("flash-1", 1.0), ("flash-2", 2**0.35)):
         rates, stack = price_of(CLUSTER, replace(Software(), attention=kernel))
-        wide = sum(attention_s(array(1), array(16), array(2048), array(2048), array(128), rates, stack))
-        narrow = sum(attention_s(array(1), array(32), array(2048), array(2048), array(64), rates, stack))
+        wide = sum(attention_s(array(16), array(2048), array(2048), array(128), rates, stack))
+        narrow = sum(attention_s(array(32), array(2048), array(2048), array(64), rates, stack))
         assert narrow / wide == pytest.approx(ratio), kernel
 
 
@@ -252,3 +265,52 @@ def test_tokens_that_crowd_to_one_rank_slow_the_experts():
     # All but the latency.
     assert 1.8 * even.experts_s < crowded.experts_s < 2 * even.experts_s
     assert even.compute_s < crowded.compute_s < 2 * even.compute_s
+
+
+def test_a_window_leaves_its_part_of_the_causal_pairs():
+    # Of 2,048 tokens each sees 512: 512 · 2048 - 512² / 2 pairs of 2048² / 2.
+    whole, slides = (
+        estimate(replace(decoder_of(SHAPES["llama3-8b"], 2048), window=array(512), windowed_layers=array(share)),
+                 layout(), RATES, STACK).compute_s
+        for share in (0, 1)
+    )  # fmt: skip
+    seen = (512 * 2048 - 512**2 / 2) / (2048**2 / 2)
+    scores = 16 * 32 * sum(attention_s(array(32), array(2048), array(2048), array(128), RATES, STACK))
+    assert whole - slides == pytest.approx((1 - seen) * scores)
+    assert float(decoder_of(SHAPES["mistral-7b"], 8192).window) == 4096
+    longer = estimate(decoder_of(SHAPES["mistral-7b"], 32768), layout(), RATES, STACK)
+    free = replace(decoder_of(SHAPES["mistral-7b"], 32768), windowed_layers=array(0))
+    assert longer.compute_s < estimate(free, layout(), RATES, STACK).compute_s
+
+
+def test_heads_that_tensor_cores_cannot_load_cost_what_published_steps_say():
+    model = replace(decoder_of(SHAPES["gpt3-175b"], 2048), layers=array(32), width=array(2560), heads=array(32),
+                    kv_heads=array(32), ffn=array(10240), gated=array(0))  # fmt: skip
+    kept = price_of(CLUSTER, replace(Software(), attention="fused-softmax"))
+    even, odd = (
+        estimate(replace(model, head_dim=array(n)), layout(microbatch=4, microbatches=1), *kept).compute_s
+        for n in (80, 76)
+    )
+    assert 0.62 <= even / odd <= 0.75
+    fused = [sum(attention_s(array(32), array(2048), array(2048), array(n), RATES, STACK)) for n in (76, 80)]
+    # Filled up to 80, but for the width on which the kernel was built.
+    assert fused[0] == pytest.approx(fused[1] * (80 / 76) ** 0.35)
+
+
+def test_neighbouring_tokens_on_a_rank_make_causal_attention_uneven():
+    even, uneven = (price_of(CLUSTER, Software(balances_context=balanced)) for balanced in (True, False))
+    model = decoder_of(SHAPES["llama3-8b"], 65536)
+    first, second = (estimate(model, layout(cp=8), *each).compute_s for each in (even, uneven))
+    scores = 16 * 32 * sum(attention_s(array(32), array(8192), array(65536), array(128), *even))
+    assert second - first == pytest.approx((1 - 1 / 8) * scores)
+    whole = layout(cp=8, is_ulysses=1)
+    assert estimate(model, whole, *uneven).compute_s == estimate(model, whole, *even).compute_s
+
+
+def test_an_exchange_of_experts_beside_compute_is_hidden_as_far_as_the_constant_says():
+    model = decoder_of(SHAPES["qwen3-30b-a3b"], 2048)
+    shown, hidden = (
+        estimate(model, layout(dp=8, ep=8), *price_of(CLUSTER, Software(overlaps_experts=hides))).experts_s
+        for hides in (False, True)
+    )
+    assert hidden / shown == pytest.approx(1 - FITTED["hidden.experts"])

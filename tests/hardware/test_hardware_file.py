@@ -52,7 +52,7 @@ def read(tmp_path, content):
     [
         ("128xH100", "H100-SXM", 8, 400, "switched"),
         ("4096xA100-80GB", "A100-80GB-SXM", 8, 200, "switched"),
-        (" 16 x V100-16GB ", "V100-16GB-SXM", 8, 50, "switched"),
+        (" 16 x V100-16GB ", "V100-16GB-SXM", 8, 50, "cube"),
         ("4*h100-sxm", "H100-SXM", 8, 400, "switched"),
         ("72XGB200", "GB200", 72, 400, "switched"),
         ("144xGB200", "GB200", 72, 400, "switched"),
@@ -156,7 +156,7 @@ FILES = [
     (with_("flops_per_s", "{bf16 = true}"), "chip.flops_per_s.bf16 = True is not valid; it must be a number."),
     (with_("flops_per_s", "{}"), "chip.flops_per_s is empty; give the rate of at least one format"),
     (NAMED + "chps = 8", "unknown key 'chps'; did you mean 'chips'?"),
-    (NAMED + 'topology = "mesh"', "topology = 'mesh' is not valid; it must be one of 'switched', 'torus'."),
+    (NAMED + 'topology = "star"', "topology = 'star' is not valid; it must be one of 'switched', 'torus', 'mesh'"),
     (NAMED + "collectives = 3", "collectives = 3 is not valid; it must be a list of tables."),
     (
         NAMED + 'collectives = [{name = "all-reduce", ranks = 8, latency_s = 1e-5}]',

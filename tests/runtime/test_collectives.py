@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from superstep.cost.closed.decoder_size import array
+from superstep.hardware.catalogue import chip
 from superstep.hardware.collectives import (
+    WIRINGS,
     Group,
     Links,
     all_reduce_s,
@@ -18,6 +22,7 @@ from superstep.hardware.collectives import (
     relay_s,
     send_s,
 )
+from superstep.hardware.network import usual_cluster
 
 LINKS = Links(
     link_bytes_per_s=array(100e9),
@@ -98,3 +103,22 @@ def test_one_call_prices_many_groups_as_many_calls_do():
     ranks, strides = array([1, 2, 8, 64, 512]), array([1, 8, 1, 4, 8])
     together = gather_s(SIZE, Group(ranks, strides), LINKS)
     assert together == pytest.approx([gather_s(SIZE, Group(r, s), LINKS) for r, s in zip(ranks, strides, strict=True)])
+
+
+def test_a_ring_steps_through_every_rank_and_a_tree_through_the_chains():
+    late = replace(LINKS, link_latency_s=array(1e-6), network_latency_s=array(1e-5))
+    nothing = array(0)
+    # 64 ranks in 8 domains: 7 steps between domains, 56 inside of them.
+    assert gather_s(nothing, group(64), late) == pytest.approx(7e-5 + 56e-6)
+    # 1,024 in 128: a tree has 7 levels, and goes up and down a chain of 8.
+    assert all_reduce_s(nothing, group(1024), late) == pytest.approx(2 * (2 * 7e-5 + 7e-6))
+
+
+def test_without_a_switch_a_small_group_has_some_of_a_chips_links():
+    mesh, cube = (replace(LINKS, wiring=array(WIRINGS.index(name))) for name in ("mesh", "cube"))
+    for ranks, of_mesh, of_cube in ((2, 1 / 7, 1 / 3), (4, 3 / 7, 2 / 3), (8, 1, 1)):
+        usual = gather_s(SIZE, group(ranks), LINKS)
+        assert usual / gather_s(SIZE, group(ranks), mesh) == pytest.approx(of_mesh)
+        assert usual / gather_s(SIZE, group(ranks), cube) == pytest.approx(of_cube)
+    assert usual_cluster(chip("V100"), 8).topology == "cube"
+    assert usual_cluster(chip("MI300X"), 8).topology == "mesh"

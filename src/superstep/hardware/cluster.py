@@ -7,7 +7,7 @@ from typing import Literal
 
 from superstep.hardware.chip import Chip
 
-Topology = Literal["switched", "torus"]
+Topology = Literal["switched", "torus", "mesh", "cube"]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
 
@@ -39,7 +39,8 @@ class Cluster:
         network_latency_s: of one message between domains.
         oversubscription: how many times less the network carries between far domains than its ports together; 1 where
             it is not blocking.
-        topology: a torus joins all its chips by the fast links, neighbour to neighbour.
+        topology: of a domain: chips at a switch; a torus, where the fast links join neighbours; a mesh, where each chip
+            has a link to each other; a cube, where the links are its edges, twice.
         price_per_chip_hour: None where no price is given.
         collectives: as measured; empty where only the links' rates are known.
         disk_read_bytes_per_s, disk_write_bytes_per_s: of one host, as measured; None where they were not.

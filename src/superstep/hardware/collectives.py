@@ -2,16 +2,20 @@
 
 A ring passes each byte once over every link, so what a rank can take in is the slowest of what carries it: the fast
 links of its domain, and its share of the domain's ports to the network, as many ports as the group has ranks in the
-domain (Thakur 2005; Narayanan 2021, sec. 4.1). A gather takes one step for each rank but one.
+domain (Thakur 2005; Narayanan 2021, sec. 4.1). A gather takes one step for each rank but one: one between two domains
+that follow each other, all others inside of them (NCCL's tuning.cc counts a ring's latency so).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from superstep.hardware.units import Array
+
+WIRINGS = ("switched", "mesh", "cube")
+"""Of a domain; a torus counts as switched: a group of its chips is taken to have all links that the whole has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class Links:
         domain: chips that these join.
         network_bytes_per_s, network_latency_s: one chip between domains.
         send_share: of these rates that a transfer between two ranks reaches: it opens fewer channels than a ring.
+        wiring: 0 where a switch joins a domain, 1 where each chip has a link to each other, 2 where the links are the
+            edges of a cube. Without a switch a small group has fewer of a chip's links between its members.
     """
 
     link_bytes_per_s: Array
@@ -31,6 +37,15 @@ class Links:
     network_bytes_per_s: Array
     network_latency_s: Array
     send_share: Array
+    wiring: Array = field(default_factory=lambda: np.zeros(()))
+
+    def within(self, local: Array) -> Array:
+        """Bytes a second of one chip to ``local`` chips of its domain, itself among them, over the links there are."""
+        others = np.maximum(np.minimum(local, self.domain), 2.0)
+        share = np.where(self.wiring == WIRINGS.index("mesh"), (others - 1) / np.maximum(self.domain - 1, 1.0), 1.0)
+        edges = np.log2(others) / np.log2(np.maximum(self.domain, 2.0))
+        rate: Array = self.link_bytes_per_s * np.where(self.wiring == WIRINGS.index("cube"), edges, share)
+        return rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +67,9 @@ def gather_s(size: Array, group: Group, links: Links) -> Array:
     domains = np.ceil(group.ranks / local)
     # Between domains, as many ports carry the ring as the group has ranks in a domain.
     outside = np.where(domains > 1, 1 / (links.network_bytes_per_s * local), 0.0)
-    inside = np.where(local > 1, 1 / links.link_bytes_per_s, 0.0)
+    inside = np.where(local > 1, 1 / links.within(local), 0.0)
     share = (group.ranks - 1) / group.ranks
-    steps = (local - 1) * links.link_latency_s + (domains - 1) * links.network_latency_s
+    steps = (group.ranks - domains) * links.link_latency_s + (domains - 1) * links.network_latency_s
     seconds: Array = size * share * np.maximum(inside, outside) + steps
     return seconds
 
@@ -64,8 +79,10 @@ def relay_s(size: Array, group: Group, links: Links) -> Array:
 
     One rank of a domain hands on to another domain, through its own port, and all wait for it (Liu 2023).
     """
-    is_wide = group.ranks > group.local(links.domain)
-    slowest = np.where(is_wide, np.minimum(links.link_bytes_per_s, links.network_bytes_per_s), links.link_bytes_per_s)
+    local = group.local(links.domain)
+    is_wide = group.ranks > local
+    near = links.within(local)
+    slowest = np.where(is_wide, np.minimum(near, links.network_bytes_per_s), near)
     latency = np.where(is_wide, np.maximum(links.link_latency_s, links.network_latency_s), links.link_latency_s)
     seconds: Array = (group.ranks - 1) * (size / group.ranks / slowest + latency)
     return seconds
@@ -74,13 +91,15 @@ def relay_s(size: Array, group: Group, links: Links) -> Array:
 def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
     """Seconds in which the group sums ``size`` bytes that every rank has: reduce-scatter, then gather.
 
-    Over many domains a tree takes the place of the ring: latency grows with the logarithm.
+    Over many domains a tree takes the place of the ring: a chain in each domain, and between domains latency grows with
+    the logarithm.
     """
     local = group.local(links.domain)
     domains = np.ceil(group.ranks / local)
     ring = 2 * gather_s(size, group, links)
-    saved = 2 * (domains - 1 - 2 * np.ceil(np.log2(np.maximum(domains, 1.0)))) * links.network_latency_s
-    seconds: Array = ring - np.maximum(saved, 0.0)
+    within = (group.ranks - domains - (local - 1)) * links.link_latency_s
+    between = (domains - 1 - 2 * np.ceil(np.log2(np.maximum(domains, 1.0)))) * links.network_latency_s
+    seconds: Array = ring - 2 * np.maximum(within + between, 0.0)
     return seconds
 
 
@@ -89,7 +108,7 @@ def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
     local = group.local(links.domain)
     part = size / group.ranks
     outside = part * (group.ranks - local) / links.network_bytes_per_s
-    inside = part * (local - 1) / links.link_bytes_per_s
+    inside = part * (local - 1) / links.within(local)
     steps = (local - 1) * links.link_latency_s + np.where(group.ranks > local, links.network_latency_s, 0.0)
     return np.maximum(inside, outside) + steps
 
@@ -103,7 +122,7 @@ def dispatch_s(size: Array, copies: Array, group: Group, links: Links) -> Array:
     domains = np.ceil(group.ranks / local)
     visited = domains * (1 - (1 - 1 / domains) ** copies)
     outside = size * visited * (domains - 1) / domains / links.network_bytes_per_s
-    inside = size * copies * (local - 1) / local / links.link_bytes_per_s
+    inside = size * copies * (local - 1) / local / links.within(local)
     steps = (local - 1) * links.link_latency_s + np.where(domains > 1, links.network_latency_s, 0.0)
     seconds: Array = np.maximum(inside, outside) + steps
     return seconds
@@ -112,5 +131,5 @@ def dispatch_s(size: Array, copies: Array, group: Group, links: Links) -> Array:
 def send_s(size: Array, stride: Array, links: Links) -> Array:
     """Seconds in which a rank sends ``size`` bytes to the rank ``stride`` chips away."""
     is_near = stride < links.domain
-    rate = links.send_share * np.where(is_near, links.link_bytes_per_s, links.network_bytes_per_s)
+    rate = links.send_share * np.where(is_near, links.within(np.asarray(2.0)), links.network_bytes_per_s)
     return size / rate + np.where(is_near, links.link_latency_s, links.network_latency_s)

@@ -28,9 +28,9 @@ class Network:
     source: str
 
 
-def _ports(gbit_per_s: float, source: str, chips: int = 1) -> Network:
+def _ports(gbit_per_s: float, source: str, chips: int = 1, topology: Topology = "switched") -> Network:
     """One port for so many chips."""
-    return Network(bytes_per_s=gbit_per_s * GBIT_PER_S / chips, source=source)
+    return Network(bytes_per_s=gbit_per_s * GBIT_PER_S / chips, topology=topology, source=source)
 
 
 def _pod(gbit_per_s: float, chips: int, source: str) -> Network:
@@ -38,13 +38,13 @@ def _pod(gbit_per_s: float, chips: int, source: str) -> Network:
     return Network(bytes_per_s=gbit_per_s * GBIT_PER_S / chips, topology="torus", source=source)
 
 
-_DGX1 = _ports(100, "DGX-1: 4 x 100 Gb/s for 8 chips", chips=2)
+_DGX1 = _ports(100, "DGX-1: 4 x 100 Gb/s for 8 chips, hybrid cube mesh", chips=2, topology="cube")
 _DGX_A100 = _ports(200, "DGX A100: 8 x 200 Gb/s")
 _DGX_H100 = _ports(400, "DGX H100: 8 x 400 Gb/s")
 _V100_CARD = _ports(100, "assumed: 100 Gb/s for two cards", chips=2)
 _A100_CARD = _ports(200, "assumed: 200 Gb/s for two cards", chips=2)
 _H100_CARD = _ports(400, "assumed: 400 Gb/s for two cards", chips=2)
-_MI300X = _ports(400, "usual node: 8 x 400 Gb/s")
+_MI300X = _ports(400, "usual node: 8 x 400 Gb/s, a link from each chip to each other", topology="mesh")
 _HOST_OF_8 = _pod(200, 8, "scaling-book: 25 GB/s a host of 8 chips")
 _HOST_OF_4 = _pod(200, 4, "scaling-book: 25 GB/s a host of 4 chips")
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from superstep.cost.closed.layout import RECOMPUTE
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
 from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.ties import Simplicity, first_of, simplicity
 from superstep.planner.verify import Verified, verified
 
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
 """The fields in which a neighbour differs."""
-
-ALIKE = 0.002
-"""Of a step: no formula tells plans that are nearer to each other apart."""
-LESS = 0.05
-"""Of the memory: of plans alike the one that takes so much less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +66,26 @@ def neighbours(best: Verified, known: Sequence[Verified] = ()) -> Iterator[Neigh
 
 
 def improved(
-    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 3
+    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4
 ) -> tuple[Verified, tuple[Neighbour, ...]]:
     """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
 
-    The search ranks by the closed form; a program may turn out faster than that of the best, or as fast in less memory.
+    The search ranks by the closed form; a program may turn out faster than that of the best. Of all that were seen and
+    are tied with the fastest the simplest is taken.
     """
     found = tuple(neighbours(best, known))
-    better = [each for each in found if _is_better(each, best)]
-    if rounds and better:
-        return improved(min(better, key=lambda each: each.slower).plan, known, rounds=rounds - 1)
-    return best, found
+    near = [best, *known, *(each.plan for each in found)]
+    chosen = near[first_of([each.step_s for each in near], [simplicity_of(each) for each in near])]
+    if chosen.run.plan == best.run.plan or not rounds:
+        return best, found
+    return improved(chosen, near, rounds=rounds - 1)
 
 
-def _is_better(each: Neighbour, best: Verified) -> bool:
-    is_alike, spares = abs(each.slower) < ALIKE, each.spared_bytes / best.memory_bytes
-    return spares > LESS if is_alike else each.slower < 0
+def simplicity_of(plan: Verified) -> Simplicity:
+    """How simple a plan is among those that are as fast."""
+    mesh, full = plan.run.plan.mesh, plan.run.plan
+    share = plan.memory_bytes / plan.found.side.problem.memory_bytes
+    return simplicity((mesh.tp, mesh.pp, mesh.cp, mesh.ep), RECOMPUTE.index(full.recompute), share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

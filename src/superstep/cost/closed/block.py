@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.cost.closed.decoder_size import ROTATED, Decoder
-from superstep.cost.closed.kernels import attention_s, linear_s
+from superstep.cost.closed.kernels import attention_s, linear_s, windowed
 from superstep.cost.closed.layout import Layout
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.stack import Stack
@@ -65,14 +65,17 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     inner = heads * model.head_dim
     products = _projections(model, layout, tokens, heads, kv_heads, rates)
     core = attention_s(
-        layout.microbatch,
-        heads,
+        layout.microbatch * heads,
         model.sequence_tokens / layout.cp,
         model.sequence_tokens,
         model.head_dim,
         rates,
         stack,
+        1 - model.windowed_layers * (1 - windowed(model.window, model.sequence_tokens)),
     )
+    # Cut into runs of neighbours, the last rank sees nearly all keys, and all wait for it (Brandon 2023).
+    uneven = np.where((stack.balances_context > 0) | (layout.is_ulysses > 0), 1.0, 2 - 1 / layout.cp)
+    core = (core[0] * uneven, core[1] * uneven)
     width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
     moved = _moved(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
     kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
@@ -209,4 +212,5 @@ def _experts(
     plain = all_to_all_s(E * rows * model.width, group, rates.links)
     once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
     exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain) / rates.exchange_share, 0.0)
+    exchange = exchange * (1 - stack.overlap_experts)
     return [*grouped, *beside, router], moved, exchange  # type: ignore[list-item]

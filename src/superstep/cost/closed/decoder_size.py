@@ -42,6 +42,7 @@ class Decoder:
         imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
         rotates: 1 where queries and keys turn with their position; 0 where positions are learned or biased.
         frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
+        window, windowed_layers: tokens that a token sees in such a share of the layers; in the others all before it.
     """
 
     layers: Array
@@ -67,6 +68,8 @@ class Decoder:
     qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
     imbalance: Array = field(default_factory=lambda: np.ones(()))
     rotates: Array = field(default_factory=lambda: np.ones(()))
+    window: Array = field(default_factory=lambda: np.zeros(()))
+    windowed_layers: Array = field(default_factory=lambda: np.zeros(()))
 
     @property
     def attention_parameters(self) -> Array:
@@ -142,4 +145,6 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         query_rank=array(0),
         key_rank=array(0),
         frozen=array(0),
+        window=array(shape.window or 0),
+        windowed_layers=array(shape.window is not None),
     )

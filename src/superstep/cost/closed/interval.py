@@ -7,7 +7,7 @@ it is of, its sources, its clusters and its framework's name (``python -m bench.
 from __future__ import annotations
 
 SHARE = 0.8
-WHOLE = 1.18
+WHOLE = 1.17
 """Where the whole plan is stated."""
 OPEN = 1.24
 """Where the microbatch or what is computed again is not."""

@@ -16,6 +16,22 @@ from superstep.hardware.units import Array
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
 """Rows and columns of a tile, and its rate against the largest: a small tile reads more for each operation."""
 
+ALIGNED = 8.0
+"""Numbers of 16 bits in the 16 bytes that tensor cores load at once."""
+UNALIGNED = 0.17
+"""Rate of attention's products where a head's rows do not begin at multiples of these: cuBLAS takes kernels without
+tensor cores, whose peak is a quarter (78 of an A100's 312 TFLOP/s). With it steps reach 0.62 to 0.75 of those of even
+heads, as published ones do."""
+
+WHOLE = np.ones(())
+
+
+def windowed(window: Array, keys: Array) -> Array:
+    """Of the pairs of a query and an earlier key, the share that a sliding window leaves; 0 stands for no window."""
+    part = np.where(window > 0, np.minimum(window / keys, 1.0), 1.0)
+    share: Array = part * (2 - part)
+    return share
+
 
 def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: Rates) -> Array:
     """Seconds of one product [rows, inner] x [inner, columns] in 16 bits, at the best tile for its shape."""
@@ -43,23 +59,38 @@ def linear_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rate
 
 
 def attention_s(
-    sequences: Array, heads: Array, queries: Array, keys: Array, head_dim: Array, rates: Rates, stack: Stack
+    heads: Array,
+    queries: Array,
+    keys: Array,
+    head_dim: Array,
+    rates: Rates,
+    stack: Stack,
+    seen: Array = WHOLE,
 ) -> tuple[Array, Array]:
     """Seconds of causal attention, forward and backward.
 
-    Fused kernels skip the masked half and keep no scores (Dao 2022); their backward computes the scores again: five
+    Fused kernels skip what is masked and keep no scores (Dao 2022); their backward computes the scores again: five
     products for two. Others compute the whole square and move it: bytes for each score below.
+
+    Args:
+        heads: of all sequences of a microbatch, on one rank.
+        queries, keys, head_dim: there.
+        rates, stack: of the machine and the software.
+        seen: share of the causal half that a window leaves (``windowed``).
     """
-    square = sequences * heads * queries * keys
-    # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head.
-    fused = 2 * square * head_dim / rates.peak_half_flops_per_s
+    square = heads * queries * keys
+    # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head. Fused
+    # kernels are built for heads of multiples of 8; others are filled up.
+    even = np.ceil(head_dim / ALIGNED) * ALIGNED
+    fused = 2 * seen * square * even / rates.peak_half_flops_per_s
     # Kernels are built for heads of 128; of 64 they reach about three quarters (Dao 2023, fig. 4 to 6). The first ones
     # were built for 64, and are as fast there.
     is_first = stack.attention == ATTENTION.index("flash-1")
     narrow = np.where(is_first, 1.0, np.clip(head_dim / 128, 0.25, 1.0) ** 0.35)
     forward_s = fused / (rates.attention_forward * narrow)
     backward_s = 2.5 * fused / (rates.attention_backward * narrow)
-    whole = 4 * square * head_dim / (rates.half_flops_per_s * 0.65)
+    fit = np.where(even == head_dim, 1.0, UNALIGNED)
+    whole = 4 * square * head_dim / (rates.half_flops_per_s * 0.65 * fit)
     is_eager = stack.attention == ATTENTION.index("eager")
     read = np.where(is_eager, 34.0, 13.0) * square / rates.memory_bytes_per_s
     back = np.where(is_eager, 46.0, 19.0) * square / rates.memory_bytes_per_s

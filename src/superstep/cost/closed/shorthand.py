@@ -170,8 +170,9 @@ UNKNOWN: tuple[Shorthand, ...] = (
     Shorthand(
         words="",
         since=2024.0,
-        software=Software(holds=_COMPILED),
-        source="Nothing is known: fused and overlapped, as today's software is.",
+        software=Software(gradient_bytes=2, bucket_bytes=25e6, bucket_bytes_per_rank=0, holds=_COMPILED),
+        source="Nothing is known: fused and overlapped, as today's software is. Most of those above reduce in 16 bits, "
+        "and buckets grow with the ranks in Megatron Core's alone; torch's are of 25 MB (bucket_cap_mb).",
     ),
     Shorthand(
         words="",

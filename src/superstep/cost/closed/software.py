@@ -20,7 +20,7 @@ from superstep.cost.closed.stack import ATTENTION, Stack
 from superstep.errors import ConfigError
 from superstep.hardware.chip import Rate
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.collectives import Links
+from superstep.hardware.collectives import WIRINGS, Links
 
 T = TypeVar("T")
 Attention = Literal["eager", "fused-softmax", "flash-1", "flash-2", "flash-3"]
@@ -43,6 +43,8 @@ class Software:
         bucket_bytes_per_rank: by which it grows with these ranks, where that is more.
         overlaps_data: gradients and parameters move beside compute.
         overlaps_tensor: tensor-parallel traffic and transfers between stages do.
+        overlaps_experts: the exchange of experts' tokens runs beside another microbatch's compute (DualPipe).
+        balances_context: context-parallel ranks have early and late tokens, so that causal attention is even.
         sends_once: a token goes once to a domain, however many of its experts are there.
         holds: what it keeps in memory.
     """
@@ -58,6 +60,8 @@ class Software:
     bucket_bytes_per_rank: float = 2e6
     overlaps_data: bool = True
     overlaps_tensor: bool = False
+    overlaps_experts: bool = False
+    balances_context: bool = True
     sends_once: bool = False
     holds: Holding = MEGATRON
 
@@ -126,6 +130,7 @@ def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rate
             network_bytes_per_s=array(cluster.network_bytes_per_s * efficiency["network"] / cluster.oversubscription),
             network_latency_s=array(efficiency["hop_s"]),
             send_share=array(efficiency["send"]),
+            wiring=array(WIRINGS.index(cluster.topology) if cluster.topology in WIRINGS else 0),
         ),
     )
 
@@ -146,6 +151,8 @@ def _stack(software: Software, efficiency: Efficiency) -> Stack:
         # Eager code waits for each collective; fused layers reduce the input's gradient beside the weight's product.
         overlap_tensor=array(efficiency[tensor] if software.has_fused_kernels or software.overlaps_tensor else 0.0),
         overlap_pipeline=array(efficiency["hidden.transfers"] if software.overlaps_tensor else 0.0),
+        overlap_experts=array(efficiency["hidden.experts"] if software.overlaps_experts else 0.0),
         eager=array(efficiency["eager"]),
+        balances_context=array(software.balances_context),
         sends_once=array(software.sends_once),
     )

@@ -26,6 +26,8 @@ class Stack:
         overlap_tensor: share of the tensor-parallel traffic that may.
         overlap_pipeline: share of the transfers between stages that may.
         eager: what unfused operations move, over what their definition says.
+        overlap_experts: share of the exchange of experts' tokens that runs beside compute.
+        balances_context: 1 where context-parallel ranks have early and late tokens, so that each does as much.
         sends_once: 1 where a token goes once to a domain, however many of its experts are there.
     """
 
@@ -41,5 +43,7 @@ class Stack:
     overlap_data: Array
     overlap_tensor: Array
     overlap_pipeline: Array
+    overlap_experts: Array
     eager: Array
+    balances_context: Array
     sends_once: Array
