@@ -1,74 +1,106 @@
 """Intervals: how wide 80% are, from the residuals of stacks that nothing was learned from.
 
-A row's class says what is known of it: whether its plan is complete, whether its software is known. A large table
-counts for more than a small one, but not by its rows: the interval is for the next stack. What is less known is never
-given a narrower one.
+What is known of a row decides the shape (``cost.closed.interval.Spread``): the share of its step that is traffic,
+whether its plan is stated whole, whether it is a mixture. A large table counts for more than a small one, but not by
+its rows: the interval is for the next stack. Rows that are averages of whole runs, or rounded, tell nothing of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import minimize
 
-from bench.published_rows import IsNamed, Row, number
+from bench.published_rows import Row, number
+from superstep.cost.closed.estimate import Estimate
+from superstep.cost.closed.interval import SHARE, Spread
 from superstep.hardware.units import Array
 
-SHARE = 0.8
-WEIGHT = -0.1
+WEIGHT = -0.4
 """A row weighs by its stack's rows to this power: 0 is by rows, -1 by stacks."""
-FEWEST = 3
-"""A class with rows of fewer stacks takes the width of all rows."""
+USUAL = -2.5
+"""Of a part's logarithm before it is fitted, as loosely held as ``HELD``."""
+HELD = 0.002
+TRAFFIC = ("tensor_s", "context_s", "experts_s", "transfers_s", "data_s")
 
 
-def kind(row: Row, *, is_known: bool) -> str:
-    """What is known of a row."""
-    is_open = row["recompute"].startswith(("unknown", "recipe")) or not number(row, "mbs") or row["trust"] == "C"
-    return _name(is_open=is_open, is_known=is_known)
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of rows beforehand: columns of one length."""
+
+    traffic: Array
+    is_open: Array
+    is_mixture: Array
+
+    @property
+    def columns(self) -> Array:
+        """[rows, 4], the first for every row."""
+        return np.stack([np.ones_like(self.traffic), self.traffic, self.is_open, self.is_mixture], axis=1)
+
+    def where(self, mask: Array) -> Known:
+        """Some of the rows."""
+        return Known(self.traffic[mask], self.is_open[mask], self.is_mixture[mask])
 
 
-def _name(*, is_open: bool, is_known: bool) -> str:
-    return f"{'open' if is_open else 'whole'} plan, {'known' if is_known else 'unknown'} software"
+def known(rows: Sequence[Row], parts: Estimate) -> Known:
+    """Of each row, with the parts of its predicted step."""
+    traffic: Array = sum((getattr(parts, name) for name in TRAFFIC), np.zeros(len(rows))) / parts.step_s
+    is_open = [
+        row["recompute"].startswith(("unknown", "recipe")) or not number(row, "mbs") or row["trust"] == "C"
+        for row in rows
+    ]
+    is_mixture = [number(row, "n_experts") > 0 for row in rows]
+    return Known(traffic, np.array(is_open, dtype=float), np.array(is_mixture, dtype=float))
 
 
-def kinds(rows: Sequence[Row], is_known: IsNamed) -> list[str]:
-    """Of each row."""
-    return [kind(row, is_known=is_known(row)) for row in rows]
+def spread(deviations: Array, stacks: Sequence[str], told: Known) -> Spread:
+    """The interval that holds ``SHARE`` of the deviations: logarithms of published over predicted seconds.
+
+    The shape makes the deviations, taken as Laplace's, likeliest; the two widths are quantiles of what is left of them.
+    """
+    weights = weights_of(stacks)
+    squares = told.columns**2
+
+    def unlikely(logs: Array) -> float:
+        scale = np.sqrt(squares @ np.exp(2 * logs))
+        return float(
+            (weights * (np.log(scale) + np.abs(deviations) / scale)).sum() + HELD * ((logs - USUAL) ** 2).sum()
+        )
+
+    shape = np.exp(minimize(unlikely, np.full(squares.shape[1], USUAL), method="L-BFGS-B").x)
+    scaled = deviations / np.sqrt(squares @ shape**2)
+    low, high = (quantile(scaled, weights, share) for share in ((1 - SHARE) / 2, (1 + SHARE) / 2))
+    plain, traffic, unstated, mixture = (float(part * high) for part in shape)
+    return Spread(plain=plain, traffic=traffic, unstated=unstated, mixture=mixture, below=-low / high)
 
 
-def width(deviations: Array, stacks: Sequence[str]) -> float:
-    """The half-width in logarithms that holds so many of the deviations."""
+def weights_of(stacks: Sequence[str]) -> Array:
+    """Of rows, adding up to 1."""
     names, places = np.unique(np.asarray(stacks), return_inverse=True)
-    counts = np.bincount(places, minlength=len(names))
-    weights = counts[places] ** WEIGHT
-    order = np.argsort(np.abs(deviations))
-    share = np.cumsum(weights[order]) / weights.sum()
-    return float(np.abs(deviations)[order][np.searchsorted(share, SHARE)])
+    weights: Array = np.bincount(places, minlength=len(names))[places] ** WEIGHT
+    return weights / weights.sum()
 
 
-def widths(deviations: Array, stacks: Sequence[str], classes: Sequence[str]) -> dict[str, float]:
-    """Of each class, and of all rows under the empty name."""
-    found = {"": width(deviations, stacks)}
-    for each in dict.fromkeys(classes):
-        own = np.array([name == each for name in classes])
-        theirs = [stack for stack, mine in zip(stacks, own, strict=True) if mine]
-        if len(set(theirs)) >= FEWEST:
-            found[each] = width(deviations[own], theirs)
-    for is_open, is_known in ((False, True), (False, False), (True, True), (True, False)):
-        less = [_name(is_open=is_open, is_known=True), _name(is_open=False, is_known=is_known)]
-        mine = _name(is_open=is_open, is_known=is_known)
-        found[mine] = max([found.get(mine, found[""]), *(found[each] for each in less if each in found)])
-    return found
+def quantile(values: Array, weights: Array, share: float) -> float:
+    """The value below which so much of the weight lies."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][np.searchsorted(below, share)])
 
 
-def covered(deviations: Array, stacks: Sequence[str], classes: Sequence[str]) -> Array:
+def is_inside(deviations: Array, told: Known, found: Spread) -> Array:
+    """Whether each row lies within its interval."""
+    width = found.upwards(told.traffic, told.is_open, told.is_mixture)
+    return (deviations <= width) & (deviations >= -found.below * width)
+
+
+def covered(deviations: Array, stacks: Sequence[str], told: Known) -> Array:
     """Whether each row lies in the interval that the other stacks' residuals give it."""
     names, inside = np.asarray(stacks), np.zeros(len(deviations), dtype=bool)
     for stack in dict.fromkeys(stacks):
         mine = names == stack
-        others = [name for name in stacks if name != stack]
-        theirs = [each for each, own in zip(classes, mine, strict=True) if not own]
-        found = widths(deviations[~mine], others, theirs)
-        for place in np.flatnonzero(mine):
-            inside[place] = abs(deviations[place]) <= found[classes[place]]
+        found = spread(deviations[~mine], [name for name in stacks if name != stack], told.where(~mine))
+        inside[mine] = is_inside(deviations[mine], told.where(mine), found)
     return inside

@@ -6,6 +6,7 @@ Where it does not, it is read as reserved, and in GiB, as programs print it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from bench.published_interval import quantile, weights_of
 from bench.published_rows import IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
 from superstep.cost.closed.decoder_size import Decoder, array
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.closed.interval import SHARE
 from superstep.cost.closed.layout import RECOMPUTE, Layout
 from superstep.cost.closed.software import price_of, stacked
 from superstep.cost.closed.software_memory import Keeping, keeping_of
@@ -44,6 +47,13 @@ class Held:
             is_fitting(self.found, self.layout, self.memory_bytes, is_planned=each) for each in (True, False)
         )
         return np.where(self.is_planned, array(planned), array(allocated))
+
+    @property
+    def share(self) -> Array:
+        """Of its chip's memory, all that each takes, with what no allocator counts."""
+        beside = CONTEXT_BYTES + np.where(self.layout.world > 1, COMMUNICATOR_BYTES, 0.0)
+        taken: Array = (np.broadcast_to(self.found.reserved, (len(self.rows),)) + beside) / self.memory_bytes
+        return taken
 
     @property
     def reported(self) -> Array:
@@ -123,11 +133,12 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Layouts, whether they were out of memory, and whether we say so."""
+    """Layouts, whether they were out of memory, whether we say so, and which share of it we say they take."""
 
     rows: Sequence[Row]
     published: Array
     predicted: Array
+    share: Array
 
     def of(self, mask: Array) -> str:
         """Layouts, those out of memory, wrongly refused, wrongly let through, the share that is right."""
@@ -156,8 +167,37 @@ def labels_of(rows: Sequence[Row], is_named: IsNamed = everyone) -> Labels:
     told = [leanest(row) for row in rows if row["oom"] == "1" or row["step_time_s"]]
     held = hold(told, is_named) if told else None
     if held is None:
-        return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
-    return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0)
+        return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool), np.zeros(0))
+    return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0, held.share)
+
+
+def by_share(labels: Labels) -> list[dict[str, float]]:
+    """How many layouts were out of memory, by the share of it that they were predicted to take."""
+    edges = (0.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1e9)
+    found = []
+    for low, high in itertools.pairwise(edges):
+        mine = (labels.share >= low) & (labels.share < high)
+        if mine.any():
+            out = int(labels.published[mine].sum())
+            found.append({"from": low, "to": min(high, 9.0), "rows": int(mine.sum()), "out": out})
+    return found
+
+
+def peaks_interval(peaks: Peaks) -> tuple[float, float, float]:
+    """Factors that hold 80% of the peaks, and the share of them that those of the other stacks hold."""
+    ratios, stacks = peaks.published / peaks.predicted, np.array([row["leak_group"] for row in peaks.rows])
+    if not len(ratios):
+        return float("nan"), float("nan"), float("nan")
+    inside = np.zeros(len(ratios), dtype=bool)
+    for stack in set(stacks.tolist()) if len(set(stacks.tolist())) > 1 else ():
+        low, high = _factors(ratios[stacks != stack], stacks[stacks != stack])
+        inside[stacks == stack] = (ratios[stacks == stack] >= low) & (ratios[stacks == stack] <= high)
+    return (*_factors(ratios, stacks), float(inside.mean()))
+
+
+def _factors(ratios: Array, stacks: npt.NDArray[np.str_]) -> tuple[float, float]:
+    weights = weights_of(stacks.tolist())
+    return quantile(ratios, weights, (1 - SHARE) / 2), quantile(ratios, weights, (1 + SHARE) / 2)
 
 
 def print_peaks(peaks: Peaks) -> None:

@@ -13,9 +13,6 @@ from superstep.hardware.units import Array
 from superstep.planner.ties import Simplicity, first_of, simplicity
 
 STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")
-KEPT = 0.35
-"""Of what one calibration row says, the share that is believed: rows of one stack differ among themselves more than
-stacks do, so most of a single row's deviation is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +100,3 @@ def spearman(first: Array, second: Array) -> float:
         return np.array([np.mean(np.flatnonzero(np.sort(values) == value)) for value in values])
 
     return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
-
-
-def calibrated(scored: Scored) -> tuple[int, float, float]:
-    """Rows, median and 90th percentile of the error after one other row of the same stack was seen.
-
-    One factor for a stack, believed as far as ``KEPT`` says. Every other row is the one that was seen, in turn, and all
-    these errors count, those of one row together as much as a row does.
-    """
-    stacks: dict[tuple[str, str, str], list[int]] = {}
-    for place, row in enumerate(scored.rows):
-        stacks.setdefault((row["source"], row["framework"], row["gpu"]), []).append(place)
-    errors, weights = [], []
-    for places in stacks.values():
-        ratio = scored.predicted_s[places] / scored.published_s[places]
-        seen = np.abs(ratio[:, None] / ratio[None, :] ** KEPT - 1)
-        others = ~np.eye(len(places), dtype=bool) if len(places) > 1 else np.ones((1, 1), dtype=bool)
-        errors.append(seen[others] if len(places) > 1 else np.abs(ratio - 1))
-        weights.append(np.full(errors[-1].shape, 1 / max(len(places) - 1, 1)))
-    if not errors:
-        return 0, float("nan"), float("nan")
-    each, weight = np.concatenate(errors), np.concatenate(weights)
-    order = np.argsort(each)
-    share = np.cumsum(weight[order]) / weight.sum()
-    median, ninth = (float(each[order][np.searchsorted(share, q)]) for q in (0.5, 0.9))
-    return len(scored.rows), median, ninth

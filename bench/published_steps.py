@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -57,6 +58,14 @@ class Steps:
         priced = [price_of(cluster, software, efficiency) for cluster, software in self._kinds]
         rates, stack = stacked([pair[0] for pair in priced]), stacked([pair[1] for pair in priced])
         return estimate(self._decoders, self._layouts, taken(rates, self._kind), taken(stack, self._kind))
+
+    def parts(self, efficiency: Efficiency) -> Estimate:
+        """Each row's step at its best reading, by part."""
+        seconds, found = self._readings_s(efficiency), self.estimates(efficiency)
+        order = np.lexsort((seconds, self._owner))
+        best = order[np.searchsorted(self._owner[order], np.arange(len(self.rows)))]
+        each = {part.name: np.broadcast_to(getattr(found, part.name), seconds.shape)[best] for part in fields(Estimate)}
+        return Estimate(**each)
 
     def seconds(self, efficiency: Efficiency) -> Array:
         """Each row's step at its best reading."""

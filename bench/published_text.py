@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.published_memory import Labels, Peaks
+from bench.published_memory import Labels, Peaks, by_share, peaks_interval
 from bench.published_score import Scored, Sweep, summary
+from superstep.cost.closed.interval import Spread
 from superstep.hardware.units import Array
 
 Line = tuple[int, float, float]
@@ -21,14 +22,12 @@ class Intervals:
     """80% intervals of rows whose stacks were left out.
 
     Attributes:
-        classes: of each row.
-        widths: of each class, in logarithms; of all rows under the empty name.
+        spread: what makes one wide.
         inside: whether each row lies in the one that the other stacks give it.
         by_stack: of each stack's rows, the share that does.
     """
 
-    classes: Sequence[str]
-    widths: Mapping[str, float]
+    spread: Spread
     inside: Array
     by_stack: Mapping[str, float]
 
@@ -87,7 +86,9 @@ def write(path: str, result: Result) -> None:
         "summary": {name: _line(line) for name, line in result.lines.items()},
         "refused": [{"row_id": name, "why": why} for name, why in result.refused],
         "memory": _memory(result.peaks),
+        "memory_interval": dict(zip(("low", "high", "covered"), peaks_interval(result.peaks), strict=True)),
         "fits": _fits(result.labels),
+        "fits_by_share": by_share(result.labels),
         **_left_out(result),
         "sources": _sources(result.ours),
         "sources_left_out": _sources(result.left_out) if result.left_out else {},
@@ -128,7 +129,7 @@ def _left_out(result: Result) -> dict[str, object]:
         "intervals": {
             "covered": float(inside.inside.mean()),
             "by_stack": inside.by_stack,
-            "widths": dict(inside.widths),
+            "spread": asdict(inside.spread),
         },
     }
 

@@ -74,11 +74,12 @@ def _fits() -> str:
         f"Where a stack's own name is not known it is {unknown['right']:.1%}, with {unknown['false_alarms']} and "
         f"{unknown['missed']}. In {len(out)} sweeps of one model on one cluster, left out, the median rank correlation "
         f"of predicted and published step times is {_median(out, 'spearman'):.2f} ({_mean(out, 'spearman'):.2f} in the "
-        f"mean), and the plan predicted to be fastest is {_mean(out, 'loss'):.1%} slower in the mean than the fastest "
-        f"published one; fitted, {_median(sweeps, 'spearman'):.2f} and {_mean(sweeps, 'loss'):.1%}. 80% intervals, "
-        f"each from the other stacks' residuals, hold {inside['covered']:.1%} of the rows left out, and "
-        f"{sum(stacks) / len(stacks):.1%} of them in the mean over stacks: a small stack is more often outside than a "
-        f"row of a large table."
+        f"mean), and the plan that is taken, of those within 2% the simplest, is {_mean(out, 'loss'):.1%} slower in "
+        f"the mean than the fastest published one; fitted, {_median(sweeps, 'spearman'):.2f} and "
+        f"{_mean(sweeps, 'loss'):.1%}. 80% intervals, each from the other stacks' residuals, hold "
+        f"{inside['covered']:.1%} of the rows left out, and {sum(stacks) / len(stacks):.1%} of them in the mean over "
+        "stacks: a small stack is more often outside than a row of a large table. Those of peak memory hold "
+        f"{told['memory_interval']['covered']:.1%}, where names are known."
     )
 
 
@@ -119,6 +120,15 @@ def _reason(why: str) -> str:
     return "dp·tp·pp·cp is not the number of chips" if "n_gpus" in why and "·pp·" in why else why
 
 
+def _shares() -> str:
+    rows = [
+        (f"{each['from']:.0%} to {each['to']:.0%}" if each["to"] < 2 else "more", str(each["rows"]),
+         str(each["out"]), _percent(each["out"] / each["rows"]))
+        for each in _told()["fits_by_share"]
+    ]  # fmt: skip
+    return table(("predicted to take of the memory", "layouts", "out of memory", "share"), rows)
+
+
 PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "constants": _constants,
     "published accuracy": _accuracy,
@@ -126,4 +136,5 @@ PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "published fits": _fits,
     "published ablations": _ablations,
     "published refused": _refused,
+    "published shares": _shares,
 }

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from bench.published import main
+from bench.published_calibrated import calibrated
 from bench.published_fit import refit, slopes_of
-from bench.published_interval import covered, widths
+from bench.published_interval import Known, covered, is_inside, spread
 from bench.published_left_out import named_without, seconds, unseen
 from bench.published_memory import labels_of, peaks_of
 from bench.published_refused import kept, refusal
 from bench.published_rivals import calculon, constant_fraction
 from bench.published_rows import DATA, is_timed, known_of, number, read_rows, readings, software_of, year_of
-from bench.published_score import KEPT, Scored, calibrated, is_judged, ranked, spearman, summary
+from bench.published_score import Scored, is_judged, ranked, spearman, summary
 from bench.published_steps import Steps
 from superstep.cost.closed import interval
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import DataError
+from superstep.planner.calibrate_row import NOISE, believed, narrowing
 
 ALL = [row for table in ("runs.csv", "runs_2.csv") for row in read_rows(DATA / table)]
 ROWS, REFUSED = kept(ALL)
@@ -98,19 +100,49 @@ def test_layouts_that_did_not_fit_are_told_from_those_that_did():
     assert 0.3 < labels.published[: len(labels.rows)].mean() < 0.7
 
 
-def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(judged):
-    assert calibrated(judged)[1] <= 0.05
-    slow = judged.replaced(judged.predicted_s * 1.3)
-    assert calibrated(slow)[1] < 0.8 * summary(slow)[1]
+def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(steps, judged):
+    near = slopes_of(steps, np.zeros(len(FITTED.values)))
+    ours = Scored(steps.rows, np.array([number(each, "step_time_s") for each in steps.rows]), steps.seconds(FITTED))
+    slow = ours.replaced(ours.predicted_s * 1.3)
+    wrong = summary(slow.where(is_judged))[1]
+    found = {choice: calibrated(slow, near, choice) for choice in ("any", "middle", "alike")}
+    assert all(each.summary[1] < 0.6 * wrong for each in found.values())
+    assert found["alike"].summary[1] < found["any"].summary[1]
+    for each in found.values():
+        assert len(set(each.rows.tolist())) >= 0.95 * len(judged.rows)
+        assert (each.narrowed > 0.1).all()
+        assert (each.narrowed <= 1).all()
+        assert np.allclose(np.bincount(each.rows, each.weights)[np.unique(each.rows)], 1)
 
 
-def test_a_stack_is_calibrated_by_each_of_its_other_rows():
-    rows = [row(source="a", framework="x", gpu="A100"), row(source="a", framework="x", gpu="A100")]
-    pair = Scored(rows, np.array([1.0, 1.0]), np.array([1.0, 1.2]))
-    # The first is divided by 1.2 to the share that is believed, the second by nothing.
-    count, median, ninth = calibrated(pair)
-    assert (count, ninth) == (2, pytest.approx(0.2))
-    assert median == pytest.approx(1 - 1.2**-KEPT)
+def test_a_constant_is_believed_to_be_wrong_as_far_as_it_is_uncertain_and_bears_on_the_step():
+    variances = np.array([0.04, 0.0004, 0.04])
+    slopes = np.array([1.0, 1.0, 0.0])
+    share = believed(slopes, variances)
+    assert share == pytest.approx(np.array([0.04, 0.0004, 0]) / (0.0404 + NOISE**2))
+    # Nothing but noise is left of a plan that depends on the same; all of one that depends on another constant.
+    same, other = narrowing(slopes, np.stack([slopes, np.array([0.0, 0.0, 1.0])]), variances)
+    assert same == pytest.approx(np.sqrt(1 - (0.0404 / (0.0404 + NOISE**2)) ** 2))
+    assert other == 1
+
+
+def test_an_interval_is_as_wide_as_residuals_are_and_wider_where_less_is_known():
+    rng = np.random.default_rng(0)
+    traffic = rng.uniform(0, 0.5, 4000)
+    is_open, is_mixture = (rng.integers(0, 2, 4000).astype(float) for _ in range(2))
+    told = Known(traffic, is_open, is_mixture)
+    scale = np.sqrt(0.05**2 + (0.4 * traffic) ** 2 + (0.1 * is_mixture) ** 2)
+    drawn = rng.laplace(0, 1, 4000) * scale
+    # Slower than predicted is twice as far off.
+    deviations = np.where(drawn > 0, 2 * drawn, drawn)
+    stacks = [f"s{place % 8}" for place in range(4000)]
+    found = spread(deviations, stacks, told)
+    assert found.below == pytest.approx(0.5, abs=0.07)
+    assert found.traffic / found.plain == pytest.approx(8, rel=0.3)
+    assert found.mixture / found.plain == pytest.approx(2, rel=0.3)
+    assert found.unstated < 0.7 * found.plain
+    assert is_inside(deviations, told, found).mean() == pytest.approx(interval.SHARE, abs=0.02)
+    assert covered(deviations, stacks, told).mean() == pytest.approx(interval.SHARE, abs=0.02)
 
 
 def test_what_a_row_leaves_open_is_read_several_ways():
@@ -158,14 +190,24 @@ def test_the_committed_figures_are_those_of_the_constants_in_use(steps):
     assert told == pytest.approx(found)
 
 
-def test_the_planners_interval_is_that_of_published_steps_left_out():
-    told = json.loads(COMMITTED.read_text(encoding="utf-8"))["intervals"]
-    assert np.exp(told["widths"]["whole plan, known software"]) == pytest.approx(interval.WHOLE, abs=0.005)
-    assert np.exp(told["widths"]["open plan, known software"]) == pytest.approx(interval.OPEN, abs=0.005)
-    assert 0.75 <= told["covered"] <= 0.85
-    low, high = interval.around(10.0)
-    assert (low, high) == pytest.approx((10 / interval.WHOLE, 10 * interval.WHOLE))
-    assert interval.around(10.0, is_whole=False)[1] > high
+def test_the_planners_intervals_are_those_of_published_rows():
+    told = json.loads(COMMITTED.read_text(encoding="utf-8"))
+    assert told["intervals"]["spread"] == pytest.approx(asdict(interval.STEP), abs=0.002)
+    assert 0.75 <= told["intervals"]["covered"] <= 0.85
+    assert (told["memory_interval"]["low"], told["memory_interval"]["high"]) == pytest.approx(
+        interval.MEMORY, abs=0.005
+    )
+    out = {(each["from"], each["to"]): each["out"] / each["rows"] for each in told["fits_by_share"]}
+    assert out[(0.8, 0.85)] <= 1 - interval.SURE < out[(0.85, 0.9)]
+    assert interval.FULL == 0.85
+    plain, busy = (interval.around(10.0, traffic=share) for share in (0.0, 0.3))
+    assert plain[0] < 10 < plain[1]
+    assert busy[0] < plain[0]
+    assert busy[1] > plain[1]
+    mixture = interval.around(10.0, traffic=0.0, is_mixture=True)
+    assert mixture[1] > plain[1]
+    half = interval.around(10.0, traffic=0.0, narrowed=0.5)
+    assert np.log(half[1] / 10) == pytest.approx(np.log(plain[1] / 10) / 2)
 
 
 def test_the_frozen_predictions_were_made_without_what_was_published():
@@ -209,17 +251,13 @@ def test_a_constant_of_one_stack_is_marked_and_held_back(few):
     assert found["products.cdna"].rows == 0
 
 
-def test_an_interval_is_from_other_stacks_and_no_narrower_for_what_is_less_known():
+def test_an_interval_is_from_other_stacks():
     stacks = [name for name in "abcdefgh" for _ in range(50)]
-    classes = ["whole plan, known software" if name < "e" else "whole plan, unknown software" for name in stacks]
     deviations = np.random.default_rng(0).normal(scale=0.1, size=400)
-    found = widths(deviations, stacks, classes)
-    assert found[""] == pytest.approx(0.128, abs=0.02)
-    assert found["whole plan, known software"] <= found["whole plan, unknown software"]
-    assert found["open plan, unknown software"] >= found["whole plan, unknown software"]
-    assert covered(deviations, stacks, classes).mean() == pytest.approx(0.8, abs=0.05)
-    odd = np.where(np.array(stacks) == "h", 5.0, deviations)
-    assert not covered(odd, stacks, classes)[-50:].any()
+    told = Known(*(np.zeros(400) for _ in range(3)))
+    assert covered(deviations, stacks, told).mean() == pytest.approx(0.8, abs=0.05)
+    odd = np.where(np.array(stacks) == "h", 0.5, deviations)
+    assert not covered(odd, stacks, told)[-50:].any()
 
 
 def test_rivals_learn_from_other_stacks_or_are_read_from_a_file(judged, tmp_path):

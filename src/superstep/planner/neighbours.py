@@ -81,6 +81,15 @@ def improved(
     return improved(chosen, near, rounds=rounds - 1)
 
 
+def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
+    """The first of each kind: plans that cut the same axes are one kind, whatever their degrees."""
+    found: dict[tuple[bool, ...], Verified] = {}
+    for plan in plans:
+        mesh = plan.run.plan.mesh
+        found.setdefault(tuple(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)), plan)
+    return tuple(found.values())
+
+
 def simplicity_of(plan: Verified) -> Simplicity:
     """How simple a plan is among those that are as fast."""
     mesh, full = plan.run.plan.mesh, plan.run.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from superstep.cost.closed.interval import around, around_bytes
 from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.operation import Axis
 from superstep.cost.program.traffic import traffic
@@ -28,6 +29,7 @@ PARTS = {
     "optimizer": "optimizer_s",
 }
 """A name for each part of a step, in the order of a waterfall."""
+TRAFFIC = ("tensor traffic", "context traffic", "expert traffic", "transfers between stages", "data traffic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,41 +37,69 @@ class Figures:
     """A plan as a run.
 
     Attributes:
+        step_interval_s: in which the step lies at 80%.
         mfu: model FLOP/s over the chips' peak, in the convention of ``cost.program.work``.
+        memory_interval_bytes: in which the memory lies at 80%.
         headroom_bytes: what the plan leaves of the memory.
         run_s: for all tokens; None where nobody has told how many.
         energy_j: of the chips at their design power, for them.
         price: for them.
+        run_interval_s, price_interval: as the step's.
     """
 
     step_s: float
+    step_interval_s: tuple[float, float]
     tokens_per_s: float
     mfu: float
     memory_bytes: float
+    memory_interval_bytes: tuple[float, float]
     headroom_bytes: float
     run_s: float | None
     energy_j: float | None
     price: float | None
+    run_interval_s: tuple[float, float] | None
+    price_interval: tuple[float, float] | None
 
 
-def figures(plan: Verified, tokens: float | None, price_per_chip_hour: float | None) -> Figures:
-    """What a plan means for a run of ``tokens``."""
+def figures(
+    plan: Verified, tokens: float | None, price_per_chip_hour: float | None, *, narrowed: float = 1.0
+) -> Figures:
+    """What a plan means for a run of ``tokens``; ``narrowed`` is what calibration leaves of the interval's width."""
     problem = plan.found.side.problem
     cluster = problem.cluster
     tokens_per_s = problem.batch_tokens / plan.step_s
     run_s = None if tokens is None else tokens / tokens_per_s
     power_w = cluster.chip.power_w
+    interval = step_interval(plan, narrowed=narrowed)
+    of_run = None if run_s is None else scaled(interval, run_s / plan.step_s)
     price = price_per_chip_hour if price_per_chip_hour is not None else cluster.price_per_chip_hour
     return Figures(
         step_s=plan.step_s,
+        step_interval_s=interval,
         tokens_per_s=tokens_per_s,
         mfu=mfu(problem, tokens_per_s),
         memory_bytes=plan.memory_bytes,
+        memory_interval_bytes=around_bytes(plan.memory_bytes),
         headroom_bytes=problem.memory_bytes - plan.memory_bytes,
         run_s=run_s,
         energy_j=None if run_s is None or power_w is None else run_s * power_w * cluster.chips,
         price=None if run_s is None or price is None else run_s / 3600 * price * cluster.chips,
+        run_interval_s=of_run,
+        price_interval=None if of_run is None or price is None else scaled(of_run, price * cluster.chips / 3600),
     )
+
+
+def step_interval(plan: Verified, *, narrowed: float = 1.0) -> tuple[float, float]:
+    """The seconds between which a plan's step lies at 80%."""
+    of = shares(plan)
+    traffic = sum(of[name] for name in TRAFFIC)
+    is_mixture = plan.found.side.problem.shape.moe is not None
+    return around(plan.step_s, traffic=traffic, is_mixture=is_mixture, narrowed=narrowed)
+
+
+def scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
+    """Both ends times a factor."""
+    return interval[0] * factor, interval[1] * factor
 
 
 def mfu(problem: Problem, tokens_per_s: float) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, get_args
 
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.cost.closed.interval import FULL
 from superstep.errors import ConfigError, did_you_mean
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.text import cluster as cluster_of
@@ -59,14 +60,23 @@ def problems(model: str, cluster: str, asked: Asked) -> list[Problem]:
 
 
 def memory_of(cluster: Cluster, gib: float | None) -> float:
-    """Bytes of a chip that a plan may fill; by default all but the device's context and the communicators' buffers."""
+    """Bytes of a chip that a plan may fill.
+
+    By default so many that it fits with a probability of ``SURE``, less the device's context and the communicators'
+    buffers.
+    """
     if gib is None:
-        beside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if cluster.chips > 1 else 0.0)
-        return USABLE * cluster.chip.memory_bytes - beside
+        return own_bytes(cluster, FULL)
     if gib * 2**30 > cluster.chip.memory_bytes:
         has = cluster.chip.memory_bytes / 2**30
         raise ConfigError(f"--memory = {gib:g} GiB is more than a chip has; set it to {has:.4g} or less.")
     return gib * 2**30
+
+
+def own_bytes(cluster: Cluster, share: float = USABLE) -> float:
+    """Of such a share of a chip's memory, what is left beside the device's context and the communicators' buffers."""
+    beside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if cluster.chips > 1 else 0.0)
+    return share * cluster.chip.memory_bytes - beside
 
 
 def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:

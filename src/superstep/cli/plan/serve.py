@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import Options, read
-from superstep.cli.plan.problem import memory_of
+from superstep.cli.plan.problem import own_bytes
 from superstep.cli.plan.serve_text import told
 from superstep.cli.served_model import find_model
 from superstep.cli.serving import serve_config
@@ -211,7 +211,7 @@ def _free_bytes(cluster: Cluster | None, priced: Priced, run: Resolved, config: 
         device = choose(options.plan.device, config.tp)
         free = pick(0, device).free_bytes(config.tp) - weights - beside
     else:
-        free = memory_of(cluster, None) - weights - beside
+        free = own_bytes(cluster) - weights - beside
     if free <= 0:
         small = f", with {priced.small_bytes / 2**30:.3g} GiB of serve.speculate's" if priced.small else ""
         raise ConfigError(

@@ -8,15 +8,16 @@ from typing import Any
 
 from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
-from superstep.cost.closed.interval import SHARE, around
+from superstep.cost.closed.interval import SHARE
 from superstep.cost.program.memory import RankBytes
 from superstep.cost.program.straggle import Jitter, Straggled
 from superstep.cost.program.work import MFU_CONVENTION, parameters
 from superstep.planner.calibrate import Calibration
 from superstep.planner.neighbours import Fallback, Neighbour
-from superstep.planner.plan_summary import Figures, carried_by, limits, shares
+from superstep.planner.plan_summary import Figures, carried_by, limits, scaled, shares
 from superstep.planner.search import Answer
 from superstep.planner.search_problem import Problem
+from superstep.planner.ties import TIE, tied
 from superstep.planner.verify import Verified
 
 BAR = 40
@@ -31,6 +32,7 @@ def header(problem: Problem, answer: Answer) -> str:
         f"{cluster.chip.name}, {min(cluster.domain, cluster.chips)} to a domain; "
         f"{problem.batch_sequences} x {problem.sequence_tokens} tokens a step, "
         f"{bytes_text(problem.memory_bytes)} a chip\n"
+        "priced for Superstep: eager kernels, a loss in chunks, one collective a unit, gradients summed in fp32\n"
         f"{count_text(answer.plans)} plans; {count_text(answer.priced)} were priced, bounds exclude the others\n"
     )
 
@@ -44,10 +46,10 @@ def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
             f"{number:<3}{seconds_text(each.step_s):>9}{count_text(each.tokens_per_s):>10}{each.mfu:>7.1%}"
             f"{bytes_text(each.memory_bytes):>11}{bytes_text(each.headroom_bytes):>11}  {_layout(plan)}"
         )
-        lines.append(f"   {_run_text(each) if has_run else ''}{_limits(plan)}")
-    low, high = around(found[0].step_s)
-    near = f"{seconds_text(low)} to {seconds_text(high)} at {SHARE:.0%}"
-    lines.append(f"The first's step: {near}, as near as published steps come.")
+        lines.append(f"   {_near(each)}; {_limits(plan)}")
+        lines += [f"   {_run_text(each)}"] if has_run else []
+    lines.append(f"Ranges hold {SHARE:.0%} of published steps and peaks whose software and cluster were left out.")
+    lines += _ties_text(plans)
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
     if not all(plan.is_simulated for plan in plans):
         lines.append("* by closed form: the program is too long to simulate here.")
@@ -68,12 +70,30 @@ def _limits(plan: Verified) -> str:
     return "limited by " + ", ".join(f"{name} ({share:.0%})" for name, share in limits(plan))
 
 
+def _near(each: Figures) -> str:
+    seconds, held = each.step_interval_s, each.memory_interval_bytes
+    return f"{seconds_text(seconds[0])} to {seconds_text(seconds[1])}, {bytes_text(held[0])} to {bytes_text(held[1])}"
+
+
 def _run_text(each: Figures) -> str:
     assert each.run_s is not None
-    words = [f"{each.run_s / 86400:.3g} days"]
+    assert each.run_interval_s is not None
+    low, high = scaled(each.run_interval_s, 1 / 86400)
+    words = [f"{each.run_s / 86400:.3g} days ({low:.3g} to {high:.3g})"]
     words += [f"{each.energy_j / 3.6e9:.3g} MWh"] if each.energy_j is not None else []
-    words += [f"price {each.price:,.0f}"] if each.price is not None else []
-    return ", ".join(words) + "; "
+    if each.price is not None and each.price_interval is not None:
+        words.append(f"price {each.price:,.0f} ({each.price_interval[0]:,.0f} to {each.price_interval[1]:,.0f})")
+    return ", ".join(words)
+
+
+def _ties_text(plans: Sequence[Verified]) -> list[str]:
+    """Which of the plans shown no formula tells from the first."""
+    near = tied([each.step_s for each in plans])
+    if 0 not in near or len(near) == 1:
+        return []
+    others = ", ".join(str(place + 1) for place in near if place)
+    others += " is" if len(near) == 2 else " are"
+    return [f"Ties: {others} within {TIE:.0%} of 1, which no formula tells apart; of these 1 is the simplest."]
 
 
 def alternatives_text(found: Sequence[Neighbour]) -> str:

@@ -29,7 +29,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import write_config
 from superstep.planner.demand import check_problem, smallest, smallest_cluster
-from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved
+from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved, of_kinds
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Answer, Side, search
@@ -57,7 +57,7 @@ class Options:
     memory: float | None = None
     """GiB of a chip that a plan may fill; none takes all but the device's context and the communicators' buffers."""
     top: int = 5
-    """Plans to show, each on another mesh."""
+    """Plans to show, each of another kind: of axes that are cut."""
     fix: tuple[str, ...] = ()
     """What is settled: plan.tp=4 plan.schedule=1f1b, or numerics.compute=bf16."""
     explain: bool = False
@@ -140,7 +140,7 @@ def rank(found: Sequence[Problem], options: Options) -> Ranked:
     if not plans:
         raise _too_large(sides, options)
     first, beside = improved(plans[0], plans)
-    plans = (first, *(plan for plan in plans[1:] if plan.run.plan.mesh != first.run.plan.mesh))
+    plans = of_kinds((first, *plans))[: options.top]
     return Ranked(
         answer=answer,
         plans=plans,
@@ -158,7 +158,7 @@ def _best(sides: Sequence[Side], top: int) -> tuple[Answer, tuple[Verified, ...]
         # More than are shown: their programs may rank otherwise than the closed form.
         answer = search(limited, keep=3 * top)
         plans = sorted((verified(each) for each in answer.best), key=lambda plan: plan.step_s)
-        fitting = tuple(plan for plan in plans if plan.memory_bytes <= memory_bytes)[:top]
+        fitting = tuple(plan for plan in plans if plan.memory_bytes <= memory_bytes)
         if fitting or not plans:
             return answer, fitting
         # The closed form has promised too much: by how much tells what to ask of it.

@@ -170,9 +170,10 @@ UNKNOWN: tuple[Shorthand, ...] = (
     Shorthand(
         words="",
         since=2024.0,
-        software=Software(gradient_bytes=2, bucket_bytes=25e6, bucket_bytes_per_rank=0, holds=_COMPILED),
+        software=Software(gradient_bytes=2, bucket_bytes=25e6, bucket_bytes_per_rank=0),
         source="Nothing is known: fused and overlapped, as today's software is. Most of those above reduce in 16 bits, "
-        "and buckets grow with the ranks in Megatron Core's alone; torch's are of 25 MB (bucket_cap_mb).",
+        "and buckets grow with the ranks in Megatron Core's alone; torch's are of 25 MB (bucket_cap_mb). Copies of the "
+        "logits: Megatron's, in the middle of those above.",
     ),
     Shorthand(
         words="",
