@@ -36,12 +36,14 @@ from superstep.cost.program.work import parameters
 from superstep.data.tokens import ANSWER_FILES
 from superstep.data.tokens import FILES as TOKEN_FILES
 from superstep.data.turn import LOCK
-from superstep.hardware.text import read_cluster
+from superstep.hardware.text import cluster, read_cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config
 from superstep.planner import verify
+from superstep.planner.calibrate_row import guide
+from superstep.planner.published_row import after_published, is_published
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
 from superstep.state.folders import MARK
@@ -53,6 +55,7 @@ from superstep.train.run_folder import RunFolder
 from superstep.tune.config import read_recipe
 
 ROOT = Path(__file__).parents[1]
+CLUSTER = cluster("64xH100")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
 LLAMA = parameters(shape_of(ModelConfig(name="llama3-8b")))
@@ -157,6 +160,12 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "runs" / "rl" / "recipe.toml").touch()
     drawn = {"group": 0, "version": 0, "answers": [], "took_s": [1.0, 2.0]}
     (tmp_path / "runs" / "rl" / "rollouts.jsonl").write_text(json.dumps(drawn) + "\n", encoding="utf-8")
+    page = text_of(ROOT / "docs" / "howto" / "plan-a-run.md")
+    row = re.search(r"```toml\n(\[published\].*?)```", page, re.DOTALL)
+    assert row is not None
+    (tmp_path / "row.toml").write_text(row[1], encoding="utf-8")
+    measured = '[chip]\nbase = "H100"\ncopies = [{bytes = 1000000000, bytes_per_s = 3e12}]\n'
+    (tmp_path / "machine.toml").write_text("chips = 8\n" + measured, encoding="utf-8")
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -270,6 +279,8 @@ def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
         # A cluster file says how many chips there are; a run does not.
         read = read_cluster if re.search("^chips = ", block, re.MULTILINE) else lambda run: resolved(read_config(run))
         read = read_recipe if re.search("^start = ", block, re.MULTILINE) else read
+        # A published step is a run with what it took.
+        read = (lambda row: after_published(row, CLUSTER, guide())) if is_published(path) else read
         read(path)
 
 

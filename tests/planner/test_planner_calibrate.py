@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ from superstep.cli.plan.text import calibration_text
 from superstep.cost.closed.efficiency import FITTED
 from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.cost.program.simulate import simulate
+from superstep.hardware.text import cluster
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import write_config
 from superstep.planner.calibrate import calibrated
+from superstep.planner.calibrate_row import guide
 from superstep.planner.catalogue import catalogued
 from superstep.planner.plans import plans_of, run_config
 from superstep.planner.price import pricing_of
+from superstep.planner.published_row import after_published, step_slopes
 from superstep.planner.search_problem import Problem
 from superstep.planner.verify import simulated
 from superstep.program.compile import compile_step
@@ -137,3 +141,141 @@ def test_a_model_of_ones_own_calibrates_nothing(folder, capsys):
     (folder / "run.toml").write_text("[model]\nsource = 'own.py'\nvocab = 64\n", encoding="utf-8")
     assert main(["plan", "demo", "--cluster", "8xA100", "--calibrate", str(folder)]) == 2
     assert "not predicted" in capsys.readouterr().err
+
+
+ROW = """
+[published]
+step_s = {step_s}
+cluster = "64xA100"
+software = "Megatron-LM"
+year = 2022.3
+[model]
+name = "llama3.2-1b"
+[data]
+sequence_tokens = 2048
+[train]
+batch_sequences = 256
+[plan]
+dp = 32
+tp = 2
+zero = 1
+microbatch = 2
+"""
+
+
+def predicted_row(tmp_path):
+    """The seconds that the row's step is predicted to take, and a file that says so."""
+    path = tmp_path / "row.toml"
+    path.write_text(ROW.format(step_s=1.0), encoding="utf-8")
+    return after_published(path, cluster("64xA100"), guide())[1], path
+
+
+def test_a_published_step_moves_the_constants_until_it_is_nearly_predicted(tmp_path):
+    took, path = predicted_row(tmp_path)
+    path.write_text(ROW.format(step_s=took * 1.25), encoding="utf-8")
+    first = guide()
+    after, ratio = after_published(path, cluster("64xA100"), first)
+    assert ratio == pytest.approx(1 / 1.25)
+    again, left = after_published(path, cluster("64xA100"), after)
+    # Seen again it is off by what one step's noise leaves of the deviation.
+    assert abs(np.log(left)) < 0.5 * abs(np.log(ratio))
+    moved = {name for name, value in after.efficiency.values.items() if abs(value / FITTED[name] - 1) > 1e-3}
+    assert "products.ampere" in moved
+    assert not {name for name in moved if "hopper" in name or "blackwell" in name or name.startswith("flash")}
+    assert np.all(np.diag(again.covariance) <= np.diag(after.covariance) + 1e-15)
+    assert np.all(np.diag(after.covariance) <= np.diag(first.covariance) + 1e-15)
+
+
+def test_an_interval_is_narrower_for_plans_that_depend_on_what_was_seen(tmp_path):
+    took, path = predicted_row(tmp_path)
+    path.write_text(ROW.format(step_s=took), encoding="utf-8")
+    after, _ = after_published(path, cluster("64xA100"), guide())
+    alike, other = (
+        resolve(run_config(PlanConfig(dp=64, zero=1, microbatch=2), problem_of(
+            "llama3.2-1b", chips=64, batch=256, sequence=2048, chip=chip)))
+        for chip in ("A100", "H100")
+    )  # fmt: skip
+    assert guide().narrowed(np.ones(len(FITTED.values))) == 1
+    mine = after.narrowed(step_slopes(alike, cluster("64xA100"), after.efficiency))
+    theirs = after.narrowed(step_slopes(other, cluster("64xH100"), after.efficiency))
+    assert 0.2 < mine < theirs <= 1
+    # A step that came out as predicted moves nothing.
+    assert after.efficiency.values == pytest.approx(FITTED.values)
+
+
+def test_a_measured_rate_is_taken_and_known_from_then_on():
+    after = guide().after_rate("products.ampere", 0.6)
+    assert after.efficiency["products.ampere"] == pytest.approx(0.6, rel=0.2)
+    sure = replace(guide(), covariance=guide().before * 100).after_rate("products.ampere", 0.6)
+    assert sure.efficiency["products.ampere"] == pytest.approx(0.6, rel=0.01)
+    assert {n for n, v in after.efficiency.values.items() if v != FITTED[n]} == {"products.ampere"}
+
+
+def test_the_planner_calibrates_on_rows_and_machines_and_says_how_much_narrower(tmp_path, capsys):
+    took, path = predicted_row(tmp_path)
+    path.write_text(ROW.format(step_s=took * 1.2), encoding="utf-8")
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE, encoding="utf-8")
+    argv = ["plan", "llama3.2-1b", "--cluster", "64xA100", "--global-batch", "256", "--sequence", "2048", "--top", "1"]
+    steps = {}
+    for name, more in {"plain": [], "row": [str(path)], "both": [str(path), str(machine)]}.items():
+        calibrate = ["--calibrate", *more] if more else []
+        assert main([*argv, *calibrate, "--json", str(tmp_path / name)]) == 0
+        told = json.loads((tmp_path / name).read_text(encoding="utf-8"))["best"][0]["figures"]
+        low, high = told["step_interval_s"]
+        steps[name] = told["step_s"], np.log(high / low)
+    assert steps["row"][0] > 1.02 * steps["plain"][0]
+    assert steps["row"][1] < 0.9 * steps["plain"][1]
+    assert steps["both"][1] < steps["row"][1]
+    text = capsys.readouterr().out
+    assert "its step was predicted 17% shorter than it was" in text
+    assert "a measured machine" in text
+    assert "calibration leaves" in text
+
+
+MACHINE = """
+chips = 8
+[chip]
+base = "A100"
+products = [{rate = "bf16", rows = 8192, width = 8192, inner = 8192, flops_per_s = 250e12}]
+copies = [{bytes = 1000000000, bytes_per_s = 1.8e12}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step_s = {step_s}": "step_s = 0"}, "published.step_s = 0.0 must be above 0."),
+        ({"step_s = {step_s}": "seconds = 3"}, "unknown key 'published.seconds'"),
+        ({"64xA100": "32xA100"}, "has 32 chips, and the plan 64; change one of them."),
+        ({"{step_s}": "1e6"}, None),
+    ],
+)
+def test_a_published_step_with_an_error_is_refused_and_a_strange_one_not_used(change, words, tmp_path, capsys):
+    text = ROW
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "row.toml"
+    path.write_text(text.format(step_s=1.0), encoding="utf-8")
+    argv = ["plan", "llama3.2-1b", "--cluster", "64xA100", "--global-batch", "256", "--sequence", "2048", "--top", "1"]
+    status = main([*argv, "--calibrate", str(path)])
+    said = capsys.readouterr()
+    if words is None:
+        assert status == 0
+        assert "Not used: " in said.out
+        assert "100% shorter than it was" in said.out
+    else:
+        assert status == 2
+        assert words in said.err
+
+
+def test_a_machine_of_another_generation_or_without_measurements_calibrates_nothing(tmp_path, capsys):
+    machine = tmp_path / "machine.toml"
+    for text, words in (
+        (MACHINE.replace('"A100"', '"H100"'), "of another generation"),
+        ('chips = 8\nchip = "A100"\n', "no product, copy or gather of A100-80GB-SXM was measured"),
+    ):
+        machine.write_text(text, encoding="utf-8")
+        assert main(["plan", "demo", "--cluster", "8xA100", "--calibrate", str(machine)]) == 2
+        assert words in capsys.readouterr().err

@@ -1,22 +1,50 @@
-"""What the recorded step of a run says of the chips that it ran on."""
+"""What runs, published steps and measured machines say of the chips that are planned for."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from superstep.cost.closed.efficiency import FITTED
+from superstep.cli.plan.text import calibration_text, measured_text, published_text
+from superstep.cost.closed.efficiency import generation
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
+from superstep.hardware.text import read_cluster
 from superstep.observe.trace import load_trace
-from superstep.plan.resolve import resolve
+from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import read_config
 from superstep.planner.calibrate import Calibration, calibrated
+from superstep.planner.calibrate_row import STRANGE, Guide
+from superstep.planner.published_row import after_published, is_published, step_slopes
 from superstep.program.text import read_program
 from superstep.train.run_folder import RunFolder
 
 
-def calibration_of(root: Path, cluster: Cluster) -> Calibration:
-    """The constants with which the formulas come nearest to the step that a run recorded.
+def calibrated_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:
+    """What is known once a run, a published step or a measured machine was seen, and that in words.
+
+    Raises:
+        StateError: there is no such run, or it has recorded no step.
+        ConfigError: a file has an error, a model is the user's own, or a machine's chip is another.
+    """
+    if is_published(path):
+        after, ratio = after_published(path, cluster, known)
+        is_strange = abs(math.log(ratio)) > STRANGE
+        return known if is_strange else after, published_text(str(path), known, after, ratio, is_used=not is_strange)
+    if path.suffix == ".toml":
+        after = _after_machine(path, cluster, known)
+        return after, measured_text(str(path), known, after)
+    run, found = calibration_of(path, cluster, known)
+    text = calibration_text(found, str(path))
+    if not found.is_believed:
+        return known, text
+    # Its instructions told which constants were off; that they were seen narrows as one step does.
+    slopes = step_slopes(run, cluster, found.efficiency)
+    return known.after_step(slopes, 0.0).with_values(found.efficiency), text
+
+
+def calibration_of(root: Path, cluster: Cluster, known: Guide) -> tuple[Resolved, Calibration]:
+    """A run, and the constants with which the formulas come nearest to the step that it recorded.
 
     Raises:
         StateError: there is no such run, or it has recorded no step.
@@ -24,7 +52,7 @@ def calibration_of(root: Path, cluster: Cluster) -> Calibration:
     """
     folder = RunFolder(root=root)
     mends = {
-        folder.config: "name the folder of a run",
+        folder.config: "name the folder of a run, a published step's TOML or a measured machine's",
         folder.program: "resuming the run writes it anew",
         folder.trace: "the run writes one with each checkpoint",
     }
@@ -37,5 +65,38 @@ def calibration_of(root: Path, cluster: Cluster) -> Calibration:
             f"--calibrate = '{root}': model.source = '{config.model.source}', whose steps are not predicted; name "
             "another run."
         )
-    program = read_program(folder.program.read_text(encoding="utf-8"))
-    return calibrated(resolve(config), load_trace(folder.trace, program).timeline, cluster, FITTED)
+    run, program = resolve(config), read_program(folder.program.read_text(encoding="utf-8"))
+    return run, calibrated(run, load_trace(folder.trace, program).timeline, cluster, known.efficiency)
+
+
+def _after_machine(path: Path, cluster: Cluster, known: Guide) -> Guide:
+    """The best measured product, copy and gather, as shares of what the chip's maker says."""
+    machine = read_cluster(path)
+    chip, usual = machine.chip, cluster.chip
+    if generation(chip) != generation(usual):
+        raise ConfigError(
+            f"--calibrate = '{path}': {chip.name} is of another generation than {usual.name}; measure one of those "
+            "that the plan is for."
+        )
+    half = usual.peak("bf16") or usual.peak("fp16")
+    whole = [each for each in chip.products if each.kernel == "product"]
+    products = [each.flops_per_s for each in whole if each.rate in ("bf16", "fp16")]
+    copies = [each.bytes_per_s for each in chip.copies if each.kernel == "copy"]
+    gathers = [each.bytes_per_s * (each.ranks - 1) / each.ranks for each in machine.collectives
+               if each.name == "all-gather" and 1 < each.ranks <= machine.domain]  # fmt: skip
+    era = f"products.{generation(chip)}"
+    rates: dict[str, float] = {}
+    if products and half:
+        rates[era if era in known.efficiency.values else "products.other"] = max(products) / half
+    if copies:
+        rates["memory"] = max(copies) / usual.memory_bytes_per_s
+    if gathers:
+        rates["link"] = max(gathers) / cluster.link_bytes_per_s
+    if not rates:
+        raise ConfigError(
+            f"--calibrate = '{path}': no product, copy or gather of {chip.name} was measured; superstep measure writes "
+            "such a file."
+        )
+    for name, value in rates.items():
+        known = known.after_rate(name, min(value, 1.0))
+    return known

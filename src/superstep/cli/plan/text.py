@@ -13,6 +13,7 @@ from superstep.cost.program.memory import RankBytes
 from superstep.cost.program.straggle import Jitter, Straggled
 from superstep.cost.program.work import MFU_CONVENTION, parameters
 from superstep.planner.calibrate import Calibration
+from superstep.planner.calibrate_row import Guide
 from superstep.planner.neighbours import Fallback, Neighbour
 from superstep.planner.plan_summary import Figures, carried_by, limits, scaled, shares
 from superstep.planner.search import Answer
@@ -22,6 +23,8 @@ from superstep.planner.verify import Verified
 
 BAR = 40
 """Columns of a whole step."""
+SHOWN, MOST_SHOWN = 0.01, 6
+"""Changes of constants from which on they are shown, and how many at most."""
 
 
 def header(problem: Problem, answer: Answer) -> str:
@@ -125,6 +128,31 @@ def calibration_text(found: Calibration, source: str) -> str:
     elif not found.is_believed:
         lines.append("Not used: the constants as they were come as near.")
     return "\n".join(lines) + "\n"
+
+
+def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is_used: bool) -> str:
+    """What a published step changed, and by how much it was off."""
+    off = f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
+    if not is_used:
+        return f"Not used: {source}, whose step was predicted {off} than it was; see whether its plan is right.\n"
+    return f"Calibrated on {source}: its step was predicted {off} than it was\n{_moved(before, after)}"
+
+
+def measured_text(source: str, before: Guide, after: Guide) -> str:
+    """What a measured machine changed."""
+    return f"Calibrated on {source}, a measured machine\n{_moved(before, after)}"
+
+
+def _moved(before: Guide, after: Guide) -> str:
+    """The constants that moved, the furthest first."""
+    moves = [(name, before.efficiency[name], value) for name, value in after.efficiency.values.items()]
+    far = sorted((move for move in moves if abs(move[2] / move[1] - 1) > SHOWN), key=lambda m: -abs(m[2] / m[1] - 1))
+    return "".join(f"  {name:26}{was:>10.3g} -> {now:.3g}\n" for name, was, now in far[:MOST_SHOWN])
+
+
+def narrowed_text(narrowed: float) -> str:
+    """By how much the first plan's range is narrower."""
+    return f"Of the range of the first's step, calibration leaves {narrowed:.0%} of the width.\n"
 
 
 def explanation(plan: Verified) -> str:

@@ -12,15 +12,15 @@ from typing import Any
 
 from superstep.cli.arguments.plan_serve import read
 from superstep.cli.options import read_flags
-from superstep.cli.plan.calibrate import calibration_of
+from superstep.cli.plan.calibrate import calibrated_on
 from superstep.cli.plan.problem import problems
 from superstep.cli.plan.text import (
     alternatives_text,
-    calibration_text,
     explanation,
     fallback_text,
     header,
     jitter_text,
+    narrowed_text,
     record,
     table,
 )
@@ -28,10 +28,12 @@ from superstep.cost.program.straggle import Jitter
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import write_config
+from superstep.planner.calibrate_row import Guide, guide
 from superstep.planner.demand import check_problem, smallest, smallest_cluster
 from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved, of_kinds
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
+from superstep.planner.published_row import step_slopes
 from superstep.planner.search import Answer, Side, search
 from superstep.planner.search_problem import Problem
 from superstep.planner.verify import Verified, straggled, verified
@@ -64,8 +66,8 @@ class Options:
     """Show where the step and the memory of the best plan go."""
     fallback: int = 0
     """Show plans for one lost node, two, ... up to so many."""
-    calibrate: str | None = None
-    """A run of ours on such chips: fit the shares of peaks that its recorded step reached, and plan with these."""
+    calibrate: tuple[str, ...] = ()
+    """Runs of ours, published steps, measured machines (see the page on planning): fit the shares of peaks to them."""
     jitter: float | None = None
     """Spread of an operation's seconds, 0.05 say: sample how late the best plan's steps come."""
     slow_share: float = 0.0
@@ -100,14 +102,16 @@ def main(argv: Sequence[str]) -> int:
     _check(options, has_model=has_model)
     _check_files(options)
     found = problems(argv[0], options.cluster, options)
-    if options.calibrate is not None:
-        calibration = calibration_of(Path(options.calibrate), found[0].cluster)
-        if calibration.is_believed:
-            found = [replace(problem, efficiency=calibration.efficiency) for problem in found]
-        _say(calibration_text(calibration, options.calibrate))
-    ranked = rank(found, options)
+    known = guide()
+    for each in options.calibrate:
+        known, said = calibrated_on(Path(each), found[0].cluster, known)
+        _say(said)
+    found = [replace(problem, efficiency=known.efficiency) for problem in found]
+    ranked = rank(found, options, known)
     _say(header(found[0], ranked.answer))
     _say(table(ranked.plans, ranked.figures))
+    if options.calibrate:
+        _say(narrowed_text(_narrowed(ranked.plans[0], known)))
     if ranked.neighbours:
         _say(alternatives_text(ranked.neighbours))
     if options.explain:
@@ -128,8 +132,8 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def rank(found: Sequence[Problem], options: Options) -> Ranked:
-    """Search, then price the programs of the best.
+def rank(found: Sequence[Problem], options: Options, known: Guide) -> Ranked:
+    """Search, then price the programs of the best; ``known`` tells how far prices may be off.
 
     Raises:
         ConfigError: there is no plan; it says what would have one.
@@ -144,10 +148,18 @@ def rank(found: Sequence[Problem], options: Options) -> Ranked:
     return Ranked(
         answer=answer,
         plans=plans,
-        figures=tuple(figures(plan, options.tokens, options.price) for plan in plans),
+        figures=tuple(figures(plan, options.tokens, options.price, narrowed=_narrowed(plan, known)) for plan in plans),
         neighbours=beside,
         fallbacks=tuple(fallbacks(found, options.fallback)),
     )
+
+
+def _narrowed(plan: Verified, known: Guide) -> float:
+    """What calibration leaves of the width of a plan's interval."""
+    if known.covariance is known.before:
+        return 1.0
+    cluster = plan.found.side.problem.cluster
+    return known.narrowed(step_slopes(plan.run, cluster, known.efficiency))
 
 
 def _best(sides: Sequence[Side], top: int) -> tuple[Answer, tuple[Verified, ...]]:
