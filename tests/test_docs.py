@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import checkpoint, sample, serve, view
+from superstep.cli import checkpoint, moving, sample, serve, view
 from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
 from superstep.cli.grade import verb as grade
@@ -167,6 +167,8 @@ def place(tmp_path, monkeypatch):
     measured = '[chip]\nbase = "H100"\ncopies = [{bytes = 1000000000, bytes_per_s = 3e12}]\n'
     (tmp_path / "machine.toml").write_text("chips = 8\n" + measured, encoding="utf-8")
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
+    # A page has its own plan; those beside it, which no argument changes, are not simulated.
+    monkeypatch.setattr(moving, "MOST_INSTRUCTIONS", 0)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

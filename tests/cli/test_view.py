@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from plans import plan_of, plans
-from superstep.cli import view
+from plans import SCHEDULES, plan_of, plans
+from superstep.cli import moving, view
 from superstep.cli.main import main
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
+from superstep.observe.page.assemble import unpacked
 from superstep.observe.trace import load_trace
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
@@ -30,8 +32,9 @@ CONFIG = RunConfig(
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch):
+def _machine(monkeypatch, tmp_path):
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -120,6 +123,66 @@ def test_a_run_shows_its_step_and_the_predicted_one_on_one_scale(run_folder, cap
     assert f"step {step_ms:.4g} ms" in predicted
     widest = [max(len(line) for line in text.splitlines() if "│" in line) for text in (ran, predicted)]
     assert widest == [120, 9 + 56]
+
+
+def data_of(path):
+    """What the script of a page is given."""
+    page = path.read_text(encoding="utf-8")
+    return json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_a_page_of_the_plan_and_of_those_beside_it_is_written(toml, tmp_path, capsys):
+    assert main(["view", str(toml), "--plan.dp", "2", "--model.layers", "3"]) == 0
+    assert capsys.readouterr().out.endswith("the step as a page that moves: run.step.html\n")
+    data = data_of(tmp_path / "run.step.html")
+    options = {(one["schedule"], one["zero"]): one for one in data["options"]}
+    assert list(options) == [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
+    chosen = data["options"][data["chosen"]]
+    assert (chosen["schedule"], chosen["zero"]) == ("1f1b", 0)
+    run = resolve(replace(CONFIG, plan=replace(CONFIG.plan, dp=2), model=replace(CONFIG.model, layers=3)))
+    step = unpacked(chosen["program"])
+    assert step["predicted"]["step_ns"] == round(predict(run, MACHINE, operations(run)).timeline.step_s * 1e9)
+    for (schedule, zero), one in options.items():
+        assert (one["program"] is None) == bool(one["why"])
+        if one["program"]:
+            step = unpacked(one["program"])
+            assert (step["schedule"], step["zero"], step["mesh"]["dp"]) == (schedule, zero, 2)
+    assert options["zb-h1", 3]["program"]
+    # Two stages a rank would be four of three blocks.
+    assert "need at least as many blocks" in options["interleaved", 0]["why"]
+    assert main(["view", str(toml), "--text"]) == 0
+    assert "page" not in capsys.readouterr().out
+
+
+def test_plans_beside_it_are_left_out_where_the_page_would_be_large(toml, tmp_path, monkeypatch):
+    monkeypatch.setattr(moving, "MOST_INSTRUCTIONS", 400)
+    assert main(["view", str(toml), "--model.layers", "4", "--out", "some/where.html"]) == 0
+    data = data_of(tmp_path / "some" / "where.html")
+    left_out = [one["why"] for one in data["options"] if not one["program"]]
+    assert left_out
+    assert len(left_out) < len(data["options"]) - 1
+    assert all("left out to keep the page small; --plan.schedule" in why for why in left_out)
+
+
+def test_the_page_of_a_run_has_both_steps(run_folder):
+    assert main(["view", str(run_folder)]) == 0
+    data = data_of(run_folder / "step.html")
+    step = unpacked(data["options"][data["chosen"]]["program"])
+    assert step["measured"]["step"] == 20
+    assert step["measured"]["step_ns"] == pytest.approx(2 * step["predicted"]["step_ns"])
+    assert step["measured"]["ranks"][1]["took"] != step["predicted"]["ranks"][1]["took"]
+
+
+def test_a_page_is_opened_on_demand(toml, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert main(["view", str(toml), "--open"]) == 0
+    assert opened == [(tmp_path / "run.step.html").as_uri()]
+
+
+def test_a_file_of_another_kind_is_refused(toml, capsys):
+    assert "--out = 'step.gif' ends in none of .html" in refused([toml, "--out", "step.gif"], capsys)
+    assert "--program prints and writes no file" in refused([toml, "--program", "--out", "a.html"], capsys)
 
 
 class Terminal(io.StringIO):

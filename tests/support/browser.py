@@ -5,6 +5,7 @@ https://chromedevtools.github.io/devtools-protocol/ tells the methods; messages 
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -46,6 +47,8 @@ class Page:
         self._numbers = itertools.count(1)
         self._rest = b""
         self._session: str | None = None
+        self.told: list[dict[str, Any]] = []
+        """What the browser told of itself, of the domains that were enabled."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
@@ -58,6 +61,8 @@ class Page:
         os.write(self._writes, json.dumps(told).encode() + b"\0")
         while True:
             found = self._next()
+            if "method" in found:
+                self.told.append(found)
             if found.get("id") == number:
                 assert "error" not in found, f"{method}: {found['error']}"
                 return found["result"]
@@ -75,7 +80,7 @@ class Page:
     def open(self, url: str) -> None:
         """Go somewhere."""
         self.call("Page.navigate", url=url)
-        self.wait_for("document.readyState === 'complete' && location.href.startsWith('http')")
+        self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, script: str) -> Any:
         """What an expression is on the page."""
@@ -99,6 +104,30 @@ class Page:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def press(self, key: str, *, text: str = "") -> None:
+        """Any key by its name, down and up; ``text`` is what it would write."""
+        told = {"key": key, **({"text": text} if text else {})}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **told)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+
+    def look(self, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1) -> None:
+        """The window's size, and whether its owner likes it dark."""
+        is_phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
+        )
+        theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[theme])
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """What is seen, as PNG; ``whole`` has what lies below as well."""
+        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(taken["data"])
+
+    def hover(self, x: float, y: float) -> None:
+        """The mouse, without a button."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
         """With the mouse, in its middle."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.figures import bytes_text, seconds_text
+from superstep.cli.moving import Seen, page_path, write_page
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
 from superstep.cli.rolled import is_rolled, rolled
@@ -37,7 +39,7 @@ from superstep.runtime.device import pick
 from superstep.runtime.measure.here import measure
 from superstep.serve.replay import is_log
 from superstep.train.model import operations, resolved
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_folder import RunFolder, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +85,31 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--memory draws a plan's memory: superstep view {target}/run.toml --memory.")
         if rest:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
-        _say(_of_run(RunFolder(root=Path(target)), options, picture))
+        _of_run(RunFolder(root=Path(target)), options, picture)
         return 0
     config = flags("view", read_run(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
     run = resolved(config) if target else settled(config, rest, resolved)
     if options.program:
         _say(write_program(compile_step(run.plan)))
     else:
-        _say(_predicted(run, picture, has_memory=options.memory))
+        _predicted(run, target, options, picture)
     return 0
 
 
-def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> str:
+def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     if options.program:
-        return write_program(_program(folder))
-    if options.router:
-        return _routers(folder, options.layer, picture)
-    if is_rolled(folder):
-        return rolled(folder, width=picture.width, has_signs=not picture.is_plain)
-    return _recorded(folder, picture)
+        _say(write_program(_program(folder)))
+    elif options.router:
+        _say(_routers(folder, options.layer, picture))
+    elif is_rolled(folder):
+        if options.out or options.open:
+            raise UserError(f"{folder.root} is a run of tune rl, which is drawn as text; leave out --out and --open.")
+        _say(rolled(folder, width=picture.width, has_signs=not picture.is_plain))
+    else:
+        _recorded(folder, options, picture)
 
 
-def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:
+def _predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: Picture) -> None:
     seen = operations(run)
     if seen is None:
         raise ConfigError(
@@ -113,8 +118,25 @@ def _predicted(run: Resolved, picture: Picture, *, has_memory: bool) -> str:
         )
     machine = measure(run, pick(0, run.config.plan.device), seen)
     prediction = predict(run, machine, seen)
-    drawn = f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}"
-    return f"{drawn}\n{_memory(run, prediction, picture, seen)}" if has_memory else drawn
+    title = _title(prediction, machine)
+    _say(f"{title}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}")
+    if options.memory:
+        _say("\n" + _memory(run, prediction, picture, seen))
+    else:
+        step = Seen(run=run, machine=machine, operations=seen, prediction=prediction)
+        _write(step, target, options, title)
+
+
+def _write(step: Seen, target: str | None, options: argparse.Namespace, about: str) -> None:
+    """The step as a file, unless text alone is asked for."""
+    if options.text:
+        return
+    path = Path(options.out) if options.out else page_path(target)
+    name = target or "the demo"
+    write_whole(path, write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations))
+    _say(f"\nthe step as a page that moves: {path}\n")
+    if options.open:
+        webbrowser.open(path.resolve().as_uri())
 
 
 def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Sequence[UnitOperations]) -> str:
@@ -133,7 +155,7 @@ def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Seque
     return f"{lasting}\n\n{drawn}"
 
 
-def _recorded(folder: RunFolder, picture: Picture) -> str:
+def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     """Both steps on one scale."""
     program = _program(folder)
     if not folder.trace.is_file():
@@ -145,18 +167,23 @@ def _recorded(folder: RunFolder, picture: Picture) -> str:
     run = resolved(read_config(folder.config))
     seen = operations(run)
     if seen is None:  # the steps of such models are not predicted
-        return f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}"
+        if options.out or options.open:
+            raise StateError(f"'{folder.root}' is not predicted, so it has no page; leave out --out and --open.")
+        _say(f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}")
+        return
     machine = measure(run, pick(0, run.config.plan.device), seen)
     prediction = predict(run, machine, seen)
     longest_s = max(ran.timeline.step_s, prediction.step_s)
     took_s, predicted_s = ran.timeline.step_s, prediction.step_s
-    return (
-        f"step {ran.step} of {folder.root}, as it ran: {seconds_text(took_s)}, "
-        f"predicted {seconds_text(predicted_s)}\n\n"
-        f"{_draw(ran.timeline, picture, longest_s)}\n"
-        f"{_title(prediction, machine)}\n\n"
-        f"{_draw(prediction.timeline, picture, longest_s)}"
+    title = (
+        f"step {ran.step} of {folder.root}, as it ran: {seconds_text(took_s)}, predicted {seconds_text(predicted_s)}"
     )
+    _say(
+        f"{title}\n\n{_draw(ran.timeline, picture, longest_s)}\n"
+        f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, longest_s)}"
+    )
+    step = Seen(run=run, machine=machine, operations=seen, prediction=prediction, ran=ran)
+    _write(step, str(folder.root), options, f"{title}; {_title(prediction, machine)}")
 
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:

@@ -169,11 +169,19 @@ class Timeline:
 
     def spent(self) -> tuple[Spent, ...]:
         """Each pipeline rank's step, split by cause."""
+        return tuple(_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True))
+
+    def stood_still(self) -> tuple[tuple[Wait, ...], ...]:
+        """The waits of every rank, in one pass over the events."""
         needs, start_s, end_s = Needs(self.program), self.start_s, self.end_s
+        return tuple(tuple(_waits(events, needs, start_s, end_s)) for events in self._of_ranks())
+
+    def _of_ranks(self) -> list[list[TimelineEvent]]:
+        """Each rank's events, in the order of issue."""
         of_rank: list[list[TimelineEvent]] = [[] for _ in range(self.program.pp)]
         for e in sorted(self.events, key=lambda e: e.index):
             of_rank[e.rank].append(e)
-        return tuple(_spent(events, list(_waits(events, needs, start_s, end_s))) for events in of_rank)
+        return of_rank
 
     def bubble(self) -> float:
         """Idle over busy time of all ranks: what the papers call bubble over ideal time, (p-1)/m for 1F1B."""

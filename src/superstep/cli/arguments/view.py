@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from superstep.cli.options import Parser
 from superstep.errors import ConfigError
@@ -11,8 +12,12 @@ from superstep.errors import ConfigError
 DESCRIPTION = (
     "Show a training step: WHAT is a run.toml, the step as it would run here, or a run's folder, the step as it "
     "ran; left out, the demo's. Of a run of tune rl, its rollouts, grades and steps on one timeline; of the file that "
-    "a server wrote with --serve.replay, its steps over time."
+    "a server wrote with --serve.replay, its steps over time. Beside the text, a step is written as a page that moves: "
+    "step.html of a run's folder, WHAT.step.html of a run.toml; it needs no network."
 )
+
+ENDS = (".html",)
+"""What a step can be written as."""
 
 
 def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]]:
@@ -26,6 +31,12 @@ def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]
     options, rest = _parser().parse_known_args(argv[1:] if target else argv)
     if options.width is not None and options.width < 1:
         raise ConfigError(f"--width = {options.width} must be at least 1.")
+    if options.out is not None or options.open:
+        for name in ("text", "program", "memory", "router"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name} prints and writes no file; leave it out, or --out and --open.")
+    if options.out is not None and Path(options.out).suffix not in ENDS:
+        raise ConfigError(f"--out = '{options.out}' ends in none of {', '.join(ENDS)}; name a file that does.")
     return target, options, rest
 
 
@@ -38,10 +49,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--text", action="store_true", help="draw the step as text (the default)")
+    form.add_argument("--text", action="store_true", help="draw the step as text alone, and write no page")
     form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
     form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
     form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
     parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the page there; by its end as .svg, .png, or .json (a trace)"
+    )
+    parser.add_argument("--open", action="store_true", help="open what was written in the browser")
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
     return parser

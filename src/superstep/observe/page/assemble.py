@@ -1,0 +1,75 @@
+"""A page that is one file: markup, style, script and data put together, so that nothing is asked of any network.
+
+Data are JSON, deflated and written in base64: a program of a million numbers stays small, and the page takes the parts
+apart that it shows. Text of a user's own, such as the name of a run, goes in as data or escaped, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import zlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+_ASSETS = files(__package__)
+
+
+def packed(value: dict[str, Any]) -> str:
+    """JSON, deflated, in base64; ``unpack`` of the script undoes it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    """What ``packed`` was given."""
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return found
+
+
+def asset(name: str) -> str:
+    """One of the files that lie beside this module."""
+    return _ASSETS.joinpath(name).read_text(encoding="utf-8")
+
+
+def assembled(
+    *,
+    markup: str,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    title: str,
+    data: dict[str, Any],
+    libraries: Sequence[str] = (),
+) -> str:
+    """The whole page.
+
+    Args:
+        markup: the file with the page's body; ``{{title}}`` in it becomes the title.
+        styles: files, in order.
+        scripts: files, which become one script: what one declares all see.
+        title: of the page.
+        data: JSON that ``window.superstep`` finds; strings made by ``packed`` stay as they are until they are used.
+        libraries: files of others, before the scripts, each a script of its own.
+    """
+    own = "\n".join(asset(f"assets/{name}") for name in scripts)
+    head = "\n".join(f"<style>\n{asset(name)}</style>" for name in styles)
+    foreign = "\n".join(f"<script>\n{_closed(asset(name))}\n</script>" for name in libraries)
+    # In a script element "</" could end it and "<!--" begin a comment; in JSON < may be written so.
+    told = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
+        "style-src 'unsafe-inline'; img-src data: blob:\">\n"
+        f'<title>{html.escape(title)}</title>\n<link rel="icon" href="data:,">\n{head}\n</head>\n<body>\n'
+        f"{asset(f'assets/{markup}').replace('{{title}}', html.escape(title))}"
+        f'<script type="application/json" id="data">{told}</script>\n{foreign}\n'
+        f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>\n</body>\n</html>\n'
+    )
+
+
+def _closed(text: str) -> str:
+    assert "</script" not in text, "a library that would end its own element"
+    return text
