@@ -104,6 +104,7 @@ def step_value(drawn: Drawn) -> dict[str, Any]:
         "units": list(program.units),
         "stages": [list(units) for units in program.stages],
         "placement": list(program.placement),
+        "params": [list(units) for units in program.params],
         "held": [list(program.held_by(rank)) for rank in range(program.pp)],
         "frozen": list(program.frozen),
         "ranks": [_instructions(program, rank, deltas, drawn.sizes) for rank in range(program.pp)],

@@ -161,7 +161,7 @@ function listen() {
     };
   }
   at("rows").onscroll = at("levels").onscroll = () => { hideTip(); draw(); };
-  addEventListener("resize", () => { draw(); });
+  addEventListener("resize", () => { if (S.tab === "where") openWhere(); draw(); });
   dark.addEventListener("change", () => { readTheme(); showLegend(); if (S.tab === "where") openWhere(); draw(); });
   listenToPointer();
   addEventListener("keydown", onKey);

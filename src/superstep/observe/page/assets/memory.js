@@ -9,7 +9,6 @@ function levelsOf(step, rank) {
   return out;
 }
 function prepareMemory(step) {
-  step.held ||= [];
   step.courses = step.ranks.map((_, rank) => levelsOf(step, rank));
   step.peaks = step.courses.map((course, rank) => {
     const lasting = Object.values(step.memory[rank]).reduce((a, b) => a + b, 0);
