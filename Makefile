@@ -4,6 +4,7 @@
 # make check    lint, format, types, import order
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
 # make docs     the pages' tables and drawings, from the code
+# make pictures the pictures of docs/pictures, as a browser shows the pages; needs chromium
 # make clean    remove the environment and what the tools cached; runs are kept
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test check bench docs clean
+.PHONY: setup train test check bench docs pictures clean
 
 setup: $(STAMP)
 
@@ -43,6 +44,9 @@ bench: setup
 
 docs: setup
 	$(BIN)/python docs/make_reference.py
+
+pictures: setup
+	SUPERSTEP_PICTURES=1 $(BIN)/python -m pytest -q tests/observe/test_page_in_browser.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

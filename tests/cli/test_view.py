@@ -173,6 +173,19 @@ def test_the_page_of_a_run_has_both_steps(run_folder):
     assert step["measured"]["ranks"][1]["took"] != step["predicted"]["ranks"][1]["took"]
 
 
+def test_the_end_of_a_name_says_what_is_written(run_folder, tmp_path, capsys):
+    assert main(["view", str(run_folder), "--out", "step.svg"]) == 0
+    assert "the step as a drawing: step.svg" in capsys.readouterr().out
+    drawn = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    assert drawn.index("step 20 as it ran") < drawn.index("predicted: ")
+    assert main(["view", str(run_folder), "--out", "step.json"]) == 0
+    trace = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+    program = compile_step(resolve(CONFIG).plan)
+    assert sum(one["ph"] == "X" for one in trace) == 2 * sum(map(len, program.ranks))
+    assert any(one["ph"] == "C" for one in trace)
+    assert not (run_folder / "step.html").exists()
+
+
 def test_a_page_is_opened_on_demand(toml, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
@@ -181,7 +194,7 @@ def test_a_page_is_opened_on_demand(toml, tmp_path, monkeypatch):
 
 
 def test_a_file_of_another_kind_is_refused(toml, capsys):
-    assert "--out = 'step.gif' ends in none of .html" in refused([toml, "--out", "step.gif"], capsys)
+    assert "--out = 'step.gif' ends in none of .html, .svg, .json" in refused([toml, "--out", "step.gif"], capsys)
     assert "--program prints and writes no file" in refused([toml, "--program", "--out", "a.html"], capsys)
 
 

@@ -12,11 +12,15 @@ from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.errors import UserError
+from superstep.observe.chrome_trace import chrome_trace
+from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.page.moving import Choice, moving_page
-from superstep.observe.page.step import Drawn
+from superstep.observe.page.step import Drawn, closed_of
+from superstep.observe.step_svg import caption_of, draw_svg
 from superstep.observe.trace import Recorded
 from superstep.plan.config import PlanConfig, Schedule
 from superstep.plan.resolve import Resolved
+from superstep.program.memory import course
 
 MOST_INSTRUCTIONS = 200_000
 """Of all plans in a page together: what a browser unpacks at once, and a minute of simulating."""
@@ -65,6 +69,36 @@ def write_page(title: str, about: str, seen: Seen, *, resolve: Resolve, rehearse
     plan = seen.run.plan
     chosen = next(n for n, one in enumerate(choices) if (one.schedule, one.zero) == (plan.schedule, plan.zero))
     return moving_page(title, about, choices, chosen)
+
+
+def write_svg(name: str, seen: Seen) -> str:
+    """The step as SVG; a run's above its prediction."""
+    steps = [(f"{name}, predicted", seen.prediction.timeline)]
+    if seen.ran is not None:
+        steps.insert(0, (f"{name}, step {seen.ran.step} as it ran", seen.ran.timeline))
+    plan = seen.run.plan
+    return draw_svg(
+        (
+            caption_of(
+                caption,
+                timeline,
+                closed=closed_of(timeline, plan) if plan.mesh.pp > 1 else None,
+                formula=FORMULAS[plan.schedule],
+            ),
+            timeline,
+        )
+        for caption, timeline in steps
+    )
+
+
+def write_trace(name: str, seen: Seen) -> str:
+    """The step for Perfetto; a run's, and its prediction behind it."""
+    drawn = seen.drawn()
+    timeline = seen.prediction.timeline
+    courses = [course(timeline.program, rank, drawn.sizes) for rank in range(timeline.program.pp)]
+    if seen.ran is None:
+        return chrome_trace(timeline, name=f"{name}, predicted", courses=courses)
+    return chrome_trace(seen.ran.timeline, name=name, courses=courses, predicted=timeline)
 
 
 def _choices(seen: Seen, resolve: Resolve, rehearse: Rehearse) -> Iterator[Choice]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.figures import bytes_text, seconds_text
-from superstep.cli.moving import Seen, page_path, write_page
+from superstep.cli.moving import Seen, page_path, write_page, write_svg, write_trace
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
 from superstep.cli.rolled import is_rolled, rolled
@@ -133,8 +133,16 @@ def _write(step: Seen, target: str | None, options: argparse.Namespace, about: s
         return
     path = Path(options.out) if options.out else page_path(target)
     name = target or "the demo"
-    write_whole(path, write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations))
-    _say(f"\nthe step as a page that moves: {path}\n")
+    match path.suffix:
+        case ".svg":
+            kind, text = "a drawing", write_svg(name, step)
+        case ".json":
+            kind, text = "a trace, for ui.perfetto.dev or chrome://tracing", write_trace(name, step)
+        case _:
+            kind = "a page that moves"
+            text = write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations)
+    write_whole(path, text)
+    _say(f"\nthe step as {kind}: {path}\n")
     if options.open:
         webbrowser.open(path.resolve().as_uri())
 

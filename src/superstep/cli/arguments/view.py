@@ -16,7 +16,7 @@ DESCRIPTION = (
     "step.html of a run's folder, WHAT.step.html of a run.toml; it needs no network."
 )
 
-ENDS = (".html",)
+ENDS = (".html", ".svg", ".json")
 """What a step can be written as."""
 
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
     parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
     parser.add_argument(
-        "--out", metavar="FILE", help="write the page there; by its end as .svg, .png, or .json (a trace)"
+        "--out", metavar="FILE", help="write the page there, or FILE.svg, or FILE.json: a trace for Perfetto"
     )
     parser.add_argument("--open", action="store_true", help="open what was written in the browser")
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")

@@ -182,7 +182,7 @@ def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     return {
         "step_ns": round(timeline.step_s * NS),
         "bubble": timeline.bubble(),
-        "closed": _closed(timeline, plan),
+        "closed": closed_of(timeline, plan),
         "formula": FORMULAS[plan.schedule],
         "busy_ns": [round(s.busy_s * NS) for s in spent],
         "bubble_ns": [round(s.bubble_s * NS) for s in spent],
@@ -195,7 +195,7 @@ def _differences(numbers: Sequence[int]) -> list[int]:
     return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
 
 
-def _closed(timeline: Timeline, plan: Plan) -> float:
+def closed_of(timeline: Timeline, plan: Plan) -> float:
     """The papers' formula, with the mean seconds that this step's passes took."""
     took = dict.fromkeys((Forward, Recompute, Backward, BackwardInput, BackwardWeight), 0.0)
     for e in timeline.events:

@@ -78,16 +78,16 @@ function find(columns, kinds, unit, microbatch, wire = null) {
 const round = (x, digits) => Number(x.toPrecision(digits)).toString();
 function timeText(ns, digits = 4) {
   const size = Math.abs(ns);
-  if (size >= 1e9) return round(ns / 1e9, digits) + " s";
-  if (size >= 1e6) return round(ns / 1e6, digits) + " ms";
-  if (size >= 1e3) return round(ns / 1e3, digits) + " µs";
-  return Math.round(ns) + " ns";
+  if (size >= 1e9) return round(ns / 1e9, digits) + "\u00a0s";
+  if (size >= 1e6) return round(ns / 1e6, digits) + "\u00a0ms";
+  if (size >= 1e3) return round(ns / 1e3, digits) + "\u00a0µs";
+  return Math.round(ns) + "\u00a0ns";
 }
 function bytesText(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
   while (Math.abs(bytes) >= 1024 && power < 4) bytes /= 1024, power++;
-  return round(bytes, 3) + " " + units[power];
+  return round(bytes, 3) + "\u00a0" + units[power];
 }
 const percent = (share) => (100 * share).toFixed(1) + "%";
 

@@ -1,5 +1,5 @@
 // The state of the page, its controls and its keys.
-const S = { step: null, key: "", t: 0, from: 0, to: 1, isPlaying: false, tab: "time", chosen: null, rows: [], height: 0, frames: 0 };
+const S = { step: null, key: "", t: 0, from: 0, to: 1, isPlaying: false, tab: "time", chosen: null, rows: [], height: 0, frames: 0, stills: 0, rects: 0 };
 const steps = new Map();
 let asked = false;
 
@@ -56,7 +56,7 @@ function showOptions() {
     return el("label", { className: "pill", title: (option && option.why) || "" }, input, el("span", { textContent: label(value) }));
   });
   const unique = (field) => [...new Set(DATA.options.map((option) => option[field]))];
-  const set = (id, made) => { const box = at(id); box.replaceChildren(box.querySelector("legend"), ...made); };
+  const set = (id, made) => { const box = at(id); box.hidden = made.length < 2; box.replaceChildren(box.querySelector("legend"), ...made); };
   set("schedules", pills("schedule", "schedule", unique("schedule"), (value) => value));
   set("zeros", pills("zero", "zero", unique("zero"), (value) => String(value)));
 }
@@ -118,6 +118,19 @@ function show(tab) {
   draw();
 }
 
+// The timeline as it is seen, with its memory below, as a file.
+function save() {
+  const parts = S.tab === "time" ? [at("time"), at("memory")] : [at("where")], whole = document.createElement("canvas"), c = whole.getContext("2d");
+  whole.width = Math.max(...parts.map((one) => one.width));
+  whole.height = parts.reduce((sum, one) => sum + one.height, 0);
+  c.fillStyle = theme.panel; c.fillRect(0, 0, whole.width, whole.height);
+  let y = 0;
+  for (const one of parts) c.drawImage(one, 0, y), y += one.height;
+  const link = el("a", { href: whole.toDataURL("image/png"), download: `step-${S.key.replace("/", "-zero")}.png` });
+  link.click();
+  return link.href;
+}
+
 // Choosing an instruction.
 function pick(chosen, x, y) {
   S.chosen = chosen && chosen.i >= 0 ? chosen : null;
@@ -151,6 +164,7 @@ function listen() {
   at("closer").onclick = () => zoom(0.5, middle());
   at("farther").onclick = () => zoom(2, middle());
   at("fit").onclick = fit;
+  at("save").onclick = save;
   at("lasting").onchange = draw;
   for (const name of ["time", "where"]) {
     at("tab-" + name).onclick = () => show(name);
@@ -241,4 +255,4 @@ at("about").textContent = DATA.about;
 listen();
 choose(DATA.chosen);
 // For tests and the curious: the state, and what draws.
-window.superstep = { S, drawNow, seek, zoom, play, choose, hit };
+window.superstep = { S, drawNow, save, seek, zoom, play, choose, arrowsOf, stateAt, ringAt, sendsOver, x: (t) => toX(t, span(at("rows").clientWidth)) };

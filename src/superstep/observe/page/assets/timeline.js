@@ -102,6 +102,7 @@ function drawEvents(c, step, times, row, s) {
     if (w <= 0) continue;
     c.fillStyle = hue;
     c.fillRect(x, row.y, w, row.h);
+    S.rects++;
     if (w > 3) { c.fillStyle = theme.panel; c.fillRect(x + w - 0.6, row.y, 0.6, row.h); }
     const name = KINDS[columns.kind[i]].name;
     if (row.h < 11 || !(name in LETTERS || name === "step")) continue;
@@ -158,6 +159,7 @@ function drawStill(width, height, top) {
   const key = [S.key, S.from, S.to, width, height, top, theme.isDark].join();
   if (key === stillKey) return;
   stillKey = key;
+  S.stills++;
   const c = fitCanvas(still, width, height, { willReadFrequently: true }), step = S.step, s = span(width);
   c.fillStyle = theme.panel; c.fillRect(0, 0, width, height);
   drawAxis(c, s, height);
