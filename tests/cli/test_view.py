@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+import told_runs
 from plans import SCHEDULES, plan_of, plans
 from superstep.cli import moving, view
 from superstep.cli.main import main
@@ -164,8 +165,15 @@ def test_plans_beside_it_are_left_out_where_the_page_would_be_large(toml, tmp_pa
     assert all("left out to keep the page small; --plan.schedule" in why for why in left_out)
 
 
-def test_the_page_of_a_run_has_both_steps(run_folder):
+def test_the_page_of_a_run_has_both_steps(run_folder, capsys):
+    (run_folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, told_runs.lines(steps=50))), encoding="utf-8")
     assert main(["view", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"the step as a page that moves: {run_folder / 'step.html'}" in out
+    assert f"the run's report: {run_folder / 'report.html'}" in out
+    (told,) = unpacked(data_of(run_folder / "report.html")["runs"])["runs"]
+    assert told["step"] == list(range(1, 51))
+    assert sum(told["spent"]["ran"].values()) == pytest.approx(2 * sum(told["spent"]["predicted"].values()))
     data = data_of(run_folder / "step.html")
     step = unpacked(data["options"][data["chosen"]]["program"])
     assert step["measured"]["step"] == 20

@@ -1,24 +1,17 @@
-"""The pages in a browser: opened from a file, played, scrubbed, zoomed, flipped, by mouse, by keys and on a phone.
-
-With SUPERSTEP_PICTURES in the environment (make pictures) what is seen here is kept under docs/pictures.
-"""
+"""The pages in a browser: opened from a file, played, scrubbed, zoomed, flipped, by mouse, by keys and on a phone."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 import browser
 import step_pages
+from seen_pages import READY, Seen
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
 
-PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 CLOSED = {
     "gpipe": 3 / 8,
     "1f1b": 3 / 8,
@@ -28,61 +21,7 @@ CLOSED = {
     "zb-v": 3 / 48,
 }
 """The papers' bubble at p = 4, m = 8; zb-h1's where its passes take the same time, which here they nearly do."""
-READY = "document.documentElement && document.documentElement.dataset.ready"
 STEP = "superstep.S.step.first.step_ns"
-
-
-class Seen:
-    """One tab, and the pages that it opens from files."""
-
-    def __init__(self, tab, folder):
-        self.tab, self.folder, self.opened = tab, folder, 0
-        for domain in ("Runtime", "Log", "Network", "Page"):
-            tab.call(f"{domain}.enable")
-
-    def open(self, page, **look):
-        self.opened += 1
-        path = self.folder / f"{self.opened}.html"
-        path.write_text(page, encoding="utf-8")
-        self.tab.told.clear()
-        self.tab.look(**look)
-        self.tab.call("Page.navigate", url=path.as_uri())
-        self.tab.wait_for(f"location.href === {json.dumps(path.as_uri())} && {READY}")
-        self.url = path.as_uri()
-
-    def __call__(self, script):
-        return self.tab.value(script)
-
-    def until(self, script):
-        self.tab.wait_for(script)
-
-    def shows_no_fault(self):
-        """Nothing was asked of any network, and no script failed."""
-        asked = [m["params"]["request"]["url"] for m in self.tab.told if m["method"] == "Network.requestWillBeSent"]
-        assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [self.url]
-        faults = [m for m in self.tab.told if m["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        assert faults == []
-
-    def is_accessible(self):
-        """axe-core has nothing serious against what is shown."""
-        if find_spec("axe_core_python") is None:
-            pytest.skip("axe-core-python is not installed: make setup")
-        source = Path(find_spec("axe_core_python").origin).with_name("axe.min.js").read_text(encoding="utf-8")
-        self("window.axe || (() => {" + source + "})(); 0")
-        found = self("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes.map((n) => n.html)]))")
-        assert [one for one in found if one[0] in ("serious", "critical")] == []
-
-    def keep(self, name):
-        """A picture for the pages of docs/, where they are asked for; that there is one to take is seen always."""
-        self("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        taken = self.tab.picture()
-        assert len(taken) > 10_000
-        if "SUPERSTEP_PICTURES" in os.environ:
-            PICTURES.mkdir(exist_ok=True)
-            (PICTURES / f"{name}.png").write_bytes(taken)
-
-    def fits(self):
-        assert self("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +188,7 @@ def state(seen, share, rank=0):
 
 
 def test_parameters_and_gradients_come_and_go_with_zero_3(seen):
-    seen.open(step_pages.page_of(step_pages.config(sequences=16, layers=6, dp=4, zero=3), is_alone=True), height=430)
+    seen.open(step_pages.page_of(step_pages.config(sequences=16, layers=6, dp=4, zero=3), is_alone=True), height=520)
     seen.tab.click("#tab-where")
     start, end = state(seen, 0), state(seen, 1)
     assert [unit["gathered"] for unit in start["units"]] == [0] * 8
@@ -280,14 +219,14 @@ def test_keys_go_round_the_ring_and_tokens_to_their_experts(seen):
         " superstep.seek(t.start[i] + t.took[i] * SHARE); superstep.drawNow();"
         " return superstep.ringAt(0, superstep.stateAt(S.step, 0, S.t)); })()"
     )
-    seen.open(step_pages.page_of(step_pages.config(sequences=2, layers=4, cp=4), is_alone=True), height=460)
+    seen.open(step_pages.page_of(step_pages.config(sequences=2, layers=4, cp=4), is_alone=True), height=520)
     seen.tab.click("#tab-where")
     hops = [seen(middle.replace("SHARE", str(share)))["hop"] for share in (0.1, 0.3, 0.6, 0.9)]
     assert hops == [0, 1, 2, 3]
     seen(middle.replace("SHARE", "0.62"))
     seen.keep("where-ring")
     experts = step_pages.config(sequences=8, layers=4, experts=8, dp=4, ep=4, zero=1)
-    seen.open(step_pages.page_of(experts, is_alone=True), height=460)
+    seen.open(step_pages.page_of(experts, is_alone=True), height=520)
     seen.tab.click("#tab-where")
     assert not seen(middle.replace("SHARE", "0.2"))["isOn"]
     sent = seen("superstep.sendsOver(0, superstep.stateAt(superstep.S.step, 0, superstep.S.t), 'ep')")

@@ -66,6 +66,11 @@ VERBS = {
         "superstep.cli.view",
         "superstep.cli.arguments.view",
     ),
+    "compare": Verb(
+        "lay runs over one another: their curves, settings that differ, and whether losses do",
+        "superstep.cli.compare",
+        "superstep.cli.arguments.compare",
+    ),
     "measure": Verb(
         "measure this machine, and write what was found as a cluster file",
         "superstep.cli.measure.verb",

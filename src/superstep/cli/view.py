@@ -17,6 +17,7 @@ from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.moving import Seen, page_path, write_page, write_svg, write_trace
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
+from superstep.cli.report import run_told
 from superstep.cli.rolled import is_rolled, rolled
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
@@ -25,6 +26,7 @@ from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.errors import ConfigError, StateError, UserError
 from superstep.observe.jsonl import read
 from superstep.observe.memory_drawing import draw_memory
+from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import load_trace
@@ -192,6 +194,17 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
     )
     step = Seen(run=run, machine=machine, operations=seen, prediction=prediction, ran=ran)
     _write(step, str(folder.root), options, f"{title}; {_title(prediction, machine)}")
+    if options.out is None and not options.text:
+        _report(folder, step)
+
+
+def _report(folder: RunFolder, step: Seen) -> None:
+    """The run's own page anew, with what the step was predicted to take beside what it took."""
+    if folder.metrics.is_file():
+        ran = step.ran.timeline if step.ran else None
+        told = run_told(folder, ran=ran, predicted=step.prediction.timeline)
+        write_whole(folder.report, report_page([told]))
+        _say(f"the run's report: {folder.report}\n")
 
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:

@@ -36,6 +36,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def report(self) -> Path:
+        """The page of its curves, and of what happened."""
+        return self.root / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.root / "tensorboard"

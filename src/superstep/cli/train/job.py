@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.cli.describe import plan_text
+from superstep.cli.report import ReportAtEnd
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
@@ -307,6 +308,7 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
     if observe.tensorboard:
         sinks.append(TensorBoard(job.folder.tensorboard))
+    sinks.append(ReportAtEnd(job.folder))
     fanout = Fanout(sinks)
     stack.callback(fanout.close)
     return fanout

@@ -32,7 +32,17 @@ from superstep.program.instructions import (
     Tie,
 )
 
-SCRIPTS = ("data.js", "paint.js", "timeline.js", "memory.js", "tips.js", "where_state.js", "where.js", "main.js")
+SCRIPTS = (
+    "format.js",
+    "data.js",
+    "paint.js",
+    "timeline.js",
+    "memory.js",
+    "tips.js",
+    "where_state.js",
+    "where.js",
+    "main.js",
+)
 # The name that the script knows an instruction by, its lane ("wire": act or grad), and its words in the legend.
 _SAID: dict[type[Instruction], tuple[str, str, str]] = {
     Forward: ("forward", "compute", "forward"),

@@ -2,13 +2,6 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const KINDS = DATA.kinds, LANES = DATA.lanes;
 const KIND = Object.fromEntries(KINDS.map((kind, at) => [kind.name, at]));
-const at = (id) => document.getElementById(id);
-
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
-}
 
 function summed(differences) {
   const out = new Float64Array(differences.length);
@@ -73,26 +66,4 @@ function find(columns, kinds, unit, microbatch, wire = null) {
       && (wire === null || columns.wire[i] === wire)) return i;
   }
   return -1;
-}
-
-const round = (x, digits) => Number(x.toPrecision(digits)).toString();
-function timeText(ns, digits = 4) {
-  const size = Math.abs(ns);
-  if (size >= 1e9) return round(ns / 1e9, digits) + "\u00a0s";
-  if (size >= 1e6) return round(ns / 1e6, digits) + "\u00a0ms";
-  if (size >= 1e3) return round(ns / 1e3, digits) + "\u00a0µs";
-  return Math.round(ns) + "\u00a0ns";
-}
-function bytesText(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let power = 0;
-  while (Math.abs(bytes) >= 1024 && power < 4) bytes /= 1024, power++;
-  return round(bytes, 3) + "\u00a0" + units[power];
-}
-const percent = (share) => (100 * share).toFixed(1) + "%";
-
-function el(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
 }

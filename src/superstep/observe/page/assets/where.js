@@ -9,7 +9,7 @@ function openWhere() {
   const many = ranks > 1 ? 8 : 16, rows = Math.min(ranks, 8), shown = places.slice(0, Math.max(1, Math.floor(many * (rows > 4 ? 0.5 : 1))));
   W.places = shown; W.shards = shards; W.rows = rows;
   const least = Math.max(132, Math.min(12, Math.max(...step.held.map((one) => one.length))) * 20 + 70);
-  const wide = at("where").parentElement.clientWidth || innerWidth - 40;
+  const wide = (at("where").parentElement.clientWidth || innerWidth - 40) - 18;
   // Without a pipeline boxes go on in the next line; with one a line is a stage.
   W.perLine = ranks > 1 ? shown.length : Math.max(1, Math.min(shown.length, Math.floor((wide - 10) / (least + 16))));
   W.width = Math.max(least, Math.min(440, (wide - 10) / W.perLine - 16));

@@ -1,0 +1,37 @@
+"""What superstep compare is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.options import Parser
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Lay runs over one another: which settings differ, whether the losses differ by more than noise, and all curves as "
+    "one page. Each run is compared with the first."
+)
+
+
+def read(argv: Sequence[str]) -> tuple[list[Path], argparse.Namespace]:
+    """The runs, and how.
+
+    Raises:
+        ConfigError: fewer than two runs, or an option is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    parser = Parser(
+        prog="superstep compare", usage="superstep compare RUN... [--FLAG]", description=DESCRIPTION,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", default="compare.html", metavar="FILE", help="the page; compare.html by default")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    options = parser.parse_args(list(argv))
+    if len(options.runs) < 2:
+        raise ConfigError("name two runs or more: superstep compare runs/demo runs/demo-2.")
+    if Path(options.out).suffix != ".html":
+        raise ConfigError(f"--out = '{options.out}' does not end in .html; name a file that does.")
+    return [Path(run) for run in options.runs], options

@@ -1,0 +1,49 @@
+"""superstep compare: runs over one another, what differs, and whether a difference in loss is more than noise."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from superstep.cli.arguments.compare import read
+from superstep.cli.report import run_told, settings_of
+from superstep.observe.page.compare import Comparison, compared
+from superstep.observe.page.report import report_page
+from superstep.train.run_folder import RunFolder, write_whole
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what differs, and write the page."""
+    paths, options = read(argv)
+    folders = [RunFolder(root=path) for path in paths]
+    runs = [run_told(folder) for folder in folders]
+    comparisons = [
+        compared(
+            (runs[0].name, run.name),
+            (settings_of(folders[0]), settings_of(folder)),
+            (losses(runs[0].lines), losses(run.lines)),
+        )
+        for folder, run in zip(folders[1:], runs[1:], strict=True)
+    ]
+    for one in comparisons:
+        print(_text(one))
+    path = Path(options.out)
+    write_whole(path, report_page(runs, comparisons))
+    print(f"all curves: {path}")
+    if options.open:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+def losses(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """The finite losses of a run by step; of steps that were done again, the last."""
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "step" and line["loss"] is not None}
+
+
+def _text(one: Comparison) -> str:
+    first, other = one.names
+    wide = max((len(name) for name, _, _ in one.settings), default=0)
+    lines = [f"  {name:{wide}}  {a} -> {b}" for name, a, b in one.settings] or ["  all settings are the same"]
+    return "\n".join([f"{first} -> {other}", *lines, f"  loss: {one.verdict()}", ""])

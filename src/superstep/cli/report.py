@@ -1,0 +1,102 @@
+"""The report of a run, report.html of its folder: written when training ends, and by superstep view."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+from superstep.errors import StateError, UserError
+from superstep.observe.events import Event, RunFinished, RunStopped
+from superstep.observe.jsonl import read
+from superstep.observe.page.report import RunTold, report_page
+from superstep.observe.trace import load_trace
+from superstep.plan.toml import read_config
+from superstep.program.text import read_program
+from superstep.program.timeline import Timeline
+from superstep.train.run_folder import RunFolder, write_whole
+
+PACKAGES = ("superstep", "torch", "numpy")
+MOST_BYTES = 4_000_000
+"""Of a trace whose step is drawn as training ends: a larger one takes seconds, and superstep view has them."""
+
+
+class ReportAtEnd:
+    """The sink that writes the page once training is over; last among the sinks, so that the others have told all."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def write(self, event: Event) -> None:
+        """Write the page, at the end.
+
+        Raises:
+            Fault: the disk is full or broken.
+        """
+        if isinstance(event, RunFinished | RunStopped):
+            told = run_told(self._folder, ran=_recorded(self._folder))
+            write_whole(self._folder.report, report_page([told]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timeline | None = None) -> RunTold:
+    """What a run's folder holds.
+
+    Raises:
+        StateError: it is no run, or has not begun to train.
+    """
+    if not folder.config.is_file():
+        raise StateError(f"'{folder.root}' is no run directory: it lacks run.toml. Name the folder that train wrote.")
+    if not folder.metrics.is_file():
+        raise StateError(f"'{folder.root}' has no metrics.jsonl yet: ask again when the run has begun to train.")
+    return RunTold(
+        name=str(folder.root),
+        lines=list(read(folder.metrics)),
+        settings=folder.config.read_text(encoding="utf-8"),
+        ran=ran,
+        predicted=predicted,
+        facts=facts(),
+    )
+
+
+def facts() -> dict[str, str]:
+    """Of the machine that writes the page."""
+    found = {"page written on": f"{platform.system()} {platform.release()}, {platform.machine()}"}
+    found["cores"] = str(os.cpu_count())
+    found["python"] = platform.python_version()
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def settings_of(folder: RunFolder) -> dict[str, object]:
+    """Every setting of a run by its dotted name, but for where the run lies."""
+    found = _flat("", asdict(read_config(folder.config)))
+    found.pop("state.dir", None)
+    return found
+
+
+def _flat(prefix: str, value: dict[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, one in value.items():
+        if isinstance(one, dict):
+            found |= _flat(f"{prefix}{name}.", one)
+        else:
+            found[f"{prefix}{name}"] = one
+    return found
+
+
+def _recorded(folder: RunFolder) -> Timeline | None:
+    """The step that the run recorded, where it did; a page without it is a page all the same."""
+    try:
+        if folder.trace.stat().st_size > MOST_BYTES:
+            return None
+        return load_trace(folder.trace, read_program(folder.program.read_text(encoding="utf-8"))).timeline
+    except (OSError, ValueError, UserError):
+        return None

@@ -1,0 +1,154 @@
+"""The report of runs as one page: their curves, where a step's time went, what happened, and what they were told.
+
+It is made of what a run directory holds, metrics.jsonl and run.toml, so that it can be written at the end of a run or
+at any time after, on any machine. Several runs lie over one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from superstep.observe.page.assemble import assembled, packed
+from superstep.observe.page.compare import Comparison
+from superstep.observe.router_balance import busiest
+from superstep.program.timeline import Timeline
+
+COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "mfu", "memory_bytes", "tokens_seen")
+MOST_POINTS = 4000
+"""Of one curve: more than a screen has columns, so that a long run keeps its highest and its lowest."""
+STARTED = ("plan", "parameters", "world", "transport", "steps", "unigram_entropy", "predicted_step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTold:
+    """One run.
+
+    Attributes:
+        name: of the run.
+        lines: the objects of its metrics.jsonl, in order.
+        settings: the text of its run.toml.
+        ran: a step that it recorded.
+        predicted: the same step before it ran, where that is known.
+        facts: more that is to be said, hardware and versions say.
+    """
+
+    name: str
+    lines: Iterable[Mapping[str, Any]]
+    settings: str = ""
+    ran: Timeline | None = None
+    predicted: Timeline | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = ()) -> str:
+    """The page; of several runs each is compared with the first."""
+    title = runs[0].name if len(runs) == 1 else "Compared: " + ", ".join(run.name for run in runs)
+    return assembled(
+        markup="report.html",
+        styles=["assets/step.css", "assets/report.css", "vendor/uPlot.min.css"],
+        libraries=["vendor/uPlot.iife.min.js"],
+        scripts=["format.js", "curves.js", "report.js"],
+        title=title,
+        data={
+            "format": 1,
+            "runs": packed({"runs": [run_value(run) for run in runs]}),
+            "comparisons": [one.value() for one in comparisons],
+        },
+    )
+
+
+def run_value(run: RunTold) -> dict[str, Any]:
+    """What the page's script is given of one run."""
+    lines = list(run.lines)
+    started: dict[str, Any] = {}
+    for line in lines:
+        if line["event"] == "started":
+            started = {key: line.get(key) for key in (*STARTED, "predicted_memory_bytes", "memory")}
+    steps = [line for line in lines if line["event"] == "step"]
+    evaluated = [line for line in lines if line["event"] == "evaluated"]
+    return {
+        "name": run.name,
+        "started": started,
+        "step": [line["step"] for line in thinned(steps)],
+        "columns": {name: [line.get(name) for line in thinned(steps)] for name in COLUMNS},
+        "steps": len(steps),
+        "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
+        "router": _router([line for line in lines if line["event"] == "router"]),
+        "events": [list(event) for event in _events(lines)],
+        "totals": _totals(lines, steps),
+        "spent": {
+            name: _spent(timeline)
+            for name, timeline in (("ran", run.ran), ("predicted", run.predicted))
+            if timeline is not None
+        },
+        "settings": run.settings,
+        "facts": dict(run.facts),
+    }
+
+
+def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most ``MOST_POINTS`` steps, of each stretch the one of the highest loss and that of the lowest."""
+    if len(steps) <= MOST_POINTS:
+        return list(steps)
+    found: list[Mapping[str, Any]] = []
+    pieces = MOST_POINTS // 2
+    for k in range(pieces):
+        piece = steps[k * len(steps) // pieces : (k + 1) * len(steps) // pieces]
+        # A loss that is not finite is told as none.
+        losses = [(float("inf") if line["loss"] is None else line["loss"], at) for at, line in enumerate(piece)]
+        found += [piece[at] for at in sorted({min(losses)[1], max(losses)[1]})]
+    return found
+
+
+def _events(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, str, str]]:
+    """Step, kind and words of what happened beside steps."""
+    for line in lines:
+        step = line.get("step") or 0
+        match line["event"]:
+            case "started":
+                yield step, "started", f"{line.get('world')} ranks, {line.get('plan')}"
+            case "resumed":
+                lost = f"; lost: {line['lost']}" if line.get("lost") else ""
+                yield step, "resumed", f"{line.get('path') or 'from memory or the start'}{lost}"
+            case "evaluated":
+                yield step, "validation", f"loss {line['loss']:.4f}" if line["loss"] is not None else "no finite loss"
+            case "saved":
+                yield step, "saved", f"{line['path']}, {line['seconds']:.3g} s, {line['bytes'] / 2**20:.4g} MiB"
+            case "retried":
+                yield step, "retried", str(line.get("why", ""))
+            case "finished" | "stopped":
+                yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} tokens"
+
+
+def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of the whole run, by what they were spent on."""
+    found = {"steps": 0.0, "data": 0.0, "validation": 0.0, "checkpoints": 0.0}
+    for line in steps:
+        found["steps"] += line["step_s"] - line["data_s"]
+        found["data"] += line["data_s"]
+    for line in lines:
+        if line["event"] in ("evaluated", "saved"):
+            found["validation" if line["event"] == "evaluated" else "checkpoints"] += line["seconds"]
+    return found
+
+
+def _spent(timeline: Timeline) -> dict[str, float]:
+    """A step in parts that add up, as means over the ranks."""
+    spent = timeline.spent()
+    ranks = len(spent)
+    found = {"compute": sum(one.busy_s for one in spent) / ranks}
+    for lane in spent[0].exposed_s:
+        if exposed_s := sum(one.exposed_s[lane] for one in spent) / ranks:
+            found[f"waits for {lane}"] = exposed_s
+    found["bubble"] = sum(one.bubble_s for one in spent) / ranks
+    return found
+
+
+def _router(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For each report and layer, the load of the busiest expert over the even load."""
+    if not lines:
+        return {}
+    loads = [[busiest(layer) for layer in line["chosen"]] for line in lines]
+    return {"step": [line["step"] for line in lines], "busiest": [list(layer) for layer in zip(*loads, strict=True)]}

@@ -1,0 +1,87 @@
+"""superstep compare: what differs between runs, in the terminal and on a page; and the report that training leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import told_runs
+from superstep.cli.main import main
+from superstep.cli.report import ReportAtEnd
+from superstep.observe.events import RunFinished
+from superstep.observe.page.assemble import unpacked
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.toml import write_config
+from superstep.train.run_folder import RunFolder
+
+CONFIG = RunConfig(model=ModelConfig(name="tiny"))
+
+
+def data_of(path):
+    page = path.read_text(encoding="utf-8")
+    return json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+
+
+def made(root, config, **told):
+    root.mkdir(parents=True)
+    (root / "run.toml").write_text(write_config(config), encoding="utf-8")
+    text = "\n".join(json.dumps(line) for line in told_runs.lines(**told))
+    (root / "metrics.jsonl").write_text(text + "\n", encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = replace(CONFIG, train=replace(CONFIG.train, lr=1e-4), state=replace(CONFIG.state, dir="elsewhere"))
+    made(tmp_path / "one", CONFIG, steps=200)
+    made(tmp_path / "same", CONFIG, steps=200)
+    made(tmp_path / "other", other, steps=200, seed=2, worse=0.3)
+
+
+def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):
+    assert main(["compare", "one", "same", "other"]) == 0
+    out = capsys.readouterr().out
+    same, other = out.split("one -> other")
+    assert "all settings are the same" in same
+    assert "the same losses to the bit" in same
+    assert f"train.lr  {CONFIG.train.lr} -> 0.0001" in other
+    assert "more than noise" in other
+    assert "state.dir" not in out
+    assert out.endswith("all curves: compare.html\n")
+    data = data_of(tmp_path / "compare.html")
+    assert [run["name"] for run in unpacked(data["runs"])["runs"]] == ["one", "same", "other"]
+    assert [one["is_noise"] for one in data["comparisons"]] == [True, False]
+
+
+def test_what_cannot_be_compared_is_refused(runs, tmp_path, capsys):
+    for argv, words in (
+        (["one"], "name two runs or more: superstep compare runs/demo runs/demo-2."),
+        (["one", "nowhere"], "'nowhere' is no run directory: it lacks run.toml"),
+        (["one", "same", "--out", "a.png"], "does not end in .html"),
+    ):
+        assert main(["compare", *argv]) == 2
+        assert words in capsys.readouterr().err
+    (tmp_path / "same" / "metrics.jsonl").unlink()
+    assert main(["compare", "one", "same"]) == 2
+    assert "has no metrics.jsonl yet" in capsys.readouterr().err
+
+
+def test_the_end_of_training_leaves_a_report(runs, tmp_path):
+    folder = RunFolder(root=tmp_path / "one")
+    sink = ReportAtEnd(folder)
+    for line in told_runs.lines(steps=3):
+        if line["event"] == "finished":
+            assert not folder.report.exists()
+            sink.write(RunFinished(step=3, elapsed_s=1.0, tokens_seen=10))
+    sink.close()
+    (told,) = unpacked(data_of(folder.report)["runs"])["runs"]
+    assert told["step"][-1] == 200
+    assert told["spent"] == {}
+    assert "torch" in told["facts"]
+    # A damaged record of a step costs the report nothing but its picture.
+    folder.trace.write_text("{", encoding="utf-8")
+    sink.write(RunFinished(step=3, elapsed_s=1.0, tokens_seen=10))
+    assert unpacked(data_of(folder.report)["runs"])["runs"][0]["spent"] == {}

@@ -1,0 +1,111 @@
+"""The report of runs: what is taken from their metrics, and when a difference in loss is said to be more than noise."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from importlib.resources import files
+
+import pytest
+
+import step_pages
+import told_runs
+from superstep.observe.page.compare import LEAST_STEPS, compared, mean_and_error
+from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, thinned
+
+
+def test_a_run_is_told_as_its_metrics_have_it():
+    lines = list(told_runs.lines(steps=300, experts=4))
+    one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
+    value = run_value(RunTold(name="a run", lines=lines, ran=one.measured, predicted=one.timeline))
+    steps = [line for line in lines if line["event"] == "step"]
+    assert value["step"] == [line["step"] for line in steps]
+    for name in COLUMNS:
+        assert value["columns"][name] == [line[name] for line in steps]
+    assert value["evaluated"]["step"] == [100, 200, 300]
+    assert value["totals"]["validation"] == 3.75
+    assert value["totals"]["checkpoints"] == 0.75
+    assert value["totals"]["steps"] + value["totals"]["data"] == pytest.approx(sum(line["step_s"] for line in steps))
+    # An even load is 1; one expert with all of four has 4.
+    assert value["router"] == {"step": [100, 200, 300], "busiest": [[1.25] * 3, [4.0] * 3]}
+    assert [kind for _, kind, _ in value["events"]] == ["started", *["validation", "saved"] * 3, "finished"]
+    for name, timeline in (("ran", one.measured), ("predicted", one.timeline)):
+        assert sum(value["spent"][name].values()) == pytest.approx(timeline.step_s)
+
+
+def test_a_long_run_keeps_the_highest_and_the_lowest_of_each_stretch():
+    steps = [{"step": step, "loss": 3 + 0.001 * (step % 7)} for step in range(1, 50_001)]
+    steps[31_000]["loss"] = 9.0
+    steps[44_000]["loss"] = None
+    kept = thinned(steps)
+    assert len(kept) <= MOST_POINTS
+    assert {31_001, 44_001} <= {line["step"] for line in kept}
+    assert [line["step"] for line in kept] == sorted({line["step"] for line in kept})
+    assert thinned(steps[:100]) == steps[:100]
+
+
+def told(*, seed=1, worse=0.0, steps=600):
+    return {
+        line["step"]: line["loss"]
+        for line in told_runs.lines(seed=seed, worse=worse, steps=steps)
+        if line["event"] == "step"
+    }
+
+
+def test_runs_are_compared_step_by_step():
+    same = compared(("a", "b"), ({}, {}), (told(), told()))
+    assert (same.difference, same.is_noise) == (0, True)
+    assert "the same losses to the bit" in same.verdict()
+    noise = compared(("a", "b"), ({}, {}), (told(), told(seed=2)))
+    assert noise.is_noise
+    # What is the same in both drops out: 0.002 is seen under noise of 0.06.
+    worse = compared(("a", "b"), ({}, {}), (told(), {s: x + 0.002 + 1e-4 * (s % 3) for s, x in told().items()}))
+    assert worse.is_noise is False
+    assert worse.difference == pytest.approx(0.0021, abs=1e-4)
+    assert worse.steps == (301, 600)
+    assert "more than noise" in worse.verdict()
+    assert not compared(("a", "b"), ({}, {}), (told(), told(seed=2, worse=0.05))).is_noise
+
+
+def test_too_few_steps_are_not_judged():
+    few = compared(("a", "b"), ({}, {}), (told(steps=2 * LEAST_STEPS - 2), told(seed=2, worse=1)))
+    assert (few.difference, few.is_noise, few.steps) == (None, None, None)
+    assert f"fewer than {LEAST_STEPS} steps" in few.verdict()
+
+
+def test_an_interval_has_the_mean_nineteen_times_in_twenty_though_neighbours_hang_together():
+    luck, missed = random.Random(7), 0
+    for _ in range(400):
+        level, values = 0.0, []
+        for _ in range(600):
+            level = 0.8 * level + luck.gauss(0, 1)
+            values.append(level)
+        mean, error = mean_and_error(values)
+        missed += abs(mean) > error
+    assert 0.02 < missed / 400 < 0.10
+
+
+def test_settings_that_differ_are_named():
+    one, other = {"train.lr": 3e-3, "plan.dp": 2, "a": 1}, {"train.lr": 1e-3, "plan.dp": 2, "b": 2}
+    found = compared(("a", "b"), (one, other), ({}, {}))
+    assert found.settings == (("train.lr", 3e-3, 1e-3), ("a", 1, None), ("b", None, 2))
+
+
+def test_a_page_holds_its_library_and_asks_for_nothing():
+    hostile = "</script><script>alert(1)</script>"
+    page = report_page([RunTold(name=hostile, lines=list(told_runs.lines(steps=50)), settings=hostile)])
+    assert "uPlot" in page
+    assert "alert(1)</script>" not in page
+    assert not re.search(r"""<(script|link|img)[^>]+(src|href)\s*=\s*["'](?!data:)""", page)
+    assert len(page) < 1_000_000
+
+
+def test_libraries_of_others_are_what_their_page_says():
+    vendor = files("superstep.observe.page").joinpath("vendor")
+    rows = re.findall(r"^\| `(\S+)` \|.*`([0-9a-f]{64})` \|$", vendor.joinpath("README.md").read_text(), re.MULTILINE)
+    names = {one.name for one in vendor.iterdir()} - {"README.md"}
+    assert {name for name, _ in rows} == {name for name in names if not name.endswith("LICENSE")}
+    for name, digest in rows:
+        assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == digest
+    assert "uPlot.LICENSE" in names

@@ -1,0 +1,107 @@
+"""The report's page in a browser: its curves, smoothed and over one another, and that it is fit to be read by all."""
+
+from __future__ import annotations
+
+import pytest
+
+import browser
+import step_pages
+import told_runs
+from seen_pages import READY, Seen
+from superstep.observe.page.compare import compared
+from superstep.observe.page.report import RunTold, report_page
+
+pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    with browser.browser() as tab:
+        yield Seen(tab, tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="module")
+def report():
+    one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
+    lines = list(told_runs.lines(experts=4))
+    told = RunTold(
+        name="runs/demo",
+        lines=lines,
+        settings="[model]\n",
+        ran=one.measured,
+        predicted=one.timeline,
+        facts={"python": "3.12", "torch": "2.13.0"},
+    )
+    return report_page([told])
+
+
+def ink(curve):
+    """Pixels of a chart that are not its ground."""
+    return f"""(() => {{
+      const canvas = document.querySelectorAll('#curves canvas')[{curve}];
+      const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      let count = 0;
+      for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
+      return count;
+    }})()"""
+
+
+def turn(seen, name, value):
+    """Set a control."""
+    seen(f"document.getElementById('{name}').value = '{value}'")
+    seen(f"document.getElementById('{name}').dispatchEvent(new Event('input'))")
+
+
+def test_a_report_has_its_curves_and_asks_for_nothing(seen, report):
+    seen.open(report)
+    assert seen(READY) == "report"
+    titles = seen("[...document.querySelectorAll('figcaption')].map((one) => one.firstChild.textContent)")
+    assert titles[0] == "Loss, nats a token"
+    assert "Busiest expert over the even load" in titles
+    assert len(titles) == 8
+    assert all(seen(ink(k)) > 500 for k in range(8))
+    assert seen("document.querySelectorAll('#falls .bar').length") == 2
+    assert "step-000600" in seen("document.getElementById('events').innerText")
+    seen.keep("report-light")
+    # Smoothed, the curve keeps what was told beneath it in pale.
+    before = seen("superstep.R.plots[0].series.length")
+    turn(seen, "smooth", "0.9")
+    assert seen("superstep.R.plots[0].series.length") == before + 1
+    assert seen("superstep.smoothed([1, null, 3], 0.5)") == [1, None, pytest.approx((0.25 * 1 + 0.5 * 3) / 0.75)]
+    seen.tab.click("#log")
+    assert seen("superstep.R.plots[0].scales.y.distr") == 3
+    turn(seen, "over", "tokens_seen")
+    assert seen("superstep.R.plots[0].data[0].at(-1)") == 600 * 4096
+    # The cursor tells the values of all charts at one step.
+    seen("document.getElementById('curves').scrollIntoView()")
+    corner = seen("(({left, top}) => [left, top])(document.querySelector('#curves .u-over').getBoundingClientRect())")
+    seen.tab.hover(corner[0] + 150, corner[1] + 60)
+    seen.until("document.querySelectorAll('figcaption span')[1].textContent.includes(':')")
+    seen.shows_no_fault()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_is_accessible(seen, report, dark):
+    seen.open(report, dark=dark)
+    seen.is_accessible()
+
+
+def test_it_fits_a_phone(seen, report):
+    seen.open(report, width=390, height=844)
+    seen.fits()
+    seen.is_accessible()
+
+
+def test_runs_lie_over_one_another(seen):
+    runs = [RunTold(name=f"runs/{n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
+    losses = tuple({line["step"]: line["loss"] for line in run.lines if line["event"] == "step"} for run in runs)
+    found = compared(("runs/0", "runs/1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
+    seen.open(report_page(runs, [found]), dark=True)
+    labels = seen("superstep.R.plots[0].series.slice(1).map((one) => one.label)")
+    assert {"runs/0, training", "runs/1, training", "runs/0, validation"} <= set(labels)
+    told = seen("document.getElementById('differences').innerText")
+    assert "more than noise" in told
+    assert "train.lr\t0.003\t0.001" in told
+    seen.keep("compare-dark")
+    seen.is_accessible()
+    seen.shows_no_fault()
