@@ -356,7 +356,7 @@ def _routers(seen: RouterSeen) -> list[str]:
 
 
 def _description(run: RunStarted) -> str:
-    ranks = "1 rank" if run.world == 1 else f"{run.world} ranks over {run.transport}"
+    ranks = "1 rank" if run.world == 1 else f"{run.world} ranks" + (f" over {run.transport}" if run.transport else "")
     attention = f", attention {run.attention}" if run.attention else ""
     return f"{run.plan}, {count_text(run.parameters)} parameters, {ranks}{attention}"
 
