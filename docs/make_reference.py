@@ -29,6 +29,7 @@ from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.cost.program.work import parameters
 from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
+from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
@@ -278,12 +279,12 @@ def _drawn(run: Resolved, **seconds: float) -> str:
 
 
 PIPELINES: dict[str, tuple[int, str, float]] = {
-    "gpipe": (1, "(p - 1) / m", 3 / 8),
-    "1f1b": (1, "(p - 1) / m", 3 / 8),
-    "interleaved": (2, "(p - 1) / (v·m)", 3 / 16),
-    "breadth-first": (2, "(p - 1) / (v·m)", 3 / 16),
-    "zb-h1": (1, "(p - 1)·(F + B - W) / (m·(F + B + W))", 3 / 24),
-    "zb-v": (2, "(p - 1) / (6·m)", 3 / 48),
+    "gpipe": (1, FORMULAS["gpipe"], 3 / 8),
+    "1f1b": (1, FORMULAS["1f1b"], 3 / 8),
+    "interleaved": (2, FORMULAS["interleaved"], 3 / 16),
+    "breadth-first": (2, FORMULAS["breadth-first"], 3 / 16),
+    "zb-h1": (1, FORMULAS["zb-h1"], 3 / 24),
+    "zb-v": (2, FORMULAS["zb-v"], 3 / 48),
 }
 """Chunks, the bubble over the compute, and what that is for p = 4, m = 8, F = B = W."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import checkpoint, moving, sample, serve, view
+from superstep.cli import checkpoint, compare, moving, sample, serve, view
 from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
 from superstep.cli.grade import verb as grade
@@ -169,6 +169,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     # A page has its own plan; those beside it, which no argument changes, are not simulated.
     monkeypatch.setattr(moving, "MOST_INSTRUCTIONS", 0)
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -194,6 +195,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(checkpoint, "checkpoints", begin)
+    monkeypatch.setattr(compare, "run_told", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)

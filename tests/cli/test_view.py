@@ -201,6 +201,14 @@ def test_a_page_is_opened_on_demand(toml, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "run.step.html").as_uri()]
 
 
+def test_where_no_page_can_be_written_the_text_is_all_there_is(toml, tmp_path, capsys):
+    (tmp_path / "run.step.html").mkdir()
+    assert main(["view", str(toml)]) == 0
+    assert "no page: run.step.html cannot be written; --out names another file" in capsys.readouterr().out
+    assert main(["view", str(toml), "--out", "run.step.html"]) == 1
+    assert "run.step.html cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_a_file_of_another_kind_is_refused(toml, capsys):
     assert "--out = 'step.gif' ends in none of .html, .svg, .json" in refused([toml, "--out", "step.gif"], capsys)
     assert "--program prints and writes no file" in refused([toml, "--program", "--out", "a.html"], capsys)

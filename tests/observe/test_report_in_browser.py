@@ -25,7 +25,7 @@ def report():
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
     lines = list(told_runs.lines(experts=4))
     told = RunTold(
-        name="runs/demo",
+        name="a made-up run",
         lines=lines,
         settings="[model]\n",
         ran=one.measured,
@@ -93,12 +93,12 @@ def test_it_fits_a_phone(seen, report):
 
 
 def test_runs_lie_over_one_another(seen):
-    runs = [RunTold(name=f"runs/{n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
+    runs = [RunTold(name=f"made-up {n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
     losses = tuple({line["step"]: line["loss"] for line in run.lines if line["event"] == "step"} for run in runs)
-    found = compared(("runs/0", "runs/1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
+    found = compared(("made-up 0", "made-up 1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
     seen.open(report_page(runs, [found]), dark=True)
     labels = seen("superstep.R.plots[0].series.slice(1).map((one) => one.label)")
-    assert {"runs/0, training", "runs/1, training", "runs/0, validation"} <= set(labels)
+    assert {"made-up 0, training", "made-up 1, training", "made-up 0, validation"} <= set(labels)
     told = seen("document.getElementById('differences').innerText")
     assert "more than noise" in told
     assert "train.lr\t0.003\t0.001" in told

@@ -23,7 +23,7 @@ from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
-from superstep.errors import ConfigError, StateError, UserError
+from superstep.errors import ConfigError, Fault, StateError, UserError
 from superstep.observe.jsonl import read
 from superstep.observe.memory_drawing import draw_memory
 from superstep.observe.page.report import report_page
@@ -143,7 +143,14 @@ def _write(step: Seen, target: str | None, options: argparse.Namespace, about: s
         case _:
             kind = "a page that moves"
             text = write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations)
-    write_whole(path, text)
+    try:
+        write_whole(path, text)
+    except Fault:
+        if options.out or options.open:
+            raise
+        # The text is what there is to see where no file can be made.
+        _say(f"\nno page: {path} cannot be written; --out names another file\n")
+        return
     _say(f"\nthe step as {kind}: {path}\n")
     if options.open:
         webbrowser.open(path.resolve().as_uri())
@@ -203,8 +210,11 @@ def _report(folder: RunFolder, step: Seen) -> None:
     if folder.metrics.is_file():
         ran = step.ran.timeline if step.ran else None
         told = run_told(folder, ran=ran, predicted=step.prediction.timeline)
-        write_whole(folder.report, report_page([told]))
-        _say(f"the run's report: {folder.report}\n")
+        try:
+            write_whole(folder.report, report_page([told]))
+            _say(f"the run's report: {folder.report}\n")
+        except Fault:  # somebody else's run, say
+            _say(f"no report: {folder.report} cannot be written\n")
 
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:

@@ -31,6 +31,7 @@ async function choose(number) {
   showOptions(); showCards(); showNumbers(); showLegend(); describe();
   if (S.tab === "where") openWhere();
   drawNow();
+  performance.mark("ready");
   document.documentElement.dataset.ready = S.key;
 }
 
