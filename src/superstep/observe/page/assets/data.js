@@ -43,6 +43,7 @@ function readStep(step) {
   step.stages.forEach((units, s) => units.forEach((u) => { step.stageOf[u] = s; }));
   const own = step.placement.map((rank, s) => step.placement.slice(0, s).filter((other) => other === rank).length);
   step.chunkOf = own;
+  for (const columns of step.ranks) columns.shade = shadesOf(step, columns);
   step.predicted = readTimes(step, step.predicted);
   if (step.measured) step.measured = readTimes(step, step.measured);
   step.first = step.measured || step.predicted;

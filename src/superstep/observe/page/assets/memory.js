@@ -57,9 +57,16 @@ function drawRankMemory(c, step, rank, y, h, s, most, isLasting) {
     if (any) {
       c.fillStyle = CATEGORIES[part].hue;
       c.beginPath();
+      // A corner only where a level changes.
       c.moveTo(s.left, y + h - below[0]);
-      for (let x = 0; x < width; x++) c.lineTo(s.left + x, y + h - above[x]), c.lineTo(s.left + x + 1, y + h - above[x]);
-      for (let x = width - 1; x >= 0; x--) c.lineTo(s.left + x + 1, y + h - below[x]), c.lineTo(s.left + x, y + h - below[x]);
+      for (let x = 0; x < width; x++) {
+        if (x === 0 || above[x] !== above[x - 1]) c.lineTo(s.left + x, y + h - above[x]);
+        if (x === width - 1 || above[x] !== above[x + 1]) c.lineTo(s.left + x + 1, y + h - above[x]);
+      }
+      for (let x = width - 1; x >= 0; x--) {
+        if (x === width - 1 || below[x] !== below[x + 1]) c.lineTo(s.left + x + 1, y + h - below[x]);
+        if (x === 0 || below[x] !== below[x - 1]) c.lineTo(s.left + x, y + h - below[x]);
+      }
       c.fill();
     }
     below = above;

@@ -26,17 +26,20 @@ function readTheme() {
   theme.hues = KINDS.map((kind) => (theme.isDark && DARK[kind.name]) || HUES[kind.name]);
   // Stages of one rank differ in depth; two neighbours among microbatches in brightness.
   theme.shades = theme.hues.map((pair) => [0, 0.28, 0.46, 0.58].map((share) => pair.map((hue) => mixed(hue, theme.isDark ? "#ffffff" : "#101820", share * 0.8))));
-  theme.rgbs = theme.shades.map((chunks) => chunks.map((pair) => pair.map(rgb)));
+  theme.palette = theme.shades.flat(2);
+  theme.rgbs = Float32Array.from(theme.palette.flatMap(rgb));
   theme.patterns = null;
 }
 
-function shadeOf(step, columns, i) {
-  const kind = columns.kind[i], unit = columns.unit[i], m = columns.microbatch[i];
-  const isWire = KINDS[kind].lane === "wire";
-  const chunk = unit >= 0 && columns.lane[i] === 0 ? Math.min(3, step.chunkOf[step.stageOf[unit]]) : 0;
-  return [kind, chunk, isWire ? columns.wire[i] : m > 0 ? m & 1 : 0];
+// The place of each instruction's hue in the palette: by kind, stage of its rank, and microbatch or wire.
+function shadesOf(step, columns) {
+  return Uint8Array.from(columns.kind, (kind, i) => {
+    const unit = columns.unit[i], m = columns.microbatch[i], isWire = KINDS[kind].lane === "wire";
+    const chunk = unit >= 0 && columns.lane[i] === 0 ? Math.min(3, step.chunkOf[step.stageOf[unit]]) : 0;
+    return 8 * kind + 2 * chunk + (isWire ? columns.wire[i] : m > 0 ? m & 1 : 0);
+  });
 }
-const hueOf = (shade) => theme.shades[shade[0]][shade[1]][shade[2]];
+const hueOf = (columns, i) => theme.palette[columns.shade[i]];
 // Black or white, whichever is read better on the hue.
 const inkOn = (hex) => { const [r, g, b] = rgb(hex); return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10161b" : "#ffffff"; };
 

@@ -54,6 +54,7 @@ function drawWaits(c, times, row, s) {
   const styles = patterns(c);
   const last = firstWhere(times.wait.length, (k) => times.wait[k] > S.to);
   const first = firstWhere(times.wait.length, (k) => times.wait[k] + times.waited[k] >= S.from);
+  if (last - first > s.width / 4) return drawDenseWaits(c, times, row, s, first, last);
   for (let k = first; k < last; k++) {
     const x = Math.max(s.left, toX(times.wait[k], s)), end = Math.min(s.right, toX(times.wait[k] + times.waited[k], s));
     if (end - x < 0.3) continue;
@@ -62,12 +63,29 @@ function drawWaits(c, times, row, s) {
   }
 }
 
+// Of many waits, neighbouring pixels of one kind are one shape, without its hatching.
+function drawDenseWaits(c, times, row, s, first, last) {
+  const width = Math.floor(s.width), perPx = (S.to - S.from) / width, shares = [new Float32Array(width + 1), new Float32Array(width + 1)];
+  for (let k = first; k < last; k++) {
+    const share = shares[times.reason[k] < 0 ? 0 : 1];
+    const x0 = Math.max(0, (times.wait[k] - S.from) / perPx), x1 = Math.min(width, (times.wait[k] + times.waited[k] - S.from) / perPx);
+    for (let x = Math.floor(x0); x < x1; x++) share[x] += Math.min(x1, x + 1) - Math.max(x0, x);
+  }
+  const kindAt = (x) => (x < width && shares[0][x] + shares[1][x] > 0.02 ? (shares[1][x] > shares[0][x] ? 2 : 1) : 0);
+  for (let x = 0, from = 0, kind = kindAt(0); x < width; ) {
+    const next = kindAt(++x);
+    if (next === kind && x < width) continue;
+    if (kind) c.fillStyle = kind === 1 ? theme.bubble : theme.exposed, c.fillRect(s.left + from, row.y, x - from, row.h);
+    from = x; kind = next;
+  }
+}
+
 // Fewer than four pixels for each event: a pixel gets the mean of what its time saw.
 function drawDense(c, step, times, row, s, list, first, last) {
   const columns = step.ranks[row.rank], width = Math.floor(s.width), scale = Math.min(2, devicePixelRatio || 1);
   const sums = new Float32Array(width * 4), perPx = (S.to - S.from) / width;
   for (let k = first; k < last; k++) {
-    const i = list[k], shade = shadeOf(step, columns, i), [r, g, b] = theme.rgbs[shade[0]][shade[1]][shade[2]];
+    const i = list[k], hue = 3 * columns.shade[i], r = theme.rgbs[hue], g = theme.rgbs[hue + 1], b = theme.rgbs[hue + 2];
     const x0 = Math.max(0, (times.start[i] - S.from) / perPx);
     const x1 = Math.min(width, Math.max(x0 + (row.lane ? 0.5 : 0), (times.end[i] - S.from) / perPx));
     for (let x = Math.floor(x0); x < x1; x++) {
@@ -96,7 +114,7 @@ function drawEvents(c, step, times, row, s) {
   c.textBaseline = "middle"; c.textAlign = "center";
   let labelled = -1;
   for (let k = first; k < last; k++) {
-    const i = list[k], shade = shadeOf(step, columns, i), hue = hueOf(shade);
+    const i = list[k], hue = hueOf(columns, i);
     const x = Math.max(s.left, toX(times.start[i], s)), end = Math.min(s.right, toX(times.end[i], s));
     const w = Math.max(row.lane ? 1.5 : 0, end - x);
     if (w <= 0) continue;
@@ -220,8 +238,14 @@ function drawActive(c, s, top) {
     for (const i of running(times, row.lane, S.t)) {
       const x = Math.max(s.left, toX(times.start[i], s)), end = Math.min(s.right, toX(times.end[i], s));
       if (end <= x) continue;
-      c.fillStyle = hueOf(shadeOf(S.step, S.step.ranks[row.rank], i));
+      c.fillStyle = hueOf(S.step.ranks[row.rank], i);
       c.fillRect(x, row.y - top, end - x, row.h);
+      const m = S.step.ranks[row.rank].microbatch[i];
+      if (row.h >= 11 && row.lane === 0 && m >= 0 && end - x > 14) {
+        c.fillStyle = inkOn(c.fillStyle); c.font = "600 12px system-ui, sans-serif"; c.textAlign = "center"; c.textBaseline = "middle";
+        c.fillText(m, (x + end) / 2, row.y - top + row.h / 2 + 0.5);
+        c.textAlign = "left";
+      }
       if (row.h > 8) c.strokeRect(x + 1, row.y - top + 1, Math.max(1, end - x - 2), row.h - 2);
     }
   }

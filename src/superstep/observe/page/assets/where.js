@@ -102,7 +102,7 @@ function drawBox(c, box, state) {
   c.fillText(busy >= 0 ? shortName(box.rank, busy) : state.isUpdated ? "updated" : "waits", box.x + 9, box.y + 28);
   c.restore();
   if (busy >= 0) {
-    c.fillStyle = hueOf(shadeOf(step, step.ranks[box.rank], busy));
+    c.fillStyle = hueOf(step.ranks[box.rank], busy);
     c.fillRect(box.x + 9, box.y + 34.5, (W.width - 18) * state.progress, 2);
   }
   c.fillStyle = theme.soft; c.font = "10px system-ui, sans-serif";
