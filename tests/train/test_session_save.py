@@ -20,9 +20,10 @@ from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.train import saving
 from superstep.train import session as module
+from superstep.train.meter import Rate
 from superstep.train.model import resolved
 from superstep.train.run_folder import RunFolder
-from superstep.train.session import Rate, Session
+from superstep.train.session import Session
 
 SOURCE = """
 import torch

@@ -15,8 +15,9 @@ from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.loop import train
+from superstep.train.meter import Rate
 from superstep.train.run_folder import RunFolder
-from superstep.train.session import Rate, Session
+from superstep.train.session import Session
 
 pytestmark = pytest.mark.multiproc
 

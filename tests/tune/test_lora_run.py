@@ -35,10 +35,11 @@ from superstep.state.piece import STATE
 from superstep.state.tensor_file import digest
 from superstep.train.base import BASE, begin_base
 from superstep.train.batches import microbatches_of
+from superstep.train.meter import Rate
 from superstep.train.model import units_of
 from superstep.train.peers import RankPeers
 from superstep.train.run_folder import RunFolder
-from superstep.train.session import Rate, Session
+from superstep.train.session import Session
 
 pytestmark = pytest.mark.usefixtures("small_measure")
 

@@ -53,16 +53,16 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         if is_saved and (is_over or not session.want(position)):
             sink.write(save(session, position))
         if is_stopped:
-            elapsed_s = session.elapsed_s()
+            elapsed_s = session.meter.elapsed_s()
             sink.write(RunStopped(step=position.step, elapsed_s=elapsed_s, tokens_seen=position.tokens))
             return position
     sink.write(
         RunFinished(
             step=position.step,
-            elapsed_s=session.elapsed_s(),
+            elapsed_s=session.meter.elapsed_s(),
             tokens_seen=position.tokens,
-            step_s=session.typical_step_s(),
-            peak_bytes=session.peak_bytes(),
+            step_s=session.meter.typical_step_s(),
+            peak_bytes=session.meter.peak_bytes(),
         )
     )
     return position
@@ -88,7 +88,7 @@ def steps(
             )
             session.require_finite(result, position.step)
             step_s = time.perf_counter() - start_s
-            session.took(step_s)
+            session.meter.took(step_s)
             tokens_per_s = result.tokens / step_s
             event = StepDone(
                 step=position.step,
@@ -99,9 +99,9 @@ def steps(
                 tokens_per_s=tokens_per_s,
                 step_s=step_s,
                 data_s=data_s,
-                mfu=session.mfu(tokens_per_s),
-                memory_bytes=session.memory_bytes(),
-                elapsed_s=session.elapsed_s(),
+                mfu=session.meter.mfu(tokens_per_s),
+                memory_bytes=session.meter.memory_bytes(),
+                elapsed_s=session.meter.elapsed_s(),
                 tokens_seen=position.tokens,
             )
             yield Done(event, position, result.is_stop_asked, result.measures)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from superstep.errors import Fault, StateError
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
-from superstep.runtime.launch import World, gather
+from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
 from superstep.runtime.router_counts import Routed
@@ -39,6 +37,7 @@ from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
+from superstep.train.meter import Meter, Rate
 from superstep.train.model import units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
@@ -47,21 +46,7 @@ from superstep.train.saving import is_there, settle, trace_of
 from superstep.train.schedule import rate
 from superstep.train.start import weights_of
 
-WARM_UP_STEPS = 2
 MESH_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """What MFU is measured by.
-
-    Attributes:
-        flops_per_token: operations that training on one token needs.
-        peak_flops: FLOP/s of one rank's device.
-    """
-
-    flops_per_token: float | None
-    peak_flops: float | None
 
 
 def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
@@ -96,11 +81,9 @@ class Session:
     ) -> None:
         self.run = run
         self.folder = folder
-        self._start_s = time.perf_counter()
+        self.meter = Meter(world.device, rate, world.size)
         self._device = world.device
-        self._before_bytes = world.device.count_from_here()
         self._stop = world.stop
-        self._steps_s: list[float] = []
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
@@ -116,9 +99,6 @@ class Session:
         self._lesson = lesson
         self._train = through(self._stream("train"))
         self._validation = self._stream("validation")
-        self._flops_per_token = rate.flops_per_token
-        self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * world.size
-        self._memory_bytes = 0
         self._record: Recorder = HostRecorder()
         self.copies = Copies(run.config.state.snapshot_every)
 
@@ -317,7 +297,7 @@ class Session:
             else:
                 loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
             total, tokens = total + loss, tokens + valid
-        self._memory_bytes = max(gather(self._device.memory_bytes()))
+        self.meter.ask_memory()
         return total / tokens
 
     def save(self, position: Position) -> tuple[Path, int]:
@@ -358,42 +338,6 @@ class Session:
             folder: for a file with what was held; None keeps that in the host's memory.
         """
         return self._engine.sleep(folder)
-
-    def mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOP/s as a share of the ranks' peak, where that is known."""
-        if self._peak_flops is None or self._flops_per_token is None:
-            return None
-        return tokens_per_s * self._flops_per_token / self._peak_flops
-
-    def memory_bytes(self) -> int:
-        """The largest memory of any rank when last asked, and this rank's now."""
-        self._memory_bytes = max(self._memory_bytes, self._device.memory_bytes())
-        return self._memory_bytes
-
-    def took(self, step_s: float) -> None:
-        """Note what a step took."""
-        self._steps_s.append(step_s)
-
-    def typical_step_s(self) -> float | None:
-        """The median step since this process began, but for the first ones, which find memory; None of fewer than
-        three.
-        """
-        later = self._steps_s[WARM_UP_STEPS:]
-        return statistics.median(later) if later else None
-
-    def peak_bytes(self) -> int | None:
-        """The most that tensors have taken on any rank since before its engine. Every rank calls this together.
-
-        None on a CPU: its process grows by libraries, by pages of the corpus and by what its allocator keeps as well,
-        by more than by a small model.
-        """
-        if self._device.kind == "cpu":
-            return None
-        return max(gather(self._device.peak_bytes() - self._before_bytes))
-
-    def elapsed_s(self) -> float:
-        """Seconds since this process began."""
-        return time.perf_counter() - self._start_s
 
     def close(self) -> None:
         """Give the process groups back."""

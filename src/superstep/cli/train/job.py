@@ -43,10 +43,11 @@ from superstep.train import rundir
 from superstep.train.hold import hold, sharing
 from superstep.train.lesson import Lesson
 from superstep.train.loop import train
+from superstep.train.meter import Rate
 from superstep.train.model import flops_per_token, operations
 from superstep.train.resume import resume
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.session import Rate, Session
+from superstep.train.session import Session
 from superstep.train.start import check_start
 
 MOST_TRIES = 3

@@ -28,9 +28,10 @@ from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
 from superstep.train.loop import save, steps
+from superstep.train.meter import Rate
 from superstep.train.proof.ragged import Ragged
 from superstep.train.run_folder import RunFolder
-from superstep.train.session import Rate, Session
+from superstep.train.session import Session
 
 Bits = dict[tuple[int, str], str]
 """Of a step and of what is named, its bits or a hash of them."""
