@@ -1,6 +1,6 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved)*
+    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack)*
         │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -58,6 +58,29 @@ class Resumed:
     """What is wrong with each newer checkpoint, and where it is now."""
     lost: str = ""
     """Which rank was lost, where the run goes on from a snapshot in memory; then there is no checkpoint to name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """A step was not taken, and the run goes on from the state after ``step`` steps; what was reported of later steps
+    is void."""
+
+    name: ClassVar[str] = "rolled_back"
+    step: int
+    """Finished steps of the state that it goes on from."""
+    refused: int
+    """The step that was not taken."""
+    why: str
+    """Which rule it broke, with the figures."""
+    loss: float
+    """Of the step that was not taken."""
+    grad_norm: float
+    """Likewise, before clipping."""
+    source: str
+    """Where the state is from: ``memory``, or the path of a checkpoint."""
+    skip: str
+    """The data that is left out from here on, as ``train.skip`` has it: a run that is told so from its start computes
+    the same. Empty where the same is trained on again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +234,7 @@ class RunStopped:
 Event = (
     RunStarted
     | Resumed
+    | RolledBack
     | StepDone
     | LossTold
     | RouterSeen

@@ -4,7 +4,7 @@
     {"event": "saved", "step": 12, "path": "runs/demo/checkpoints/12", ...}
 
 A killed run leaves at most its last line torn. A resumed run first drops that line and the lines of the steps
-that it will do again, so that the file reads as if the run had never stopped.
+that it will do again, so that the file reads as if the run had never stopped; so does one that goes back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.observe.append_file import AppendFile, unwritable
-from superstep.observe.events import Event, Resumed, RunStarted
+from superstep.observe.events import Event, Resumed, RolledBack, RunStarted
 
 
 class JsonLines:
@@ -36,12 +36,12 @@ class JsonLines:
             self._file.append(b"\n")
 
     def write(self, event: Event) -> None:
-        """Append the event's line; ``Resumed`` first drops the lines of later steps.
+        """Append the event's line; ``Resumed`` and ``RolledBack`` first drop the lines of later steps.
 
         Raises:
             Fault: the disk is full or broken.
         """
-        if isinstance(event, Resumed):
+        if isinstance(event, (Resumed, RolledBack)):
             self._file.close()
             drop_after(self._path, event.step)
             self._file = AppendFile(self._path)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
-from superstep.observe.events import Evaluated, Event, LossTold, Resumed, Rolled, RouterSeen, StepDone
+from superstep.observe.events import Evaluated, Event, LossTold, Resumed, Rolled, RolledBack, RouterSeen, StepDone
 from superstep.observe.router_balance import busiest, dropped_share
 
 
@@ -46,7 +46,7 @@ class TensorBoard:
         self._file.append(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
 
     def write(self, event: Event) -> None:
-        """Append the event's scalars; ``Resumed`` makes TensorBoard forget the steps after it.
+        """Append the event's scalars; ``Resumed`` and ``RolledBack`` make TensorBoard forget the steps after it.
 
         Raises:
             Fault: the disk is full or broken.
@@ -55,7 +55,7 @@ class TensorBoard:
             case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
                 values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in scalars(event).items()]
                 self._append(event.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
-            case Resumed():
+            case Resumed() | RolledBack():
                 # The START of a session at step k discards the points of step k and of those after it.
                 self._append(event.step + 1, _bytes(7, _whole(1, 1)))
             case _:

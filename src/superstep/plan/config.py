@@ -129,6 +129,8 @@ class TrainConfig:
     """AdamW's term beside the root of the second moment."""
     clip_norm: float = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it."""
+    skip: tuple[str, ...] = ()
+    """Batches to leave out, as `STEP:BATCHES`: after so many steps, so many batches are not trained on."""
     seed: int = 0
     """Of the first values and of the sample order."""
     eval_every: int = 100
@@ -215,6 +217,28 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackConfig:
+    """What becomes of a step whose loss or gradient norm is no number, or far above those before it: it is not taken,
+    and the run goes back. The table turns it on, be it empty; without it a loss that is no number ends the run."""
+
+    loss_sigmas: float = 6.0
+    """How many standard deviations above the mean of the steps before a loss may be (6 in OLMo-core's
+    `SkipStepOptimizer`)."""
+    norm_sigmas: float = 6.0
+    """The same of the gradient norm, before it is clipped."""
+    window_steps: int = 128
+    """Steps that the mean is taken over (128 there); with fewer than half of them, only what is no number counts."""
+    back_steps: int = 100
+    """How far before the step the data is left out, and the oldest state to go back to (about 100 in PaLM, Chowdhery
+    2022, 5.1); 0 goes on from the state that the step began with."""
+    skip_batches: int = 200
+    """Batches that are left out from there (200 to 500 in PaLM); 0 trains on the same again, as after a fault of the
+    hardware."""
+    repeats: int = 3
+    """How often a run goes back without getting `window_steps` steps beyond where it last had to; then it ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateConfig:
     """Where the run lives, and what is kept of it."""
 
@@ -253,6 +277,7 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     lora: LoraConfig | None = None
+    rollback: RollbackConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
+from superstep.plan.left_out import check_rollback, left_out
 from superstep.plan.lora import adapted, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
@@ -255,6 +256,9 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{name} = {value} must be at least 0 and below 1.")
     if not 0 <= config.train.min_lr_ratio <= 1:
         raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
+    left_out(config.train.skip)
+    if config.rollback is not None:
+        check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):
         raise ConfigError(f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
 

@@ -47,6 +47,7 @@ class StepResult:
         tokens: valid tokens of the global batch.
         is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
         measures: what the objective tells of the tokens that count, by name.
+        refused: why the update was not made; empty where it was.
     """
 
     loss: float
@@ -54,6 +55,11 @@ class StepResult:
     tokens: int
     is_stop_asked: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+
+
+Judge = Callable[[float, float], str]
+"""Why a step of this loss and gradient norm is not to be taken; empty where it is."""
 
 
 class Engine(Holding):
@@ -114,6 +120,8 @@ class Engine(Holding):
         self._stop = Stop()
         self._is_stop_asked = False
         self._inspect: Callable[[], None] | None = None
+        self._judge: Judge | None = None
+        self._refused = ""
 
     def _snapshot(self, unit: int) -> Pending:
         return DONE if self.snapshots is None else self.snapshots.copy(unit)
@@ -145,6 +153,7 @@ class Engine(Holding):
         divisor: float | None = None,
         objective: Objective = CROSS_ENTROPY,
         inspect: Callable[[], None] | None = None,
+        judge: Judge | None = None,
         record: Recorder | None = None,
         stop: Stop | None = None,
     ) -> StepResult:
@@ -158,6 +167,8 @@ class Engine(Holding):
             divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
             objective: what is made of a target's log-probability and of the microbatches' streams.
             inspect: called when the gradients are final, before the update.
+            judge: asked before it with what all ranks know; where it says why, none makes the update. Without it a
+                sum that leaves its exact range is a fault, with it a reason.
             record: what notes when each instruction ran.
             stop: whether this rank is asked to stop; asked for at the end of the step.
 
@@ -166,7 +177,7 @@ class Engine(Holding):
             ConfigError: the last unit has a loss of its own, which knows nothing of streams and objectives.
         """
         self._stop = stop or Stop()
-        self._lr, self._inspect, self._is_training = lr, inspect, True
+        self._lr, self._inspect, self._judge, self._is_training = lr, inspect, judge, True
         self._divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
         self._watch = self._watching(objective, microbatches)
         for _, b in self._each():
@@ -176,7 +187,9 @@ class Engine(Holding):
         program, _ = self._programs(len(microbatches))
         self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record)
         if self.routers is not None:
-            self.routers.add(self._exchange.told())
+            told = self._exchange.told()
+            if not self._refused:
+                self.routers.add(told)
         loss, norm = self._result
         return StepResult(
             loss=loss,
@@ -184,6 +197,7 @@ class Engine(Holding):
             tokens=valid_tokens,
             is_stop_asked=self._is_stop_asked,
             measures=self._measures,
+            refused=self._refused,
         )
 
     def _programs(self, count: int) -> tuple[Program, Program]:
@@ -208,16 +222,24 @@ class Engine(Holding):
         return watch
 
     def _update(self) -> None:
+        self._refused = ""
         try:
             square, told, self._is_stop_asked = self.optimizer.sums(
                 self._told(), self._excess, is_stop_asked=self._stop.is_asked
             )
             self._measures = self._measured(told[1:])
         except OutOfRange as error:
+            if self._judge is not None:
+                self._excess.found = ""
+                self._result, self._refused = (math.nan, math.nan), str(error)
+                return
             step = self.optimizer.steps + 1
             mend = "" if self._watch.is_plain else f" {WEIGHTS_MEND}"
             raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
         self._result = (told[0] / self._divisor, math.sqrt(square))
+        if self._judge is not None and (refused := self._judge(*self._result)):
+            self._refused = refused
+            return
         if self._inspect is not None:
             self._inspect()
         self.optimizer.step(self._lr, self._result[1])

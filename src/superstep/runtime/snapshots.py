@@ -126,18 +126,36 @@ class Snapshots:
             torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
 
     def restore(self, step: int) -> Position:
-        """Fill the buffers with the state after a step; what is of later ones is void."""
+        """Fill the buffers with the state after a step, in a process that has not seen it; what is of later ones is
+        void.
+        """
+        position = self.fill(step)
+        self.forget_after(step)
+        for slot in range(SLOTS):
+            if self._memory.get(slot, "disk") in {WANTED, ON_DISK}:  # nobody has told of it yet
+                self._watched.append(slot)
+        self._pin()
+        return position
+
+    def fill(self, step: int) -> Position:
+        """Fill the buffers with the state after a step."""
         slot = self._memory.whole()[step]
         for tensor, held in self._held(slot):
             tensor.copy_(held)
-        for other in range(SLOTS):
-            if self._memory.get(other, "state") != WHOLE or self._memory.get(other, "step") > step:
-                self._memory.put(other, "state", EMPTY)
-                self._memory.put(other, "disk", KEPT)
-            elif self._memory.get(other, "disk") in {WANTED, ON_DISK}:  # nobody has told of it yet
-                self._watched.append(other)
-        self._pin()
         return self._memory.position(slot)
+
+    def steps(self) -> set[int]:
+        """Those whose state is whole."""
+        return set(self._memory.whole())
+
+    def forget_after(self, step: int) -> None:
+        """Void what is of later steps, and what is not whole."""
+        for slot in range(SLOTS):
+            if self._memory.get(slot, "state") != WHOLE or self._memory.get(slot, "step") > step:
+                self._memory.put(slot, "state", EMPTY)
+                self._memory.put(slot, "disk", KEPT)
+                if slot in self._watched:
+                    self._watched.remove(slot)
 
     def begin(self, position: Position, *, is_for_disk: bool) -> None:
         """The next step copies the state that it finds, which is that of ``position``.

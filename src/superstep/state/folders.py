@@ -3,6 +3,7 @@
     step-000200.partial/    being written; holds the file "superstep-unfinished" until all else is on the disk
     step-000200/            whole, unless it holds that mark: then it was being deleted
     step-000200.aside/      was in the way and is not known to be ours: moved, never deleted
+    step-000200.rolled-back/    is of steps that the run has gone back before: likewise
     step-000200.damaged/    was passed over when the run went on, as something in it is not what was written: likewise
 
 Only a folder of exactly such a name that holds a manifest of ours, or that mark, is ever deleted.
@@ -14,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from superstep.errors import Fault
 from superstep.state.durable import make_folder, sync, write_text
@@ -97,9 +99,16 @@ def discard(partial: Path) -> None:
         _delete(partial)
 
 
-def set_aside(folder: Path) -> Path:
-    """Move a damaged checkpoint out of the way; where it is now."""
-    return _moved(folder, "damaged")
+def set_aside(folder: Path, why: Literal["damaged", "rolled-back"] = "damaged") -> Path:
+    """Move a checkpoint out of the way that nothing shall go on from; where it is now."""
+    return _moved(folder, why)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    step = _step(checkpoint.name)
+    assert step is not None, f"{checkpoint} is no checkpoint's name"
+    return step
 
 
 def _clear_the_way(path: Path) -> None:

@@ -30,6 +30,7 @@ class Copies:
         """
         is_wanted = self._wanted == position.step
         if self.snapshots is not None and (is_wanted or position.step % self._every == 0):
+            self._wanted = None
             self.snapshots.begin(position, is_for_disk=is_wanted)
 
     def want(self, position: Position) -> bool:
@@ -40,6 +41,16 @@ class Copies:
     def flushed(self) -> list[Flushed]:
         """What has come to the disk since this was last asked."""
         return [] if self.snapshots is None else self.snapshots.flushed()
+
+    def steps(self) -> set[int]:
+        """Those whose state is whole in this rank's memory."""
+        return set() if self.snapshots is None else self.snapshots.steps()
+
+    def forget_after(self, step: int) -> None:
+        """Have no state of a later step, nor want one."""
+        self._wanted = None
+        if self.snapshots is not None:
+            self.snapshots.forget_after(step)
 
     def drain(self) -> None:
         """Wait until the disk has what it shall have."""

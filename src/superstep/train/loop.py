@@ -8,10 +8,22 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 from superstep.data.stream import Batch
-from superstep.observe.events import Evaluated, LossTold, RouterSeen, RunFinished, RunStopped, Saved, Sink, StepDone
+from superstep.observe.events import (
+    Evaluated,
+    Event,
+    LossTold,
+    RouterSeen,
+    RunFinished,
+    RunStopped,
+    Saved,
+    Sink,
+    StepDone,
+)
 from superstep.runtime.snapshots import Flushed
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
+from superstep.train.course import Refused
+from superstep.train.going_back import go_back
 from superstep.train.session import Session
 
 
@@ -31,7 +43,7 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
     """
     config = session.run.config
     last = config.train.steps
-    for done in steps(session, position):
+    for done in steps(session, position, told=sink.write):
         position = done.position
         is_stopped = done.is_stop_asked and position.step < last
         is_saved = is_stopped or position.step % config.state.save_every == 0 or position.step == last
@@ -69,11 +81,36 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
 
 
 def steps(
-    session: Session, position: Position, seen: Callable[[Batch], None] | None = None
+    session: Session,
+    position: Position,
+    seen: Callable[[Batch], None] | None = None,
+    told: Callable[[Event], None] = lambda _: None,
 ) -> Generator[Done, None, None]:
-    """One value for each step, until the last; ``seen`` is told what a rank reads before it is trained on."""
-    train_config = session.run.config.train
-    with session.batches(position, train_config.steps - position.step) as batches:
+    """One value for each step that is taken, until the last; after one that is not, the run goes on from before it.
+
+    Args:
+        session: what is driven.
+        position: where training stands.
+        seen: told what a rank reads before it is trained on.
+        told: of each time that the run goes back.
+    """
+    last = session.run.config.train.steps
+    while position.step < last:
+        for found in _stretch(session, position, session.course.next_gap(position.step, last), seen):
+            if isinstance(found, Refused):
+                position = go_back(session, position, found, told)
+                break
+            position = found.position
+            yield found
+
+
+def _stretch(
+    session: Session, position: Position, last: int, seen: Callable[[Batch], None] | None
+) -> Generator[Done | Refused, None, None]:
+    """The steps between two places where data is left out, or to the first that is not taken."""
+    size = session.run.config.train.batch_sequences
+    cursor = position.samples + size * session.course.left_out_after(position.step)
+    with session.batches(cursor, last - position.step) as batches:
         for batch, data_s in batches:
             if seen is not None:
                 seen(batch)
@@ -81,12 +118,13 @@ def steps(
             lr = session.learning_rate(position.step)
             session.copies.begin(position)
             result = session.step(batch, lr, step=position.step + 1)
-            position = Position(
-                step=position.step + 1,
-                samples=position.samples + train_config.batch_sequences,
-                tokens=position.tokens + result.tokens,
-            )
+            if result.refused:
+                yield Refused(position.step + 1, result.refused, result.loss, result.grad_norm)
+                return
+            cursor += size
+            position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)
             session.require_finite(result, position.step)
+            session.course.took(position.step, result.loss, result.grad_norm)
             step_s = time.perf_counter() - start_s
             session.meter.took(step_s)
             tokens_per_s = result.tokens / step_s

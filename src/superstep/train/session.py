@@ -15,6 +15,7 @@ from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
 from superstep.data.tokens import SplitName, open_corpus
 from superstep.errors import Fault, StateError
+from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
@@ -35,6 +36,7 @@ from superstep.state.verify import require_newest
 from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
+from superstep.train.course import Course
 from superstep.train.hf_files import hf_files
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.meter import Meter, Rate
@@ -101,6 +103,7 @@ class Session:
         self._validation = self._stream("validation")
         self._record: Recorder = HostRecorder()
         self.copies = Copies(run.config.state.snapshot_every)
+        self.course = Course(run.config.rollback, run.config.train.skip)
 
     def _stream(self, split: SplitName) -> Epochs:
         stream = stream_of(self.run.config, self._corpus, split)
@@ -172,6 +175,20 @@ class Session:
         self._engine.loaded(position.step)
         return position
 
+    def restore(self, step: int) -> Position:
+        """Go back to the state of a step that is whole in memory, on every rank."""
+        assert self.copies.snapshots is not None
+        position = self.copies.snapshots.fill(step)
+        self._engine.loaded(step)
+        return position
+
+    def recall(self, position: Position) -> None:
+        """Remember what this run has told of its steps before. Every rank calls this together."""
+        known = list(read(self.folder.metrics)) if not self._peers.rank and self.folder.metrics.exists() else []
+        taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
+        wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-self.course.window_steps :]
+        self.course.recall(self._peers.gather(wanted)[0], position.step)
+
     def want(self, position: Position) -> bool:
         """Have the state as it is now written to disk while training goes on, and the trace of the last step now; False
         where there are no snapshots. Every rank calls this together.
@@ -185,11 +202,11 @@ class Session:
         return self._engine.pieces(kinds)
 
     @contextmanager
-    def batches(self, position: Position, steps: int) -> Iterator[Prefetcher]:
-        """This rank's rows of the next global batches, read ahead."""
+    def batches(self, sample: int, steps: int) -> Iterator[Prefetcher]:
+        """This rank's rows of the next global batches from a cursor on, read ahead."""
         depth = self.run.config.data.prefetch_steps
         mine = rows(self.run.plan, self._mesh)
-        with Prefetcher(self._train, start_sample=position.samples, rows=mine, depth=depth, steps=steps) as found:
+        with Prefetcher(self._train, start_sample=sample, rows=mine, depth=depth, steps=steps) as found:
             yield found
 
     def learning_rate(self, step: int) -> float:
@@ -207,11 +224,17 @@ class Session:
             weighed = None
             if self._lesson is not None:
                 batch, weighed = weigh(self._lesson, self, batch)
+
+            def judge(loss: float, norm: float) -> str:
+                told = loss if weighed is None else weighed.loss / (batch.divisor or batch.valid_tokens)
+                return self.course.why_not(told, norm)
+
             result = self._engine.train_step(
                 microbatches_of(batch, self.run.plan, self._mesh),
                 valid_tokens=batch.valid_tokens,
                 divisor=batch.divisor,
                 lr=lr,
+                judge=None if self.course.rules is None else judge,
                 record=self._record,
                 stop=self._stop,
             )

@@ -250,6 +250,7 @@ def _train(world: World, job: Job) -> bool:
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
     position, resumed = _begun(session, world, job)
+    session.recall(position)
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
+from superstep.cli.train.setbacks import setback
 from superstep.observe.events import (
     Evaluated,
     Event,
@@ -18,6 +19,7 @@ from superstep.observe.events import (
     Resumed,
     Retried,
     Rolled,
+    RolledBack,
     RouterSeen,
     RunFinished,
     RunStarted,
@@ -79,6 +81,8 @@ class Progress:
                 self.finished = event
             case RunStopped():
                 self.stopped = event
+            case RolledBack():
+                self._recent.clear()
             case LossTold() | Resumed():
                 pass
 
@@ -140,22 +144,13 @@ class Curve:
 # A log: lines of text.
 
 
-def _resumed(event: Resumed) -> list[str]:
-    if event.lost:
-        return [f"lost {event.lost}", f"recovered after step {event.step}, from memory"]
-    if not event.path:
-        return ["started again: the run had no checkpoint yet"]
-    passed = [f"passed over: {why}" for why in event.passed_over]
-    return [*passed, f"resumed after step {event.step} from {event.path}"]
-
-
 def lines(event: Event, progress: Progress, now: float) -> list[str]:
     """What an event says in a log; ``progress`` has taken it in."""
     match event:
         case RunStarted():
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
-        case Resumed():
-            return _resumed(event)
+        case Resumed() | RolledBack():
+            return setback(event)
         case StepDone():
             parts = [
                 f"loss {event.loss:.4f}",

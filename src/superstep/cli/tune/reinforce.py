@@ -80,6 +80,10 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
     if config.state.snapshot_every is not None:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
+    if config.rollback is not None or config.train.skip:
+        raise ConfigError(
+            "[rollback] and train.skip are of superstep train, sft and dpo; leave them out of a run of rl."
+        )
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)
     _check_same(recipe, folder)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":

@@ -1,0 +1,29 @@
+"""What a log says where a run goes on from an earlier state: resumed, recovered, or rolled back."""
+
+from __future__ import annotations
+
+from superstep.observe.events import Resumed, RolledBack
+
+
+def setback(event: Resumed | RolledBack) -> list[str]:
+    """The lines of an event."""
+    match event:
+        case Resumed():
+            return _resumed(event)
+        case RolledBack():
+            _, _, batches = event.skip.partition(":")
+            after = f"; {batches} batches are left out after step {event.skip.partition(':')[0]}" if event.skip else ""
+            where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
+            return [
+                f"step {event.refused} not taken: {event.why}",
+                f"rolled back to after step {event.step}{where}{after}",
+            ]
+
+
+def _resumed(event: Resumed) -> list[str]:
+    if event.lost:
+        return [f"lost {event.lost}", f"recovered after step {event.step}, from memory"]
+    if not event.path:
+        return ["started again: the run had no checkpoint yet"]
+    passed = [f"passed over: {why}" for why in event.passed_over]
+    return [*passed, f"resumed after step {event.step} from {event.path}"]

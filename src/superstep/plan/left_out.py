@@ -1,0 +1,48 @@
+"""Data that a run leaves out, and when it goes back: what their settings mean, and which cannot be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from superstep.errors import ConfigError
+from superstep.plan.config import RollbackConfig
+
+
+def left_out(skip: Iterable[str]) -> dict[int, int]:
+    """How many batches are left out after each step, of ``STEP:BATCHES`` each; those of one step add up.
+
+    Raises:
+        ConfigError: one is written otherwise.
+    """
+    found: dict[int, int] = {}
+    for each in skip:
+        parts = re.fullmatch(r"([0-9]+):([1-9][0-9]*)", each)
+        if parts is None:
+            raise ConfigError(
+                f"train.skip = '{each}' is not STEP:BATCHES; write '40:3' to leave 3 batches out after step 40."
+            )
+        step, batches = int(parts[1]), int(parts[2])
+        found[step] = found.get(step, 0) + batches
+    return found
+
+
+def check_rollback(rollback: RollbackConfig) -> None:
+    """See that the rules can be kept.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    least = {"window_steps": 4, "back_steps": 0, "skip_batches": 0, "repeats": 1}
+    for name, at_least in least.items():
+        if not (value := getattr(rollback, name)) >= at_least:
+            raise ConfigError(f"rollback.{name} = {value} must be at least {at_least}.")
+    for name in ("loss_sigmas", "norm_sigmas"):
+        if not (value := getattr(rollback, name)) > 0:
+            raise ConfigError(f"rollback.{name} = {value} must be above 0; 6 is usual, inf turns the rule off.")
+    if 0 < rollback.skip_batches <= rollback.back_steps:
+        raise ConfigError(
+            f"rollback.skip_batches = {rollback.skip_batches} does not reach the step's own batch, which comes after "
+            f"rollback.back_steps = {rollback.back_steps} others; set rollback.skip_batches to "
+            f"{rollback.back_steps + 1} or more, or to 0 to train on the same again."
+        )
