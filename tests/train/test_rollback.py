@@ -86,7 +86,7 @@ def test_a_spike_is_left_out_and_the_run_is_one_that_was_told_to(capsys):
     assert [line["step"] for line in runs.events(run, "step")] == list(range(1, 49))
     _same(run, _told_to_skip(run))
     said = capsys.readouterr().out
-    assert f"step {SPIKE} not taken: its loss of" in said
+    assert f"step {SPIKE} does not stand: its loss of" in said
     assert f"rolled back to after step {SPIKE - 1}; 1 batches are left out" in said
     # Without the table the step is taken, as every other.
     assert runs.events(_train("taken"), "step")[SPIKE - 1]["loss"] == first["loss"]

@@ -1,6 +1,7 @@
 """What a run reports, as values, and the one seam they pass through.
 
-    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack)*
+    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack
+                            | Fingerprinted | Corrupted)*
         │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -69,7 +70,7 @@ class RolledBack:
     step: int
     """Finished steps of the state that it goes on from."""
     refused: int
-    """The step that was not taken."""
+    """The step that was not taken, or after which the state was found corrupt."""
     why: str
     """Which rule it broke, with the figures."""
     loss: float
@@ -81,6 +82,42 @@ class RolledBack:
     skip: str
     """The data that is left out from here on, as ``train.skip`` has it: a run that is told so from its start computes
     the same. Empty where the same is trained on again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprinted:
+    """The state after a step, as sums of its bits: in exact mode the same on any layout."""
+
+    name: ClassVar[str] = "fingerprint"
+    step: int
+    """Finished steps."""
+    weights: str
+    """Of the master weights."""
+    exp_avg: str
+    """Of the first moments."""
+    exp_avg_sq: str
+    """Of the second moments."""
+    gradients: str
+    """Of the gradients that the step's update was made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupted:
+    """Ranks whose state was not what they had computed; the run goes on from a state before it."""
+
+    name: ClassVar[str] = "corrupted"
+    step: int
+    """Finished steps when it was known which ranks."""
+    found: int
+    """The step after which, or in which, it was found."""
+    ranks: tuple[int, ...]
+    """Who they are."""
+    hosts: tuple[str, ...]
+    """Of these ranks."""
+    what: str
+    """Which tensors."""
+    how: Literal["majority", "replay", "at rest"]
+    """How it is known: copies outvoted them, the steps were done again, or their own sums had changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +272,8 @@ Event = (
     RunStarted
     | Resumed
     | RolledBack
+    | Fingerprinted
+    | Corrupted
     | StepDone
     | LossTold
     | RouterSeen

@@ -253,6 +253,9 @@ class StateConfig:
     snapshot_every: int | None = None
     """Steps between copies of the state in the host's memory, which a killed rank is recovered from, and from which
     checkpoints are written while training goes on; none makes no copies."""
+    fingerprint_every: int | None = None
+    """Steps between checks of the state and the gradients for silent corruption; what is saved is checked too. 1 sees
+    what changes in memory between any two steps; none makes no checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,6 +217,7 @@ def _check_ranges(config: RunConfig) -> None:
         "state.save_every": (config.state.save_every, 1),
         "state.keep": (config.state.keep, 1),
         "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
+        "state.fingerprint_every": (1 if config.state.fingerprint_every is None else config.state.fingerprint_every, 1),
         "observe.log_every": (config.observe.log_every, 1),
         "plan.chunks": (config.plan.chunks, 1),
         "plan.prefetch": (config.plan.prefetch, 0),

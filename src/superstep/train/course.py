@@ -19,6 +19,7 @@ from typing import Any
 
 from superstep.plan.config import RollbackConfig
 from superstep.plan.left_out import left_out
+from superstep.train.integrity import Corruption
 
 LEAST_SPREAD = 1e-6
 """Of a mean: less is rounding, where all steps are alike."""
@@ -31,12 +32,14 @@ class Refused:
     Attributes:
         step: its number.
         why: the rule that it broke, with the figures.
+        corruption: what was found wrong with the state, if that is why.
     """
 
     step: int
     why: str
     loss: float
     grad_norm: float
+    corruption: Corruption | None = None
 
 
 class Course:
@@ -98,11 +101,15 @@ class Course:
         self._repeats = 1 if is_further else self._repeats + 1
         self._last_refused = max(self._last_refused, refused)
 
+    def forget_after(self, step: int) -> None:
+        """Forget what came after a step."""
+        while self._window and self._window[-1][0] > step:
+            self._window.pop()
+
     def go_back(self, step: int, refused: Refused) -> str:
         """Forget what came after a step; what of the data is left out from there on, as ``train.skip`` has it."""
         assert self.rules is not None
-        while self._window and self._window[-1][0] > step:
-            self._window.pop()
+        self.forget_after(step)
         if not self.rules.skip_batches:
             return ""
         # Where the state is an older one, the steps to there are done again as they were; where it is a younger one,

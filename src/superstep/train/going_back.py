@@ -15,22 +15,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.errors import Damaged, Fault
-from superstep.observe.events import Event, RolledBack
+from superstep.observe.events import Corrupted, Event, RolledBack
 from superstep.state.folders import checkpoint_at, checkpoints, set_aside, step_of
 from superstep.state.manifest import Position
 from superstep.state.together import together
 from superstep.train.course import Refused
+from superstep.train.integrity import Corruption, How, ranks_text
 from superstep.train.session import Session
 
 MEMORY = "memory"
 
 
 def go_back(session: Session, position: Position, refused: Refused, told: Callable[[Event], None]) -> Position:
-    """Where the run goes on from. Every rank calls this together, with its state as the step found it.
+    """Where the run goes on from. Every rank calls this together.
+
+    Args:
+        session: with its state as the step found it, or as it was found corrupt.
+        position: where training stands by that state.
+        refused: the step that does not stand.
+        told: of what is done.
 
     Raises:
-        Fault: it has gone back often enough.
+        Fault: it has gone back often enough, or there is no state to go back to.
     """
+    if refused.corruption is not None:
+        return _replay(session, position, refused, refused.corruption, told)
     rules = session.course.rules
     assert rules is not None
     if session.course.is_hopeless(refused):
@@ -40,51 +49,107 @@ def go_back(session: Session, position: Position, refused: Refused, told: Callab
             rank=session.peers.rank,
             step=refused.step,
         )
-    aim = refused.step - 1 - rules.back_steps
     found, source = position, MEMORY
     if rules.back_steps:
-        session.copies.drain()  # what is on its way to the disk shall not come to be seen later
-        found, source = _oldest_needed(session, position, aim)
+        aim = refused.step - 1 - rules.back_steps
+        old_enough, others = _states(session, position, aim)
+        found, source = _taken(session, old_enough or others[::-1]) or (position, MEMORY)
         _void(session, found.step)
     skip = session.course.go_back(found.step, refused)
-    told(
-        RolledBack(
-            step=found.step,
-            refused=refused.step,
-            why=refused.why,
-            loss=refused.loss,
-            grad_norm=refused.grad_norm,
-            source=source,
-            skip=skip,
-        )
-    )
+    told(_event(found, refused, source, skip))
     return found
 
 
-def _oldest_needed(session: Session, position: Position, aim: int) -> tuple[Position, str]:
-    """The newest state that is no younger than ``aim``, else the oldest that there is: taken, and where it is from."""
+def _replay(
+    session: Session, position: Position, refused: Refused, corruption: Corruption, told: Callable[[Event], None]
+) -> Position:
+    """Back to before something was found corrupt: from there the steps are done again."""
+    integrity = session.integrity
+    if not integrity.note(corruption):
+        raise Fault(
+            f"{refused.why}; that is the fourth time that state is found corrupt. Take "
+            f"{ranks_text(corruption.ranks)} to another host, and resume.",
+            rank=corruption.ranks[0],
+            step=refused.step,
+        )
+    old_enough, _ = _states(session, position, integrity.aim)
+    taken = _taken(session, old_enough)
+    if taken is None:
+        raise Fault(
+            f"{refused.why}, and there is neither a snapshot nor a checkpoint of step {integrity.aim} or before to go "
+            "back to. Set state.snapshot_every, and resume from the last checkpoint.",
+            rank=corruption.ranks[0],
+            step=refused.step,
+        )
+    found, source = taken
+    _void(session, found.step)
+    session.course.forget_after(found.step)
+    integrity.begin(found.step)
+    told(_event(found, refused, source, ""))
+    if corruption.how is not None:
+        tell(session, corruption, corruption.how, found.step, told)
+    return found
+
+
+def tell(session: Session, corruption: Corruption, how: How, step: int, told: Callable[[Event], None]) -> None:
+    """Say which ranks were wrong. Every rank calls this together."""
+    told(
+        Corrupted(
+            step=step,
+            found=corruption.step,
+            ranks=corruption.ranks,
+            hosts=session.integrity.hosts(corruption.ranks),
+            what=corruption.what,
+            how=how,
+        )
+    )
+
+
+def _event(found: Position, refused: Refused, source: str, skip: str) -> RolledBack:
+    return RolledBack(
+        step=found.step,
+        refused=refused.step,
+        why=refused.why,
+        loss=refused.loss,
+        grad_norm=refused.grad_norm,
+        source=source,
+        skip=skip,
+    )
+
+
+State = tuple[int, Path | None]
+"""The step of a state, and the checkpoint that it is in; None: it is in memory."""
+
+
+def _states(session: Session, position: Position, aim: int) -> tuple[list[State], list[State]]:
+    """The states that are no younger than step ``aim``, newest first, and the others; the one in place not among them.
+    What is on its way to the disk is there before, so that it cannot come to be seen later.
+    """
+    session.copies.drain()
     peers = session.peers
-    in_memory = set.intersection(*peers.gather(session.copies.steps()))
-    in_memory = {step for step in in_memory if step < position.step}
+    in_memory: list[State] = [(step, None) for step in set.intersection(*peers.gather(session.copies.steps()))]
 
     def unreadable(error: Exception) -> Fault:
         return Fault(f"{session.folder.checkpoints} cannot be read ({error}); mend that, then resume.")
 
     # One rank looks: what another sees of a network file system may be older.
     on_disk = together(peers, lambda: [] if peers.rank else checkpoints(session.folder.checkpoints), unreadable)[0]
-    places = {step: path for path in on_disk if (step := step_of(path)) <= position.step}
-    steps = sorted(in_memory | set(places) | {position.step}, reverse=True)
-    old_enough = [step for step in steps if step <= aim]
-    for step in old_enough or steps[::-1]:
-        if step == position.step:
-            return position, MEMORY
-        if step in in_memory:
+    found = in_memory + [(step_of(path), path) for path in on_disk]
+    # Of one step, memory comes first.
+    found = sorted((s for s in found if s[0] < position.step), key=lambda s: (s[0], s[1] is None), reverse=True)
+    return [s for s in found if s[0] <= aim], [s for s in found if s[0] > aim]
+
+
+def _taken(session: Session, states: list[State]) -> tuple[Position, str] | None:
+    """The first of them that is whole, and where it was."""
+    for step, path in states:
+        if path is None:
             return session.restore(step), MEMORY
         try:
-            return session.load(places[step]), str(places[step])
+            return session.load(path), str(path)
         except Damaged:
             continue
-    return position, MEMORY
+    return None
 
 
 def _void(session: Session, step: int) -> None:

@@ -11,6 +11,7 @@ from superstep.data.stream import Batch
 from superstep.observe.events import (
     Evaluated,
     Event,
+    Fingerprinted,
     LossTold,
     RouterSeen,
     RunFinished,
@@ -23,7 +24,8 @@ from superstep.runtime.snapshots import Flushed
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.course import Refused
-from superstep.train.going_back import go_back
+from superstep.train.going_back import go_back, tell
+from superstep.train.integrity import ranks_text
 from superstep.train.session import Session
 
 
@@ -95,13 +97,32 @@ def steps(
         told: of each time that the run goes back.
     """
     last = session.run.config.train.steps
+    session.integrity.begin(position.step)
     while position.step < last:
-        for found in _stretch(session, position, session.course.next_gap(position.step, last), seen):
+        for done in _stretch(session, position, session.course.next_gap(position.step, last), seen):
+            found = done if isinstance(done, Refused) else _checked(session, done, told)
             if isinstance(found, Refused):
                 position = go_back(session, position, found, told)
                 break
             position = found.position
             yield found
+
+
+def _checked(session: Session, done: Done, told: Callable[[Event], None]) -> Done | Refused:
+    """A step whose state is what was computed, as far as that is looked at; or what is wrong with it."""
+    step = done.position.step
+    if not session.integrity.is_due(step, is_saved=done.is_stop_asked or session.is_saved(step)):
+        return done
+    if (earlier := session.integrity.resolved(step)) is not None:
+        tell(session, earlier, "replay", step, told)
+    prints, wrong = session.integrity.check(step)
+    if wrong is not None:
+        who = "differs on" if wrong.how is None else "is wrong on"
+        why = f"{wrong.what} {who} {ranks_text(wrong.ranks)}"
+        return Refused(step, why, done.event.loss, done.event.grad_norm, wrong)
+    weights, exp_avg, exp_avg_sq, gradients = prints.values()
+    told(Fingerprinted(step=step, weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, gradients=gradients))
+    return done
 
 
 def _stretch(
@@ -119,7 +140,8 @@ def _stretch(
             session.copies.begin(position)
             result = session.step(batch, lr, step=position.step + 1)
             if result.refused:
-                yield Refused(position.step + 1, result.refused, result.loss, result.grad_norm)
+                found = session.integrity.take()
+                yield Refused(position.step + 1, result.refused, result.loss, result.grad_norm, found)
                 return
             cursor += size
             position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)

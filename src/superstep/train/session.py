@@ -38,6 +38,7 @@ from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.course import Course
 from superstep.train.hf_files import hf_files
+from superstep.train.integrity import Integrity
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.meter import Meter, Rate
 from superstep.train.model import units_of
@@ -103,6 +104,7 @@ class Session:
         self._validation = self._stream("validation")
         self._record: Recorder = HostRecorder()
         self.copies = Copies(run.config.state.snapshot_every)
+        self.integrity = Integrity(run.config.state.fingerprint_every, self._engine, self._peers)
         self.course = Course(run.config.rollback, run.config.train.skip)
 
     def _stream(self, split: SplitName) -> Epochs:
@@ -219,7 +221,7 @@ class Session:
         Raises:
             Fault: what torch raised, with the instruction that it was raised in.
         """
-        self._record = recorder_for(self._device, is_kept=self._is_saved(step))
+        self._record = recorder_for(self._device, is_kept=self.is_saved(step))
         try:
             weighed = None
             if self._lesson is not None:
@@ -227,17 +229,19 @@ class Session:
 
             def judge(loss: float, norm: float) -> str:
                 told = loss if weighed is None else weighed.loss / (batch.divisor or batch.valid_tokens)
-                return self.course.why_not(told, norm)
+                return self.integrity.at_rest(step - 1) or self.course.why_not(told, norm)
 
             result = self._engine.train_step(
                 microbatches_of(batch, self.run.plan, self._mesh),
                 valid_tokens=batch.valid_tokens,
                 divisor=batch.divisor,
                 lr=lr,
-                judge=None if self.course.rules is None else judge,
+                judge=judge if self.course.rules is not None or self.integrity.every is not None else None,
                 record=self._record,
                 stop=self._stop,
             )
+            if result.refused and self.course.rules is None and not self.integrity.has_found:
+                raise Fault(result.refused, rank=self._peers.rank, step=step)  # a sum has left its exact range
             if weighed is None:
                 return result
             loss = weighed.loss / (batch.divisor or batch.valid_tokens)
@@ -268,7 +272,7 @@ class Session:
         """The ranks of the run."""
         return self._peers
 
-    def _is_saved(self, step: int) -> bool:
+    def is_saved(self, step: int) -> bool:
         """Whether a checkpoint follows the step, and with it its trace."""
         return step % self.run.config.state.save_every == 0 or step == self.run.config.train.steps
 

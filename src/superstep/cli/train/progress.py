@@ -13,8 +13,10 @@ from rich.text import Text
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.cli.train.setbacks import setback
 from superstep.observe.events import (
+    Corrupted,
     Evaluated,
     Event,
+    Fingerprinted,
     LossTold,
     Resumed,
     Retried,
@@ -83,7 +85,7 @@ class Progress:
                 self.stopped = event
             case RolledBack():
                 self._recent.clear()
-            case LossTold() | Resumed():
+            case LossTold() | Resumed() | Fingerprinted() | Corrupted():
                 pass
 
     @property
@@ -149,8 +151,10 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
     match event:
         case RunStarted():
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
-        case Resumed() | RolledBack():
+        case Resumed() | RolledBack() | Corrupted():
             return setback(event)
+        case Fingerprinted():
+            return []
         case StepDone():
             parts = [
                 f"loss {event.loss:.4f}",

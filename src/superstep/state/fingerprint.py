@@ -1,0 +1,129 @@
+"""Fingerprints: sums of bits, read as integers, that any layout gives alike and that one flipped bit changes.
+
+A value's 32 bits are read as an integer. Integers add in any order to the same, so that the sum over a tensor does not
+depend on who holds which part of it. A bit that flips changes the sum by a power of two, which no 64 bits lose. What it
+does not see: two errors that cancel, and elements that changed places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.state.piece import Kind, Piece
+
+BLOCK = 1024
+"""Elements that are summed apart, to find which differ."""
+
+MOST_ELEMENTS = 256
+"""That are looked at one by one."""
+
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Which elements of which global tensor a piece holds: ranks whose pieces are of one part hold copies."""
+
+    kind: Kind
+    name: str
+    block: tuple[tuple[int, int], ...]
+    low: int
+    count: int
+
+
+def part_of(piece: Piece) -> Part:
+    """The part that a piece is a copy of."""
+    block = tuple(cut.indices(size)[:2] for cut, size in zip(piece.index, piece.shape, strict=True))
+    return Part(piece.kind, piece.name, block, piece.low, piece.values.numel())
+
+
+def bit_sums(pieces: Sequence[Piece]) -> Tensor:
+    """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the device that holds them."""
+    device = pieces[0].values.device if pieces else None
+    sums = [piece.values.detach().view(torch.int32).sum(dtype=torch.int64) for piece in pieces]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def salts(pieces: Sequence[Piece]) -> Tensor:
+    """An odd factor for each piece's tensor, so that two that change places change the sum: int64 [pieces]."""
+    found = [int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces]
+    return torch.tensor([_signed(each) for each in found], dtype=torch.int64)
+
+
+def written(total: int) -> str:
+    """A fingerprint as text."""
+    return f"{total % _WORD:016x}"
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """An element that ranks hold with different bits.
+
+    Attributes:
+        part: what it is an element of, the ``at``-th.
+        bits: by rank.
+    """
+
+    part: Part
+    at: int
+    bits: Mapping[int, int]
+
+    def describe(self) -> str:
+        """Which it is."""
+        return f"{self.part.kind} of {self.part.name}"
+
+
+def block_sums(values: Tensor) -> list[int]:
+    """The sum of the bits of each block."""
+    return [int(block.view(torch.int32).sum(dtype=torch.int64)) for block in values.detach().split(BLOCK)]
+
+
+def differing(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
+    """The places at which ranks do not all have the same."""
+    return [at for at, each in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(each)) > 1]
+
+
+def bits_of(values: Tensor, block: int) -> list[int]:
+    """The bits of each element of a block."""
+    found: list[int] = values.detach()[BLOCK * block : BLOCK * (block + 1)].view(torch.int32).tolist()
+    return found
+
+
+def outvoted(elements: Sequence[Element]) -> tuple[int, ...] | None:
+    """The ranks that most others contradict; None where they are not a minority everywhere."""
+    wrong: set[int] = set()
+    for element in elements:
+        (most, votes), *_ = Counter(element.bits.values()).most_common()
+        if 2 * votes <= len(element.bits):
+            return None
+        wrong |= {rank for rank, bits in element.bits.items() if bits != most}
+    return tuple(sorted(wrong))
+
+
+def farthest(elements: Sequence[Element], truth: Sequence[float]) -> tuple[int, ...]:
+    """The ranks whose elements are farther from what a second computation gave than another's; none where all are as
+    far. A wrong number has gone into the sums of all ranks meanwhile, so that the right ones may be a little off too.
+    """
+    wrong: set[int] = set()
+    for element, right in zip(elements, truth, strict=True):
+        off = {rank: _distance(bits, right) for rank, bits in element.bits.items()}
+        wrong |= {rank for rank, each in off.items() if each > min(off.values())}
+    return tuple(sorted(wrong))
+
+
+def _distance(bits: int, right: float) -> float:
+    value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
+    found = abs(value - right)
+    return found if math.isfinite(found) else math.inf

@@ -1,0 +1,171 @@
+"""One flipped bit is found, its rank is named, and the run goes on as if it had not flipped."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import runs
+from superstep.data.prepare import prepare
+from superstep.errors import Fault
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.runtime.optimizer import AdamW
+from superstep.state.fingerprint import BLOCK, Element, Part, bit_sums, differing, farthest, outvoted, salts
+from superstep.state.manifest import Position
+from superstep.state.piece import Piece
+from superstep.state.snapshot import Memory
+from superstep.train.loop import steps
+from superstep.train.meter import Rate
+from superstep.train.run_folder import RunFolder
+from superstep.train.session import Session
+
+STEPS = 12
+
+
+def _piece(values, name="w"):
+    return Piece(kind="weight", name=name, shape=tuple(values.shape), index=tuple(slice(0, n) for n in values.shape),
+                 low=0, values=values.flatten(), is_owner=True)  # fmt: skip
+
+
+def test_a_flip_of_any_bit_changes_the_sum_and_an_order_does_not():
+    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    values[0, 0] = float("nan")
+    (whole,) = bit_sums([_piece(values)]).tolist()
+    parts = [_piece(part.contiguous()) for part in (values[:, 100:], values[:, :37], values[:, 37:100])]
+    assert int(bit_sums(parts).sum()) == whole
+    for bit in range(32):
+        flipped = values.clone()
+        flipped.view(torch.int32)[2, 7] ^= -(2**31) if bit == 31 else 2**bit
+        assert int(bit_sums([_piece(flipped)])) != whole
+    assert len(set(salts([_piece(values), _piece(values, "v")]).tolist())) == 2
+
+
+def test_most_copies_are_right_and_of_two_the_nearer():
+    part = Part("weight", "w", ((0, 4),), 0, 4)
+    one, other = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 1.5))
+    assert outvoted([Element(part, 0, {0: one, 1: other, 2: one})]) == (1,)
+    assert outvoted([Element(part, 0, {0: one, 1: other})]) is None
+    pair = [Element(part, 0, {0: one, 3: other})]
+    assert farthest(pair, [1.01]) == (3,)
+    assert farthest(pair, [1.49]) == (0,)
+    assert farthest(pair, [1.25]) == ()
+    nothing = int(torch.tensor(float("nan")).view(torch.int32))
+    assert farthest([Element(part, 0, {0: nothing, 3: other})], [9.0]) == (0,)
+    assert differing({0: [1, 2, 3], 1: [1, 5, 3]}) == [1]
+    assert BLOCK > 1
+
+
+def _config(every, **plan):
+    config = runs.config(plan=plan, train={"steps": STEPS, "batch_sequences": 12, "eval_every": 100})
+    numerics = replace(config.numerics, exact=True)
+    return replace(config, numerics=numerics, state=replace(config.state, save_every=100, fingerprint_every=every))
+
+
+def _go(rank, world, run, root, corpus, flip=None):
+    """What a run tells, on each rank: its steps and other events; ``flip`` is where a bit changes."""
+    unknown = Rate(flops_per_token=None, peak_flops=None)
+    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
+    session.keep_snapshots(Memory(os.memfd_create(f"rank-{rank}")), None)
+    told, losses = [], {}
+    update, done_before = AdamW.step, []
+
+    def flipping(self, lr, norm):
+        if flip and flip["kind"] == "gradient" and not done_before and self.steps + 1 == flip["step"]:
+            done_before.append(None)
+            if rank == flip["rank"]:
+                _flip(session, flip)
+        update(self, lr, norm)
+
+    AdamW.step = flipping
+    try:
+        for done in steps(session, Position(), told=told.append):
+            losses[done.position.step] = (done.event.loss, done.event.grad_norm)
+            if flip and flip["kind"] != "gradient" and not done_before and done.position.step == flip["step"]:
+                done_before.append(None)
+                if rank == flip["rank"]:
+                    _flip(session, flip)
+    except Fault as fault:
+        told.append(str(fault))
+    finally:
+        AdamW.step = update
+        session.close()
+    return losses, told
+
+
+def _flip(session, flip):
+    pieces = [piece for piece in session.pieces((flip["kind"],)) if piece.values.numel()]
+    values = pieces[flip["piece"] % len(pieces)].values
+    values.view(torch.int32)[flip["element"] % len(values)] ^= 2 ** flip["bit"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    place = tmp_path_factory.mktemp("integrity")
+    (place / "good.txt").write_text(runs.TEXT, encoding="utf-8")
+    prepare(replace(runs.config().data, corpus=(str(place / "good.txt"),)), 300, place / "data")
+    return place / "data"
+
+
+@pytest.fixture
+def go(pool, corpus, tmp_path):
+    def going(flip=None, every=1, **plan):
+        run = resolve(_config(every, **plan))
+        run = replace(run, plan=replace(run.plan, snapshots=True))
+        run = resolve(replace(run.config, state=replace(run.config.state, snapshot_every=every)))
+        found = pool.run(run.plan.mesh.world, _go, run, str(tmp_path), str(corpus), flip, timeout_s=120)
+        assert all(each == found[0] for each in found), "every rank is told the same"
+        return found[0]
+
+    return going
+
+
+@pytest.mark.multiproc
+def test_the_fingerprint_is_the_same_on_any_layout(go):
+    def prints(**plan):
+        return [event for event in go(microbatch=2, **plan)[1] if event.name == "fingerprint"]
+
+    alone = prints(dp=1)
+    assert [event.step for event in alone] == list(range(1, STEPS + 1))
+    assert len({event.weights for event in alone}) == STEPS
+    for plan in ({"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}):
+        assert prints(**plan) == alone, plan
+
+
+@pytest.mark.multiproc
+def test_a_flipped_bit_is_found_and_its_rank_named(go):
+    draw = random.Random(12)
+    layouts = [
+        ({"dp": 2}, "gradient", "replay"),
+        ({"dp": 3}, "gradient", "majority"),
+        ({"dp": 2, "zero": 1}, "weight", "at rest"),
+        ({"dp": 1, "tp": 2}, "exp_avg", "at rest"),
+        ({"dp": 1, "pp": 2}, "exp_avg_sq", "at rest"),
+    ]
+    whole = {}
+    for plan, kind, how in layouts:
+        world = resolve(_config(1, **plan)).plan.mesh.world
+        drawn = {"step": (3, STEPS - 1), "rank": (0, world), "piece": (0, 99), "element": (0, 9999), "bit": (0, 31)}
+        flip = {"kind": kind} | {name: draw.randrange(*bounds) for name, bounds in drawn.items()}
+        losses, told = go(flip, microbatch=2, **plan)
+        whole[str(plan)] = losses
+        corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
+        assert [(event.ranks, event.how) for event in corrupted] == [((flip["rank"],), how)], (plan, flip, told)
+        assert corrupted[0].found in (flip["step"], flip["step"] + 1)
+        assert f"{kind} of " in corrupted[0].what or how != "at rest"
+        assert sorted(losses) == list(range(1, STEPS + 1))
+    undisturbed = go(microbatch=2, dp=1)[0]
+    assert all(losses == undisturbed for losses in whole.values()), "done again, to the bit"
+
+
+@pytest.mark.multiproc
+def test_between_checks_a_flip_spreads_and_is_still_told_from_what_it_spread_to(go):
+    flip = {"kind": "weight", "step": 6, "rank": 1, "piece": 3, "element": 77, "bit": 29}
+    losses, told = go(flip, every=4, microbatch=2, dp=2)
+    corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
+    assert [(event.ranks, event.found, event.how) for event in corrupted] == [((1,), 8, "replay")], told
+    assert losses == go(every=4, microbatch=2, dp=2)[0]
