@@ -12,9 +12,21 @@ from typing import Any
 from layout_blocks import table
 
 from superstep.cost.closed.constants import CONSTANTS
+from superstep.planner.goodput import (
+    DISK_BYTES_PER_S,
+    Hazard,
+    ettr,
+    mtbf_s,
+    recommended,
+    simulate,
+    without_snapshots,
+)
 
 PUBLISHED = Path(__file__).parent.parent / "bench" / "results" / "published.json"
 
+
+LLAMA_3 = 419 / (54 * 24 * 16_384)
+"""Failures of one chip in an hour (Dubey 2024, 3.3.4)."""
 
 WITHIN = 1.2816
 """Standard deviations to either side that hold 80%."""
@@ -129,6 +141,30 @@ def _shares() -> str:
     return table(("predicted to take of the memory", "layouts", "out of memory", "share"), rows)
 
 
+def _goodput() -> str:
+    """Closed form and simulation, for one state on more and more chips."""
+    rows = []
+    for chips in (64, 512, 4096, 16_384, 100_000):
+        hosts, state_bytes = chips / 8, 5e12
+        flush_s = state_bytes / (hosts * DISK_BYTES_PER_S)
+        hazard = Hazard(mtbf_s=mtbf_s(chips, LLAMA_3), read_s=flush_s)
+        found = recommended(hazard, step_s=10, copy_s=state_bytes / chips / 25e9, flush_s=flush_s)
+        plain = without_snapshots(hazard, step_s=10, flush_s=flush_s)
+        drawn = [simulate(hazard, each, failures=20_000, seed=1) for each in (found, plain)]
+        rows.append(
+            (
+                f"{chips:,}",
+                f"{hazard.mtbf_s / 3600:.3g} hours",
+                f"{found.snapshot_s / 10:.0f}, {found.save_s / 10:,.0f}",
+                f"{ettr(hazard, found):.2%} ({drawn[0]:.2%})",
+                f"{plain.save_s / 10:,.0f}",
+                f"{ettr(hazard, plain):.2%} ({drawn[1]:.2%})",
+            )
+        )
+    names = ("chips", "one fails every", "snapshot, save: steps", "ETTR (simulated)", "save alone", "ETTR (simulated)")
+    return table(names, rows)
+
+
 PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "constants": _constants,
     "published accuracy": _accuracy,
@@ -137,4 +173,5 @@ PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "published ablations": _ablations,
     "published refused": _refused,
     "published shares": _shares,
+    "goodput": _goodput,
 }

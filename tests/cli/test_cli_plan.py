@@ -50,6 +50,22 @@ def test_the_best_plan_is_written_and_resolves(tmp_path, capsys):
         assert words in text
 
 
+def test_failures_are_foreseen_by_what_is_published_or_told(tmp_path, capsys):
+    told = tmp_path / "told.json"
+    text = called([*SMALL, "--json", str(told)], capsys)[1]
+    found = json.loads(told.read_text(encoding="utf-8"))["failures"]
+    # RSC-1: 6.5 failures of a node of eight in a thousand days (Kokolis 2024).
+    assert found["mtbf_s"] == pytest.approx(1000 / 6.5 * 86400)
+    assert found["snapshot_every"] == 1
+    assert found["plain_ettr"] < found["ettr"] < 1
+    assert "one of the chips fails every 154 days" in text
+    assert f"state.save_every = {found['save_every']}: " in text
+    assert "one of the chips fails every 15 min" in called([*SMALL, "--mtbf", "2"], capsys)[1]
+    other = [*SMALL[:2], "8xV100-32GB", *SMALL[3:]]
+    assert "--mtbf gives the hours" in called(other, capsys)[1]
+    assert "--mtbf = 0.0 must be above 0" in called([*SMALL, "--mtbf", "0"], capsys)[2]
+
+
 def test_a_run_keeps_all_but_its_layout(tmp_path, capsys):
     base = RunConfig(model=ModelConfig(name="tiny", layers=6))
     base = replace(

@@ -1,7 +1,7 @@
 """What a run reports, as values, and the one seam they pass through.
 
     RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack
-                            | Fingerprinted | Corrupted)*
+                            | Fingerprinted | Corrupted | Goodput)*
         │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -39,6 +39,8 @@ class RunStarted:
     unigram_entropy: float | None = None
     """Nats per token of the validation text under its token frequencies: the best loss without context."""
     predicted_step_s: float | None = None
+    predicted_ettr: float | None = None
+    """The share of the time that will make headway, if nothing fails; to be held against ``goodput``."""
     predicted_memory_bytes: int | None = None
     """The highest predicted peak of any rank: what its tensors take."""
     snapshot_bytes: int = 0
@@ -243,6 +245,25 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """How much of the run's time has made headway so far: after each checkpoint, and at the end."""
+
+    name: ClassVar[str] = "goodput"
+    step: int
+    """Finished steps."""
+    ettr: float
+    """The effective training time ratio: ``steps_s`` over ``wall_s``."""
+    wall_s: float
+    """Seconds from the run's first start on, without those in which nobody ran it."""
+    steps_s: float
+    """Of the steps that stand."""
+    validation_s: float
+    """Of validations that do; the rest went into starts, waits for checkpoints, and what was lost."""
+    at_s: float
+    """When, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished:
     """The last step is done, evaluated and saved."""
 
@@ -274,6 +295,7 @@ Event = (
     | RolledBack
     | Fingerprinted
     | Corrupted
+    | Goodput
     | StepDone
     | LossTold
     | RouterSeen

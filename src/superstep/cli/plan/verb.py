@@ -14,6 +14,7 @@ from superstep.cli.arguments.plan_serve import read
 from superstep.cli.options import read_flags
 from superstep.cli.plan.calibrate import calibrated_on
 from superstep.cli.plan.problem import problems
+from superstep.cli.plan.survival_text import survival_record, survival_text
 from superstep.cli.plan.text import (
     alternatives_text,
     explanation,
@@ -36,6 +37,7 @@ from superstep.planner.price import pricing_of
 from superstep.planner.published_row import step_slopes
 from superstep.planner.search import Answer, Side, search
 from superstep.planner.search_problem import Problem
+from superstep.planner.survive import Survival, survival
 from superstep.planner.verify import Verified, straggled, verified
 
 DESCRIPTION = (
@@ -72,6 +74,8 @@ class Options:
     """Spread of an operation's seconds, 0.05 say: sample how late the best plan's steps come."""
     slow_share: float = 0.0
     """Share of the chips that are a tenth slower for good; sampled as well."""
+    mtbf: float | None = None
+    """Hours between failures of one chip with its share of the host; none takes what is published of the chip."""
     price: float | None = None
     """Of a chip for an hour; none takes what the cluster's file has."""
     out: str | None = None
@@ -114,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
         _say(narrowed_text(_narrowed(ranked.plans[0], known)))
     if ranked.neighbours:
         _say(alternatives_text(ranked.neighbours))
+    _say(survival_text(_survival(ranked, options), found[0].cluster.chip.name))
     if options.explain:
         _say(explanation(ranked.plans[0]))
     if options.jitter is not None or options.slow_share:
@@ -199,7 +204,12 @@ def _check(options: Options, *, has_model: bool) -> None:
     for name, value in above.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} = {value} must be at least 1.")
-    positive = {"--tokens": options.tokens, "--memory": options.memory, "--price": options.price}
+    positive = {
+        "--tokens": options.tokens,
+        "--memory": options.memory,
+        "--mtbf": options.mtbf,
+        "--price": options.price,
+    }
     for name, number in positive.items():
         if number is not None and not 0 < number < float("inf"):
             raise ConfigError(f"{name} = {number} must be above 0.")
@@ -229,7 +239,12 @@ def _write(ranked: Ranked, options: Options) -> None:
         _say(f"written: {options.out}; train it with: superstep train {options.out}")
     if options.json is not None:
         told: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures, ranked.neighbours)
+        told["failures"] = survival_record(_survival(ranked, options))
         Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _survival(ranked: Ranked, options: Options) -> Survival | None:
+    return survival(ranked.plans[0], None if options.mtbf is None else 1 / options.mtbf)
 
 
 def run_of(plan: Verified, tokens: float | None) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,13 @@ from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
 from superstep.errors import ConfigError, Fault, Lost
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
+from superstep.observe.goodput import Counted, spent_s
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
+from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_apart, launch_on
@@ -96,6 +99,10 @@ class Job:
     """The ranks' memories that outlive them, where there are any."""
     recovered: Recovered | None = None
     """The snapshot to go on from, in the place of the checkpoint."""
+    began_at_s: float = 0.0
+    """When the launch began, in seconds since 1970."""
+    earlier_s: float = 0.0
+    """What launches of the run before this one took."""
 
 
 def asked_device(job: Job | None) -> DeviceKind | None:
@@ -174,6 +181,7 @@ def prepared_job(
             f"state.snapshot_every = {run.config.state.snapshot_every} needs ranks that superstep launches itself, on "
             "Linux; leave it out, or start the run without torchrun and srun."
         )
+    began_at_s = time.time()
     run, folder, checkpoint = rundir.choose(run)
     if checkpoint is None:
         check_start(run)
@@ -211,6 +219,8 @@ def prepared_job(
                 verb=verb,
                 files=files or {},
                 lesson=lesson,
+                began_at_s=began_at_s,
+                earlier_s=spent_s(folder.metrics),
             )
 
 
@@ -311,9 +321,9 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     if observe.tensorboard:
         sinks.append(TensorBoard(job.folder.tensorboard))
     sinks.append(ReportAtEnd(job.folder))
-    fanout = Fanout(sinks)
-    stack.callback(fanout.close)
-    return fanout
+    counted = Counted(Fanout(sinks), job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
+    stack.callback(counted.close)
+    return counted
 
 
 def _started(job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None) -> RunStarted:
@@ -330,7 +340,21 @@ def _started(job: Job, world: World, transport: str, manifest: Manifest, machine
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,
+        predicted_ettr=None if prediction is None else _foreseen(job, prediction.step_s),
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
         snapshot_bytes=snapshot_bytes(job.run),
         memory="resident" if world.device.kind == "cpu" else "allocated",
     )
+
+
+def _foreseen(job: Job, step_s: float) -> float:
+    """How much of this launch's time will make headway, if nothing fails."""
+    config = job.run.config
+    before = 0 if job.checkpoint is None else read_position(job.checkpoint).step
+    left = max(1, config.train.steps - before)
+    # A forward pass is a third of a step's work; a snapshot is saved beside training, all but the last.
+    validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
+    saves = 1 if config.state.snapshot_every is not None else -(-left // config.state.save_every)
+    save_s = STATE_BYTES * job.run.outline.numel / DISK_BYTES_PER_S
+    elapsed_s = time.time() - job.began_at_s
+    return unhurt(elapsed_s=elapsed_s, steps_s=left * step_s, validations_s=validations_s, saves_s=saves * save_s)

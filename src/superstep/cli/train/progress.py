@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.cli.train.setbacks import setback
+from superstep.cli.train.setbacks import headway, setback
 from superstep.observe.events import (
     Corrupted,
     Evaluated,
     Event,
     Fingerprinted,
+    Goodput,
     LossTold,
     Resumed,
     Retried,
@@ -54,6 +55,7 @@ class Progress:
         self.retried: Retried | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
+        self.goodput: Goodput | None = None
         self.finished: RunFinished | None = None
         self.stopped: RunStopped | None = None
         self.losses = Curve()
@@ -85,7 +87,9 @@ class Progress:
                 self.stopped = event
             case RolledBack():
                 self._recent.clear()
-            case LossTold() | Resumed() | Fingerprinted() | Corrupted():
+            case Goodput():
+                self.goodput = event
+            case _:
                 pass
 
     @property
@@ -153,7 +157,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
         case Resumed() | RolledBack() | Corrupted():
             return setback(event)
-        case Fingerprinted():
+        case Fingerprinted() | Goodput():
             return []
         case StepDone():
             parts = [
@@ -389,7 +393,8 @@ def _compared(progress: Progress) -> list[str]:
             f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank, took "
             f"{bytes_text(done.peak_bytes)}"
         )
-    return [f"predicted: {'; '.join(parts)}"] if parts else []
+    told = [f"predicted: {'; '.join(parts)}"] if parts else []
+    return told if progress.goodput is None else [*told, headway(progress.goodput, run.predicted_ettr)]
 
 
 def _beside_validation(progress: Progress) -> list[str]:

@@ -1,8 +1,9 @@
-"""What a log says where a run goes on from an earlier state: resumed, recovered, or rolled back."""
+"""What a log says where a run goes on from an earlier state, and how much of its time made headway."""
 
 from __future__ import annotations
 
-from superstep.observe.events import Corrupted, Resumed, RolledBack
+from superstep.cli.figures import seconds_text
+from superstep.observe.events import Corrupted, Goodput, Resumed, RolledBack
 
 
 def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
@@ -35,3 +36,13 @@ def _resumed(event: Resumed) -> list[str]:
         return ["started again: the run had no checkpoint yet"]
     passed = [f"passed over: {why}" for why in event.passed_over]
     return [*passed, f"resumed after step {event.step} from {event.path}"]
+
+
+def headway(found: Goodput, predicted: float | None) -> str:
+    """The share of the time that went into steps that stand, at the end of a run."""
+    foreseen = "" if predicted is None else f", {predicted:.1%} foreseen"
+    rest_s = max(0.0, found.wall_s - found.steps_s - found.validation_s)
+    return (
+        f"goodput: {found.ettr:.1%} of {seconds_text(found.wall_s)} in steps that stand{foreseen}; validation "
+        f"{seconds_text(found.validation_s)}, starts, checkpoints and what was lost {seconds_text(rest_s)}"
+    )

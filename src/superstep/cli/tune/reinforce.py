@@ -80,9 +80,9 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
     if config.state.snapshot_every is not None:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
-    if config.rollback is not None or config.train.skip:
+    if config.rollback is not None or config.train.skip or config.state.fingerprint_every is not None:
         raise ConfigError(
-            "[rollback] and train.skip are of superstep train, sft and dpo; leave them out of a run of rl."
+            "[rollback], train.skip and state.fingerprint_every are of train, tune sft and dpo; leave them out of rl."
         )
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)
     _check_same(recipe, folder)

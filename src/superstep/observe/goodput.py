@@ -1,0 +1,132 @@
+"""Goodput: how much of a run's time went into steps that stand, counted from what it tells.
+
+    ETTR = seconds of steps that stand / seconds from the first start on
+
+A step stands as long as the run has not gone back before it. In the rest are: starting, validation, waiting for
+checkpoints, steps that were done again, and what passed until a loss was noticed and mended. Time in which nobody ran
+the run is not counted. (Kokolis 2024 also counts the wait in a queue, which a run knows nothing of.)
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from superstep.observe.events import (
+    Evaluated,
+    Event,
+    Goodput,
+    Resumed,
+    RolledBack,
+    RunFinished,
+    RunStopped,
+    Saved,
+    Sink,
+    StepDone,
+)
+from superstep.observe.jsonl import read
+
+
+class Seconds:
+    """Seconds of steps, of which the last may turn out not to stand."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._seconds = array("d")
+
+    def add(self, step: int, seconds: float) -> None:
+        """Those of a step."""
+        self._steps.append(step)
+        self._seconds.append(seconds)
+
+    def drop_after(self, step: int) -> None:
+        """Those of later steps do not stand."""
+        while self._steps and self._steps[-1] > step:
+            self._steps.pop()
+            self._seconds.pop()
+
+    def total(self) -> float:
+        """Of all that stand."""
+        return sum(self._seconds)
+
+
+class Counted:
+    """A sink that adds a ``Goodput`` to what it passes on, after each checkpoint and before the end.
+
+    Args:
+        sink: what it passes on to.
+        metrics: what the run has told before; read here, before a line of it is dropped.
+        began_at_s: when this launch began, in seconds since 1970; ranks that were replaced go on counting from there.
+        earlier_s: what launches before it took.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        metrics: Path,
+        *,
+        began_at_s: float,
+        earlier_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._sink = sink
+        self._began_at_s = began_at_s
+        self._earlier_s = earlier_s
+        self._clock = clock
+        self._steps, self._validation = Seconds(), Seconds()
+        for line in read(metrics) if metrics.exists() else ():
+            match line.get("event"):
+                case "step":
+                    self._steps.add(line["step"], line["step_s"])
+                case "evaluated":
+                    self._validation.add(line["step"], line["seconds"])
+
+    def write(self, event: Event) -> None:
+        """Count, and pass on."""
+        match event:
+            case StepDone():
+                self._steps.add(event.step, event.step_s)
+            case Evaluated():
+                self._validation.add(event.step, event.seconds)
+            case Resumed() | RolledBack():
+                self._steps.drop_after(event.step)
+                self._validation.drop_after(event.step)
+            case RunFinished() | RunStopped():
+                self._sink.write(self.goodput(event.step))
+            case _:
+                pass
+        self._sink.write(event)
+        if isinstance(event, Saved):
+            self._sink.write(self.goodput(event.step))
+
+    def close(self) -> None:
+        """Close what it passes on to."""
+        self._sink.close()
+
+    def goodput(self, step: int) -> Goodput:
+        """What was counted so far."""
+        now_s = self._clock()
+        wall_s = self._earlier_s + now_s - self._began_at_s
+        steps_s = self._steps.total()
+        return Goodput(
+            step=step,
+            ettr=min(1.0, steps_s / wall_s) if wall_s > 0 else 0.0,
+            wall_s=wall_s,
+            steps_s=steps_s,
+            validation_s=self._validation.total(),
+            at_s=now_s,
+        )
+
+
+def spent_s(metrics: Path) -> float:
+    """What earlier launches of a run took, as far as its metrics tell: until they were last written to."""
+    if not metrics.exists():
+        return 0.0
+    found = [line for line in read(metrics) if line.get("event") in ("goodput", "step")]
+    counted = [line for line in found if line["event"] == "goodput"]
+    if counted:
+        return float(counted[-1]["wall_s"]) + max(0.0, metrics.stat().st_mtime - float(counted[-1]["at_s"]))
+    return float(found[-1]["elapsed_s"]) if found else 0.0
