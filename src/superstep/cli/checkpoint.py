@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.checkpoint import Options, read
+from superstep.cli.arguments.checkpoint import Asked, Options, read
 from superstep.cli.figures import bytes_text
-from superstep.errors import StateError
+from superstep.errors import Damaged, StateError
 from superstep.state.export import export
 from superstep.state.folders import checkpoints, leftovers
 from superstep.state.manifest import MANIFEST, Manifest
+from superstep.state.store import Store, is_url
 from superstep.state.verify import glance, newest, verify
 from superstep.train.run_folder import RunFolder
 
@@ -22,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 1 where a checkpoint was verified and is damaged.
     """
     asked = read(argv)
+    if is_url(asked.name):
+        return _in_store(asked)
     match asked.word:
         case "list":
             _told(asked.path, glance)
@@ -43,14 +47,40 @@ def _told(path: Path, look: Callable[[Path], Manifest]) -> bool:
             print(f"{folder.name}  {getattr(error, 'why', error)}", flush=True)
             are_whole = False
             continue
-        size = sum(file.bytes for file in manifest.files.values())
-        at = manifest.position
-        seen = "whole" if look is verify else "whole at a glance"
-        files = f"{len(manifest.tensors)} tensors, {bytes_text(size)}"
-        print(f"{folder.name}  {seen}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
+        _say_whole(folder.name, manifest, is_read=look is verify)
     for folder in leftovers(root) if root is not None else ():
         print(f"{folder.name}  no checkpoint: {_why_left(folder)}", flush=True)
     return are_whole
+
+
+def _say_whole(name: str, manifest: Manifest, *, is_read: bool) -> None:
+    size = sum(file.bytes for file in manifest.files.values())
+    at = manifest.position
+    seen = "whole" if is_read else "whole at a glance"
+    files = f"{len(manifest.tensors)} tensors, {bytes_text(size)}"
+    print(f"{name}  {seen}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
+
+
+def _in_store(asked: Asked) -> int:
+    """The same of a store."""
+    store = Store(asked.name)
+    steps = store.steps()
+    if not steps:
+        raise StateError(f"'{asked.name}' holds no checkpoint; name the state.store of a run that has saved one.")
+    if asked.word == "export":
+        with tempfile.TemporaryDirectory(prefix="superstep-export-") as folder:
+            fetched = store.fetch(steps[-1], Path(folder))
+            return _written(fetched, store.named(steps[-1]), asked.options)
+    are_whole = True
+    for step in steps:
+        try:
+            manifest = store.verify(step) if asked.word == "verify" else store.manifest(step)
+        except Damaged as error:
+            print(f"{store.named(step)}  {error.why}", flush=True)
+            are_whole = False
+        else:
+            _say_whole(store.named(step), manifest, is_read=asked.word == "verify")
+    return 0 if are_whole or asked.word == "list" else 1
 
 
 def _why_left(folder: Path) -> str:
@@ -58,6 +88,7 @@ def _why_left(folder: Path) -> str:
     known = {
         ".partial": "being written, or left by a crash; the next save removes it",
         ".damaged": "passed over when the run went on; yours to delete",
+        ".rolled-back": "of steps that the run went back before; yours to delete",
         ".aside": "was in the way of a checkpoint; yours to delete",
     }
     return known.get(ending, "being deleted; the next save removes it")
@@ -86,10 +117,14 @@ def _exported(path: Path, options: Options) -> int:
     root, found = _found(path)
     checkpoint = found[-1] if root is None else newest(root)
     assert checkpoint is not None, "a run without any has been refused"
+    return _written(checkpoint, str(checkpoint), options)
+
+
+def _written(checkpoint: Path, name: str, options: Options) -> int:
     out = Path(options.out)
     done = export(checkpoint, out, dtype=options.dtype, shard_bytes=int(options.shard_gib * 2**30))
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    print(f"{out}: the weights of {checkpoint} in {options.dtype}, {bytes_text(done.bytes)} in {files}")
+    print(f"{out}: the weights of {name} in {options.dtype}, {bytes_text(done.bytes)} in {files}")
     if not done.has_config:
         print("The model is of your own file: other loaders read the tensors, and know nothing to build of them.")
     return 0

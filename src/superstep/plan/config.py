@@ -250,6 +250,9 @@ class StateConfig:
     """Steps between checkpoints; the last step is always followed by one."""
     keep: int = 2
     """Checkpoints kept; older ones are deleted once a newer one is whole."""
+    store: str | None = None
+    """Where checkpoints are copied to as well, by any URL that fsspec knows: `s3://bucket/run`, say. A run that is
+    resumed where the disk has none goes on from there."""
     snapshot_every: int | None = None
     """Steps between copies of the state in the host's memory, which a killed rank is recovered from, and from which
     checkpoints are written while training goes on; none makes no copies."""

@@ -38,7 +38,7 @@ def partial_of(folder: Path) -> Path:
 
 def checkpoints(root: Path) -> list[Path]:
     """The whole checkpoints under a folder, oldest first."""
-    found = {step: path for path in _folders(root) if (step := _step(path.name)) is not None}
+    found = {step: path for path in _folders(root) if (step := step_named(path.name)) is not None}
     return [path for _, path in sorted(found.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
 
 
@@ -46,7 +46,7 @@ def leftovers(root: Path) -> list[Path]:
     """Folders beside the checkpoints that have been, or will be, or stood in the way of one."""
     whole = checkpoints(root)
     return sorted(
-        path for path in _folders(root) if path not in whole and _step(path.name.partition(".")[0]) is not None
+        path for path in _folders(root) if path not in whole and step_named(path.name.partition(".")[0]) is not None
     )
 
 
@@ -55,7 +55,7 @@ def prune(root: Path, keep: int) -> None:
     for old in _ours(root)[:-keep]:
         _delete(old)
     for path in list(_folders(root)):
-        if _step(path.name.removesuffix(_PARTIAL)) is not None and _is_left(path):
+        if step_named(path.name.removesuffix(_PARTIAL)) is not None and _is_left(path):
             _delete(path)
 
 
@@ -106,7 +106,7 @@ def set_aside(folder: Path, why: Literal["damaged", "rolled-back"] = "damaged") 
 
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint's name tells."""
-    step = _step(checkpoint.name)
+    step = step_named(checkpoint.name)
     assert step is not None, f"{checkpoint} is no checkpoint's name"
     return step
 
@@ -127,7 +127,7 @@ def _moved(path: Path, ending: str) -> Path:
     return path.rename(aside)
 
 
-def _step(name: str) -> int | None:
+def step_named(name: str) -> int | None:
     """The step of a checkpoint's folder; None for any other name."""
     if not re.fullmatch("step-[0-9]{6,}", name):
         return None

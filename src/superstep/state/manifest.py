@@ -105,11 +105,27 @@ def read_manifest(folder: Path) -> Manifest:
         StateError: it is of another format, or this user may not read it.
     """
     try:
-        text = (folder / MANIFEST).read_bytes().decode()
-        content = json.loads(text)
+        data = (folder / MANIFEST).read_bytes()
     except PermissionError as error:
         raise StateError(f"{folder / MANIFEST} cannot be read ({error.strerror}); grant access.") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
+    manifest = manifest_of(data, str(folder))
+    _refuse_outside(folder, manifest)
+    return manifest
+
+
+def manifest_of(data: bytes, folder: str) -> Manifest:
+    """The manifest that these bytes are, of a checkpoint of this name. What it says is one file's name each.
+
+    Raises:
+        Damaged: they are not what was written, or name what is not in the folder.
+        StateError: it is of another format.
+    """
+    try:
+        text = data.decode()
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found == 1:
@@ -125,7 +141,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parse(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r})") from error
-    _refuse_outside(folder, manifest)
+    for name in (*manifest.files, *manifest.beside):
+        if not _is_plain(name):
+            raise _outside(folder, name)
     return manifest
 
 
@@ -173,17 +191,21 @@ def _count(value: object, name: str) -> int:
 def _refuse_outside(folder: Path, manifest: Manifest) -> None:
     for name in (*manifest.files, *manifest.beside):
         if not _is_inside(folder, name):
-            raise Damaged(
-                f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint and was not written so"
-            )
+            raise _outside(str(folder), name)
         path = folder / name
         if path.exists() and not path.is_file():
             raise Damaged(f"{folder}: '{name}' is no regular file and was not written so")
 
 
+def _outside(folder: str, name: str) -> Damaged:
+    return Damaged(f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint and was not written so")
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
+
+
 def _is_inside(folder: Path, name: str) -> bool:
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        return False
     try:
         return (folder / name).resolve().parent == folder.resolve()
     except (OSError, RuntimeError):  # a link that leads to itself

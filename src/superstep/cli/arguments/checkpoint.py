@@ -38,13 +38,19 @@ class Asked:
     """What is to be done, with what."""
 
     word: Word
-    path: Path
+    name: str
+    """A run or a checkpoint, or the URL of a store."""
     options: Options
+
+    @property
+    def path(self) -> Path:
+        """Where it is, but in a store."""
+        return Path(self.name)
 
 
 def _usage() -> str:
     usage = "usage: superstep checkpoint list|verify|export RUN [--FLAG VALUE ...]"
-    return page(usage, WORDS.items(), "RUN is a run's directory, or one of its checkpoints.")
+    return page(usage, WORDS.items(), "RUN is a run's directory, one of its checkpoints, or the URL of a state.store.")
 
 
 def read(argv: Sequence[str]) -> Asked:
@@ -80,4 +86,4 @@ def read(argv: Sequence[str]) -> Asked:
         raise ConfigError("name a folder to make: superstep checkpoint export runs/demo --out exported.")
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib = {options.shard_gib} must be above 0.")
-    return Asked(word, Path(paths[0]), options)
+    return Asked(word, paths[0], options)

@@ -40,6 +40,7 @@ from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
 from superstep.state.flush import Flusher
 from superstep.state.manifest import Position
+from superstep.state.mirror import fetch_newest, mirrored
 from superstep.state.snapshot import Handles, Memory, common, made
 from superstep.state.verify import newest, verify
 from superstep.train import rundir
@@ -52,6 +53,7 @@ from superstep.train.resume import resume
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.session import Session
 from superstep.train.start import check_start
+from superstep.train.stored import store_of
 
 MOST_TRIES = 3
 """How often a run is recovered after one and the same step."""
@@ -183,6 +185,7 @@ def prepared_job(
         )
     began_at_s = time.time()
     run, folder, checkpoint = rundir.choose(run)
+    store = store_of(run, checkpoint)
     if checkpoint is None:
         check_start(run)
     seen = operations(run)
@@ -191,7 +194,11 @@ def prepared_job(
     if choose(run.config.plan.device, int(local)) == "cpu":
         # What a GPU has left its rank alone can tell: to ask takes a part of it.
         require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
-    with hold(folder):
+    with hold(folder), mirrored(folder.checkpoints, store, run.config.state.keep):
+        if store is not None and run.config.state.existing == "resume":
+            for told in fetch_newest(store, folder.checkpoints):
+                print(told, flush=True)
+            checkpoint = newest(folder.checkpoints)
         if checkpoint is not None:  # what was left of the run before may have come to its end only now
             checkpoint = newest(folder.checkpoints)
         step = 0 if checkpoint is None else read_position(checkpoint).step
@@ -213,7 +220,9 @@ def prepared_job(
                 folder=folder,
                 corpus=corpus or tokens(run, folder, checkpoint),
                 checkpoint=checkpoint,
-                was_complete=checkpoint is not None and step >= read_config(folder.config).train.steps,
+                was_complete=checkpoint is not None
+                and folder.config.is_file()  # it is not where the checkpoint came from a store
+                and step >= read_config(folder.config).train.steps,
                 operations=seen,
                 flops_per_token=flops_per_token(run, seen),
                 verb=verb,
@@ -271,7 +280,8 @@ def _train(world: World, job: Job) -> bool:
                 write_whole(job.folder.root / name, text)
             session.describe()
             sink = _sinks(job, stack, peak)
-            sink.write(_started(job, world, session.transport, open_corpus(job.corpus).manifest, machine))
+            manifest = open_corpus(job.corpus).manifest
+            sink.write(_started(job, world, session.transport, manifest, machine, position.step))
             if resumed is not None:
                 sink.write(resumed)
             elif had_begun:
@@ -326,7 +336,9 @@ def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
     return counted
 
 
-def _started(job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None) -> RunStarted:
+def _started(
+    job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None, step: int
+) -> RunStarted:
     prediction = (
         None if machine is None else predict(job.run, machine, job.operations, is_weighed=job.lesson is not None)
     )
@@ -340,18 +352,17 @@ def _started(job: Job, world: World, transport: str, manifest: Manifest, machine
         steps=job.run.config.train.steps,
         unigram_entropy=manifest.unigram_nats,
         predicted_step_s=prediction.step_s if prediction else None,
-        predicted_ettr=None if prediction is None else _foreseen(job, prediction.step_s),
+        predicted_ettr=None if prediction is None else _foreseen(job, step, prediction.step_s),
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
         snapshot_bytes=snapshot_bytes(job.run),
         memory="resident" if world.device.kind == "cpu" else "allocated",
     )
 
 
-def _foreseen(job: Job, step_s: float) -> float:
-    """How much of this launch's time will make headway, if nothing fails."""
+def _foreseen(job: Job, step: int, step_s: float) -> float:
+    """How much of this launch's time will make headway from a step on, if nothing fails."""
     config = job.run.config
-    before = 0 if job.checkpoint is None else read_position(job.checkpoint).step
-    left = max(1, config.train.steps - before)
+    left = max(1, config.train.steps - step)
     # A forward pass is a third of a step's work; a snapshot is saved beside training, all but the last.
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
     saves = 1 if config.state.snapshot_every is not None else -(-left // config.state.save_every)

@@ -80,6 +80,8 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
     if config.state.snapshot_every is not None:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
+    if config.state.store is not None:
+        raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
     if config.rollback is not None or config.train.skip or config.state.fingerprint_every is not None:
         raise ConfigError(
             "[rollback], train.skip and state.fingerprint_every are of train, tune sft and dpo; leave them out of rl."

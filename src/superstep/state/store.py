@@ -1,0 +1,237 @@
+"""Checkpoints in an object store: copies of those on the disk, under a URL that fsspec knows.
+
+    s3://bucket/run/step-000200/model.safetensors
+                               /optimizer.safetensors ...
+                               /manifest.json           written last, removed first
+
+Nothing there can be renamed into its place. So a checkpoint is whole from when its manifest is there: what a crash
+leaves before has none, and is removed with the next copy. Every object's size is asked for before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from superstep.errors import Damaged, Fault, StateError
+from superstep.state import folders
+from superstep.state.durable import sync
+from superstep.state.manifest import MANIFEST, Manifest, manifest_of, read_manifest
+from superstep.state.tensor_file import BLOCK_BYTES, digest, size_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names a store and no folder."""
+    return "://" in text
+
+
+class Store:
+    """The checkpoints under a URL.
+
+    Args:
+        url: of the folder that they lie in.
+
+    Raises:
+        StateError: what fsspec needs for it is not installed, or it is no URL that fsspec knows.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = _opened(self.url)
+
+    def steps(self) -> list[int]:
+        """Those of whole checkpoints, oldest first."""
+        found = []
+        with self._asking("listed"):
+            for name in self._names(self._root):
+                step = folders.step_named(name)
+                if step is not None and self._fs.exists(self._at(step, MANIFEST)):
+                    found.append(step)
+        return sorted(found)
+
+    def push(self, checkpoint: Path) -> None:
+        """Copy a whole checkpoint here; one of its step that is here already is replaced.
+
+        Raises:
+            Fault: it cannot be written, or is not there whole afterwards.
+            Damaged: it is not whole on the disk.
+        """
+        manifest, step = read_manifest(checkpoint), folders.step_of(checkpoint)
+        sizes = {name: file.bytes for name, file in manifest.files.items()}
+        sizes |= {name: (checkpoint / name).stat().st_size for name in manifest.beside}
+        with self._asking("written"):
+            self._remove(step)
+            self._fs.makedirs(self._at(step), exist_ok=True)
+            for name in sizes:
+                self._fs.put_file(str(checkpoint / name), self._at(step, name))
+            self._fs.invalidate_cache()
+            for name, size in sizes.items():
+                if (found := int(self._fs.info(self._at(step, name))["size"])) != size:
+                    raise Fault(
+                        f"{self.url}: {name} of step {step} has {found} bytes there, not {size}; copy it again."
+                    )
+            self._fs.pipe_file(self._at(step, MANIFEST), (checkpoint / MANIFEST).read_bytes())
+
+    def has(self, checkpoint: Path) -> bool:
+        """Whether this very checkpoint is here, whole."""
+        step = folders.step_of(checkpoint)
+        with self._asking("read"):
+            self._fs.invalidate_cache()
+            try:
+                return bool(self._fs.cat_file(self._at(step, MANIFEST)) == (checkpoint / MANIFEST).read_bytes())
+            except FileNotFoundError:
+                return False
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, its manifest first."""
+        with self._asking("removed"):
+            self._remove(step)
+
+    def fetch(self, step: int, root: Path) -> Path:
+        """Copy a checkpoint from here to a folder of checkpoints, where it gets its name once all of it is there.
+
+        Raises:
+            Damaged: it is not whole here.
+            Fault: it cannot be read or written.
+        """
+        manifest = self.manifest(step)
+        place = folders.checkpoint_at(root, step)
+        partial = folders.begin(place)
+        try:
+            with self._asking("read"):
+                for name in (*manifest.files, *manifest.beside, MANIFEST):
+                    self._fs.get_file(self._at(step, name), str(partial / name))
+        except Exception:
+            folders.discard(partial)
+            raise
+        for path in partial.iterdir():
+            sync(path)
+        folders.publish(partial, place)
+        return place
+
+    def manifest(self, step: int) -> Manifest:
+        """Of a checkpoint; its files have the sizes that it says.
+
+        Raises:
+            Damaged: it is not what was written, or a file is missing or of another size.
+        """
+        with self._asking("read"):
+            self._fs.invalidate_cache()
+            try:
+                manifest = manifest_of(self._fs.cat_file(self._at(step, MANIFEST)), self.named(step))
+                for name, file in manifest.files.items():
+                    if (found := self._size(step, name)) != file.bytes:
+                        raise Damaged(f"{self.named(step)} is damaged: {name} has {found} bytes, not {file.bytes}")
+            except FileNotFoundError as error:
+                raise Damaged(f"{self.named(step)} is damaged: it lacks {error.args[-1]}") from error
+        return manifest
+
+    def verify(self, step: int) -> Manifest:
+        """The manifest of a checkpoint of which every byte is what was written.
+
+        Raises:
+            Damaged: something is not.
+        """
+        manifest = self.manifest(step)
+        with self._asking("read"):
+            for name, expected in manifest.beside.items():
+                if digest(self._fs.cat_file(self._at(step, name))) != expected:
+                    raise Damaged(f"{self.named(step)} is damaged: {name} has other bits than were written")
+            parts = [(name, 0, file.header_bytes, file.blake2b, "the header") for name, file in manifest.files.items()]
+            parts += [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
+            for file, offset, size, expected, what in parts:
+                if self._digest(self._at(step, file), offset, size) != expected:
+                    raise Damaged(f"{self.named(step)} is damaged: {what} in {file} has other bits than were written")
+        return manifest
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints, and what a crash left; first the newest is read back, so that
+        one that is whole always stays.
+
+        Raises:
+            Damaged: the newest is not what was written; nothing has been removed.
+        """
+        whole = self.steps()
+        if len(whole) > keep:
+            self.verify(whole[-1])
+        with self._asking("removed"):
+            for name in self._names(self._root):
+                step = folders.step_named(name)
+                # What is younger than the newest whole one may be on its way here.
+                if step is not None and whole and step not in whole[-keep:] and step < whole[-1]:
+                    self._remove(step)
+
+    def named(self, step: int) -> str:
+        """A checkpoint's URL."""
+        return f"{self.url}/{folders.checkpoint_at(Path(), step).name}"
+
+    def _remove(self, step: int) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._at(step, MANIFEST)):
+            self._fs.rm_file(self._at(step, MANIFEST))
+        for name in self._names(self._at(step)):
+            self._fs.rm_file(self._at(step, name))
+        if self._fs.isdir(self._at(step)):  # of a store that has folders
+            self._fs.rmdir(self._at(step))
+
+    def _names(self, path: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({str(each).rstrip("/").rpartition("/")[2] for each in found} - {path.rpartition("/")[2], ""})
+
+    def _at(self, step: int, name: str = "") -> str:
+        folder = f"{self._root}/{folders.checkpoint_at(Path(), step).name}"
+        return f"{folder}/{name}" if name else folder
+
+    def _size(self, step: int, name: str) -> int:
+        return int(self._fs.info(self._at(step, name))["size"])
+
+    def _digest(self, path: str, offset: int, size: int) -> str:
+        found = hashlib.blake2b(digest_size=16)
+        while size:
+            data = self._fs.cat_file(path, start=offset, end=offset + min(size, BLOCK_BYTES))
+            if not data:
+                return ""
+            found.update(data)
+            offset, size = offset + len(data), size - len(data)
+        return found.hexdigest()
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Whatever a store's client raises is a fault with its URL."""
+        try:
+            yield
+        except (Fault, StateError):
+            raise
+        except Exception as error:
+            raise Fault(
+                f"{self.url} cannot be {what} ({type(error).__name__}: {error}); mend that, then resume. What is on "
+                "the disk is whole."
+            ) from error
+
+
+def _opened(url: str) -> tuple[AbstractFileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise _missing(url, error) from error
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise _missing(url, error) from error
+    except ValueError as error:
+        raise StateError(f"state.store = '{url}': {error}; use s3://bucket/folder, say.") from error
+    return fs, str(root).rstrip("/")
+
+
+def _missing(url: str, error: ImportError) -> StateError:
+    return StateError(f"state.store = '{url}' needs more packages ({error}); pip install 'superstep[store]'.")
