@@ -18,6 +18,7 @@ from superstep.plan.toml import read_config
 from superstep.serve.load import Known, ServeConfig, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
+from superstep.state.verify import verify_weights
 from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
@@ -42,6 +43,7 @@ def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) 
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character.")
     config, checkpoint = _found(run)
+    verify_weights(checkpoint)
     tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt)
     if config.model.source is None:

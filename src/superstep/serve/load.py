@@ -39,7 +39,7 @@ from superstep.serve.request import Info
 from superstep.serve.speculate import FromText, Guesser, Speculation
 from superstep.serve.step import Budget
 from superstep.serve.steward import Steward
-from superstep.serve.weights import version_of
+from superstep.serve.weights import read_version
 
 Watching = Callable[[Setting], Watch]
 NGRAM = "ngram"
@@ -366,7 +366,7 @@ def open_both(
         vocab=rank.run.shape.vocab,
         context_tokens=rank.context_tokens,
         end_of_text=ends_of_text(folder),
-        version=version_of(open_weights(known.weights or folder)) if known.version is None else known.version,
+        version=read_version(known.weights or folder) if known.version is None else known.version,
     )
     setting = _setting(rank, serve)
     if watch is None and serve.replay is not None:

@@ -145,6 +145,19 @@ def open_source(path: Path) -> Source:
         raise
 
 
+def read_version(path: Path) -> str:
+    """What the weights of a folder are called. All of them are read, and held against what their writer noted.
+
+    Raises:
+        StateError: they are not what was written.
+    """
+    source = open_source(path)
+    try:
+        return source.version()
+    finally:
+        source.close()
+
+
 def given(tensors: Mapping[str, Tensor]) -> Weights:
     """Tensors of this process, whole, as if they lay in a file."""
     return Weights(Path("what was given"), {name: _Given(tensor.detach()) for name, tensor in tensors.items()})

@@ -7,14 +7,14 @@ and finds what a crash, a full disk or a lost file leaves. What a broken disk do
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from superstep.errors import Damaged, Fault, StateError
 from superstep.state.folders import checkpoints, is_crowded
-from superstep.state.manifest import Manifest, read_manifest
-from superstep.state.tensor_file import digest, digest_of, size_of
+from superstep.state.manifest import MANIFEST, Manifest, read_manifest
+from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of, size_of
 from superstep.state.together import Peers, together
 
 T = TypeVar("T")
@@ -69,6 +69,33 @@ def verify(folder: Path, peers: Peers | None = None) -> Manifest:
         if found:
             raise Damaged(f"{folder} is damaged: {found[0]}")
     return manifest
+
+
+def verify_weights(folder: Path, peers: Peers | None = None) -> None:
+    """See that the weights of a checkpoint are what was written, and what stands beside them; its moments are not read.
+    A folder without a manifest, as other tools write it, has nothing that it could be held against. Every rank calls
+    this together, and reads its share.
+
+    Raises:
+        Damaged: something is not: on every rank the same.
+        StateError: it is of another format, or this user may not read it.
+    """
+    peers = peers or Alone()
+
+    def unreadable(error: Exception) -> StateError:
+        return StateError(f"{folder} cannot be read ({error}); name another.")
+
+    def look() -> Manifest | None:
+        return glance(folder) if peers.rank == 0 and (folder / MANIFEST).is_file() else None
+
+    manifest = together(peers, look, unreadable)[0]
+    if manifest is None:
+        return
+    weights = {name: at for name, at in manifest.tensors.items() if at.file in (FILES["weight"], ADAPTER_FILE)}
+    own = replace(manifest, tensors=weights)
+    for found in together(peers, lambda: _wrong_tensors(folder, own, peers), unreadable):
+        if found:
+            raise Damaged(f"{folder} is damaged: {found[0]}")
 
 
 def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:

@@ -32,7 +32,7 @@ from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.snapshot import Memory
 from superstep.state.start import fill
 from superstep.state.together import together
-from superstep.state.verify import require_newest
+from superstep.state.verify import require_newest, verify_weights
 from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
@@ -135,6 +135,7 @@ class Session:
             # One rank says which: another run may be writing the next checkpoint.
             found = together(self._peers, lambda: weights_of(Path(named)) if not self._peers.rank else None, unreadable)
             assert found[0] is not None
+            verify_weights(found[0], self._peers)
             if self.run.config.lora is not None:
                 self._stands_on(begin_base(self.run, self._engine, self._peers, found[0]))
             else:

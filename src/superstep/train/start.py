@@ -8,6 +8,7 @@ from superstep.errors import ConfigError, StateError
 from superstep.model.hf import check_weights, open_weights
 from superstep.plan.resolve import Resolved
 from superstep.state.folders import checkpoints
+from superstep.state.verify import glance
 from superstep.train.model import shapes_of
 from superstep.train.run_folder import RunFolder
 
@@ -40,12 +41,14 @@ def check_start(run: Resolved) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The last checkpoint that a run wrote.
+    """The last checkpoint that a run wrote. Its tensors are not read: who reads them holds them against their hashes.
 
     Raises:
         StateError: it has none yet.
+        Damaged: a glance shows that it is not what was written. An older one is not what was asked for.
     """
     found = checkpoints(RunFolder(root=run).checkpoints)
     if not found:
         raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
+    glance(found[-1])
     return found[-1]
