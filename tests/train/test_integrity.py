@@ -11,6 +11,7 @@ import torch
 import runs
 from superstep.data.prepare import prepare
 from superstep.errors import Fault
+from superstep.numerics.fixed_point import Grid
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -21,6 +22,7 @@ from superstep.state.piece import Piece
 from superstep.state.snapshot import Memory
 from superstep.train.loop import steps
 from superstep.train.meter import Rate
+from superstep.train.rehearsal import wrong_places
 from superstep.train.run_folder import RunFolder
 from superstep.train.session import Session
 
@@ -169,3 +171,57 @@ def test_between_checks_a_flip_spreads_and_is_still_told_from_what_it_spread_to(
     corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
     assert [(event.ranks, event.found, event.how) for event in corrupted] == [((1,), 8, "replay")], told
     assert losses == go(every=4, microbatch=2, dp=2)[0]
+
+
+def test_places_that_compute_otherwise_are_told_apart():
+    def compute(broken, flaky=None):
+        times = []
+
+        def of(rows, place):
+            times.append(None)
+            return f"{rows}" + (" wrong" if place == broken else "") + (f" {len(times)}" if place == flaky else "")
+
+        return of
+
+    assert wrong_places(compute(None), 4) == ()
+    assert [wrong_places(compute(broken), places) for broken, places in ((0, 3), (2, 4), (4, 5))] == [(0,), (2,), (4,)]
+    assert wrong_places(compute(1), 2) == (), "of two that agree with themselves, none is known"
+    assert wrong_places(compute(None, flaky=1), 2) == (1,)
+
+
+def _computing_wrongly(rank, world, run, root, corpus, wrong):
+    """As ``_go``, with a processor that adds wrongly on a rank, in steps 4 and 5."""
+    put, steps_of = Grid.put_, []
+
+    def broken(self, values):
+        found = put(self, values)
+        if rank == wrong and self.name.startswith("the gradient of") and steps_of and steps_of[-1] in (3, 4):
+            found.view(-1)[0] += 1
+        return found
+
+    step = Session.step
+
+    def noting(self, *args, **rest):
+        steps_of.append(rest["step"] - 1)
+        return step(self, *args, **rest)
+
+    Grid.put_, Session.step = broken, noting
+    try:
+        return _go(rank, world, run, root, corpus)
+    finally:
+        Grid.put_, Session.step = put, step
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_computes_wrongly_is_found_by_those_that_compute_its_rows(pool, corpus, tmp_path):
+    config = _config(None, dp=3, zero=2, microbatch=2)
+    run = resolve(replace(config, state=replace(config.state, recompute_every=2)))
+    found = pool.run(3, _computing_wrongly, run, str(tmp_path), str(corpus), 1, timeout_s=120)
+    assert all(each == found[0] for each in found)
+    losses, told = found[0]
+    assert isinstance(told[-1], str), told
+    events = [(event.name, getattr(event, "ranks", None)) for event in told[:-1]]
+    assert events == [("rolled_back", None), ("corrupted", (1,))] * 3
+    assert "fourth time" in told[-1]
+    assert "Take rank 1 to another host" in told[-1]
+    assert sorted(losses) == [1, 2, 3], "step 4 was not taken by a wrong gradient"

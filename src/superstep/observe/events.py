@@ -118,8 +118,9 @@ class Corrupted:
     """Of these ranks."""
     what: str
     """Which tensors."""
-    how: Literal["majority", "replay", "at rest"]
-    """How it is known: copies outvoted them, the steps were done again, or their own sums had changed."""
+    how: Literal["majority", "replay", "at rest", "recomputed"]
+    """How it is known: copies outvoted them, the steps were done again, their own sums had changed, or others computed
+    the same to something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,9 @@ class StateConfig:
     fingerprint_every: int | None = None
     """Steps between checks of the state and the gradients for silent corruption; what is saved is checked too. 1 sees
     what changes in memory between any two steps; none makes no checks."""
+    recompute_every: int | None = None
+    """Exact mode with dp > 1: steps between those whose gradient other ranks compute as well, to find processors that
+    compute wrongly; none has no step computed twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

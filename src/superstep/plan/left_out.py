@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from superstep.errors import ConfigError
-from superstep.plan.config import RollbackConfig
+from superstep.plan.config import RollbackConfig, RunConfig
 
 
 def left_out(skip: Iterable[str]) -> dict[int, int]:
@@ -46,3 +46,18 @@ def check_rollback(rollback: RollbackConfig) -> None:
             f"rollback.back_steps = {rollback.back_steps} others; set rollback.skip_batches to "
             f"{rollback.back_steps + 1} or more, or to 0 to train on the same again."
         )
+
+
+def check_recompute(config: RunConfig, *, dp: int, has_experts: bool) -> None:
+    """See that a gradient has the same bits whichever ranks compute it.
+
+    Raises:
+        ConfigError: it has not, or there are no others.
+    """
+    every = f"state.recompute_every = {config.state.recompute_every}"
+    if not config.numerics.exact:
+        raise ConfigError(f"{every} compares bits, which only exact mode promises; set numerics.exact = true.")
+    if dp == 1:
+        raise ConfigError(f"{every} has a place's rows computed by another, and plan.dp = 1; set plan.dp to 2 or more.")
+    if has_experts:
+        raise ConfigError(f"{every}: what experts are sent depends on the place; leave it out, or model.experts.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
-from superstep.plan.left_out import check_rollback, left_out
+from superstep.plan.left_out import check_recompute, check_rollback, left_out
 from superstep.plan.lora import adapted, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
@@ -154,6 +154,8 @@ def resolve(config: RunConfig, world: int | None = None, outline: Outline | None
     assert plan.microbatch is not None
     assert plan.schedule is not None
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
+    if config.state.recompute_every is not None:
+        check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
     full = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
@@ -218,6 +220,7 @@ def _check_ranges(config: RunConfig) -> None:
         "state.keep": (config.state.keep, 1),
         "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
         "state.fingerprint_every": (1 if config.state.fingerprint_every is None else config.state.fingerprint_every, 1),
+        "state.recompute_every": (1 if config.state.recompute_every is None else config.state.recompute_every, 1),
         "observe.log_every": (config.observe.log_every, 1),
         "plan.chunks": (config.plan.chunks, 1),
         "plan.prefetch": (config.plan.prefetch, 0),

@@ -72,6 +72,10 @@ def _replay(
             rank=corruption.ranks[0],
             step=refused.step,
         )
+    if corruption.how == "recomputed":  # the update was not made, and the state is what it was
+        told(_event(position, refused, MEMORY, ""))
+        tell(session, corruption, corruption.how, position.step, told)
+        return position
     old_enough, _ = _states(session, position, integrity.aim)
     taken = _taken(session, old_enough)
     if taken is None:

@@ -45,7 +45,7 @@ KINDS: tuple[Kind, ...] = (*STATE, "gradient")
 MOST_TIMES = 3
 """How often state is found corrupt before the run ends."""
 
-How = Literal["majority", "replay", "at rest"]
+How = Literal["majority", "replay", "at rest", "recomputed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,17 @@ class Integrity:
         self._passed.append(step)
         self._at_rest = sums[: len([piece for piece in pieces if piece.kind != "gradient"])]
         return prints, None
+
+    def gradient(self) -> str:
+        """The fingerprint of the gradient that the ranks have now. Every rank calls this together."""
+        owned = [piece for piece in self._look() if piece.kind == "gradient" and piece.is_owner]
+        device = self._engine.mesh.device.torch
+        total = (bit_sums(owned).to(device) * salts(owned).to(device)).sum().view(1)
+        return written(int(sum_over(total, self._engine.mesh.world)))
+
+    def note_recomputed(self, corruption: Corruption) -> None:
+        """That the gradient of the step to come is not what other ranks make of it."""
+        self._found = corruption
 
     def at_rest(self, step: int) -> str:
         """Why the step to come may not be taken: the state has changed since it was checked after ``step``. Every rank

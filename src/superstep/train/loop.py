@@ -138,7 +138,7 @@ def _stretch(
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
             session.copies.begin(position)
-            result = session.step(batch, lr, step=position.step + 1)
+            result = session.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
                 found = session.integrity.take()
                 yield Refused(position.step + 1, result.refused, result.loss, result.grad_norm, found)

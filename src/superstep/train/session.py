@@ -44,6 +44,7 @@ from superstep.train.meter import Meter, Rate
 from superstep.train.model import units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
+from superstep.train.rehearsal import DIFFERS, Rehearsal
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.saving import is_there, settle, trace_of
 from superstep.train.schedule import rate
@@ -90,6 +91,7 @@ class Session:
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh)
+        self.integrity = Integrity(run.config.state.fingerprint_every, self._engine, self._peers)
         self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)
         if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
@@ -102,9 +104,9 @@ class Session:
         self._lesson = lesson
         self._train = through(self._stream("train"))
         self._validation = self._stream("validation")
+        self._rehearsal = Rehearsal(run, self._engine, self._train, self.integrity)
         self._record: Recorder = HostRecorder()
         self.copies = Copies(run.config.state.snapshot_every)
-        self.integrity = Integrity(run.config.state.fingerprint_every, self._engine, self._peers)
         self.course = Course(run.config.rollback, run.config.train.skip)
 
     def _stream(self, split: SplitName) -> Epochs:
@@ -216,31 +218,41 @@ class Session:
         """The rate of the update that follows ``step`` finished steps."""
         return rate(self.run.config.train, step)
 
-    def step(self, batch: Batch, lr: float, *, step: int) -> StepResult:
-        """One training step, the ``step``-th.
+    def step(self, batch: Batch, lr: float, *, step: int, sample: int | None = None) -> StepResult:
+        """One training step, the ``step``-th. Where the cursor of its batch is given, its gradient may be held against
+        what other ranks compute.
 
         Raises:
             Fault: what torch raised, with the instruction that it was raised in.
         """
         self._record = recorder_for(self._device, is_kept=self.is_saved(step))
         try:
+            rehearsed = None
+            if sample is not None and self._lesson is None and self._rehearsal.is_due(step):
+                rehearsed = self._rehearsal.gradient(sample, shift=1)
             weighed = None
             if self._lesson is not None:
                 batch, weighed = weigh(self._lesson, self, batch)
 
             def judge(loss: float, norm: float) -> str:
                 told = loss if weighed is None else weighed.loss / (batch.divisor or batch.valid_tokens)
-                return self.integrity.at_rest(step - 1) or self.course.why_not(told, norm)
+                why = self.integrity.at_rest(step - 1) or self.course.why_not(told, norm)
+                if not why and rehearsed is not None and self.integrity.gradient() != rehearsed:
+                    return DIFFERS
+                return why
 
             result = self._engine.train_step(
                 microbatches_of(batch, self.run.plan, self._mesh),
                 valid_tokens=batch.valid_tokens,
                 divisor=batch.divisor,
                 lr=lr,
-                judge=judge if self.course.rules is not None or self.integrity.every is not None else None,
+                judge=judge if self._has_judge else None,
                 record=self._record,
                 stop=self._stop,
             )
+            if result.refused == DIFFERS:
+                assert sample is not None
+                self.integrity.note_recomputed(self._rehearsal.blame(sample, step))
             if result.refused and self.course.rules is None and not self.integrity.has_found:
                 raise Fault(result.refused, rank=self._peers.rank, step=step)  # a sum has left its exact range
             if weighed is None:
@@ -249,6 +261,11 @@ class Session:
             return replace(result, loss=loss, measures={**result.measures, **weighed.measures})
         except RuntimeError as error:
             raise self._fault(error, step) from error
+
+    @property
+    def _has_judge(self) -> bool:
+        state = self.run.config.state
+        return self.course.rules is not None or (state.fingerprint_every or state.recompute_every) is not None
 
     def logprobs(self, batch: Batch) -> Tensor:
         """The log-probability of each target of a whole global batch, on every rank. Every rank calls this together.

@@ -25,8 +25,13 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
 
 def _corrupted(event: Corrupted) -> str:
     where = ", ".join(f"rank {rank} on {host}" for rank, host in zip(event.ranks, event.hosts, strict=True))
-    known = {"majority": "other copies outvote it", "replay": "the steps were done again", "at rest": "at rest"}
-    return f"corrupt: {event.what} of {where}, after step {event.found} ({known[event.how]})"
+    known = {
+        "majority": "other copies outvote it",
+        "replay": "the steps were done again",
+        "at rest": "at rest",
+        "recomputed": "others compute otherwise",
+    }
+    return f"corrupt: {event.what} of {where}, step {event.found} ({known[event.how]})"
 
 
 def _resumed(event: Resumed) -> list[str]:

@@ -82,9 +82,11 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
     if config.state.store is not None:
         raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
-    if config.rollback is not None or config.train.skip or config.state.fingerprint_every is not None:
+    state = config.state
+    if config.rollback is not None or config.train.skip or state.fingerprint_every or state.recompute_every:
         raise ConfigError(
-            "[rollback], train.skip and state.fingerprint_every are of train, tune sft and dpo; leave them out of rl."
+            "[rollback], train.skip, state.fingerprint_every and state.recompute_every are of superstep train, sft and "
+            "dpo; leave them out of a run of rl."
         )
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)
     _check_same(recipe, folder)
