@@ -56,16 +56,17 @@ class Damaged(StateError):
 class Fault(SuperstepError):
     """Something broke at run time.
 
-    ``rank`` and ``step`` are -1 and ``instruction`` is empty where they are not known.
+    ``rank`` and ``step`` are -1, ``host`` and ``instruction`` are empty where they are not known.
     """
 
     exit_status: int = 1
 
-    def __init__(self, message: str, *, rank: int = -1, step: int = -1, instruction: str = "") -> None:
+    def __init__(self, message: str, *, rank: int = -1, host: str = "", step: int = -1, instruction: str = "") -> None:
         where = [
             text
             for text, known in (
                 (f"rank {rank}", rank >= 0),
+                (f"host {host}", bool(host)),
                 (f"step {step}", step >= 0),
                 (f"instruction {instruction}", bool(instruction)),
             )
@@ -74,16 +75,17 @@ class Fault(SuperstepError):
         super().__init__(f"{', '.join(where)}: {message}" if where else message)
         self.message = message
         self.rank = rank
+        self.host = host
         self.step = step
         self.instruction = instruction
 
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
-        return Fault(self.message, rank=rank, step=self.step, instruction=self.instruction)
+        return Fault(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
 
 
 class Lost(Fault):
-    """A rank's process was ended from outside."""
+    """A rank's process was ended or stopped from outside, or hangs."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

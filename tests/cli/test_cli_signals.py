@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -131,6 +132,9 @@ def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
     assert len(ranks) == 2
     end(terminal, ranks)
     status, line = terminal.end()
+    where = r"rank 0(, host \S+, step \d+(, instruction \w[^:]*)?):"
+    assert ("killed" in name) == (re.search(where, line) is not None), "where it was is told too"
+    line = re.sub(where, "rank 0:", line)
     newest = checkpoints(place / "run" / "checkpoints")[-1]
     assert (status, line) == (wanted, said.format(newest=newest.name))
     # What was whole is whole: one rank goes on from there.

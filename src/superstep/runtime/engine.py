@@ -24,6 +24,7 @@ from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.collectives import DONE, Pending, gather_sequence, sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor
+from superstep.runtime.heart import Beats, Unwatched
 from superstep.runtime.holding import Holding
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.microbatch import Microbatch
@@ -71,6 +72,7 @@ class Engine(Holding):
         mesh: the launched ranks.
         example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
         learns: whether it takes steps; what only evaluates has neither gradients nor moments.
+        heart: told where its programs are.
 
     Attributes:
         routers: counts of the training steps; None without experts.
@@ -84,6 +86,7 @@ class Engine(Holding):
         example: torch.Tensor | None = None,
         *,
         learns: bool = True,
+        heart: Beats | None = None,
     ) -> None:
         self.evaluation_program = compile_evaluation(run.plan)
         self._others: dict[int, tuple[Program, Program]] = {}
@@ -112,7 +115,8 @@ class Engine(Holding):
         self._excess = machine.excess
         self.snapshots: Snapshots | None = None
         """What copies the state, where anything does."""
-        self._executor = Executor(machine, self._update, self._snapshot)
+        self._heart = heart or Unwatched()
+        self._executor = Executor(machine, self._update, self._snapshot, self._heart)
         self._lr = 0.0
         self._divisor = 1.0
         self._result = (0.0, 0.0)
@@ -185,7 +189,8 @@ class Engine(Holding):
                 b.zero_gradient()
         scale = 1.0 / self._divisor
         program, _ = self._programs(len(microbatches))
-        self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record)
+        number = self.optimizer.steps + 1
+        self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record, number=number)
         if self.routers is not None:
             told = self._exchange.told()
             if not self._refused:
@@ -224,9 +229,12 @@ class Engine(Holding):
     def _update(self) -> None:
         self._refused = ""
         try:
+            mine = self._told()
+            self._heart.waits()
             square, told, self._is_stop_asked = self.optimizer.sums(
-                self._told(), self._excess, is_stop_asked=self._stop.is_asked
+                mine, self._excess, is_stop_asked=self._stop.is_asked
             )
+            self._heart.works()
             self._measures = self._measured(told[1:])
         except OutOfRange as error:
             if self._judge is not None:
@@ -285,7 +293,7 @@ class Engine(Holding):
     def _evaluate(self, watch: Watch, microbatches: Sequence[Microbatch]) -> None:
         self._is_training, self._watch = False, watch
         _, program = self._programs(len(microbatches))
-        self._executor.run(program, microbatches, scale=1.0, watch=watch)
+        self._executor.run(program, microbatches, scale=1.0, watch=watch, number=self.optimizer.steps)
         self._exchange.told()  # of training alone is kept count
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:

@@ -40,6 +40,7 @@ from superstep.runtime.accumulate import Adder, Sum, Sums, input_gradient
 from superstep.runtime.attention import Sight
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import DONE, Pending, receive, send, together
+from superstep.runtime.heart import Beats, Unwatched
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.microbatch import Microbatch
 from superstep.runtime.modules import Compute, Loss
@@ -107,12 +108,18 @@ class Executor:
         machine: what to drive.
         step: the optimizer's update, called by the Step instruction.
         snapshot: starts copying the state of a unit, where a snapshot is due.
+        heart: told where it is.
     """
 
     def __init__(
-        self, machine: Machine, step: Callable[[], None], snapshot: Callable[[int], Pending] = lambda _: DONE
+        self,
+        machine: Machine,
+        step: Callable[[], None],
+        snapshot: Callable[[int], Pending] = lambda _: DONE,
+        heart: Beats | None = None,
     ) -> None:
         self._machine = machine
+        self._heart = heart or Unwatched()
         self._step = step
         self._snapshot = snapshot
         self._flight = _Flight()
@@ -131,6 +138,7 @@ class Executor:
         scale: float,
         watch: Watch,
         record: Recorder | None = None,
+        number: int = 0,
     ) -> None:
         """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's tokens, and zero where the
         rank has no head.
@@ -141,6 +149,7 @@ class Executor:
             scale: what the loss's gradient is multiplied with: one over the divisor of the whole step.
             watch: what the loss is, and what sees the tokens.
             record: what notes when each instruction ran, if anything.
+            number: of the step that it is part of, or follows.
         """
         self._microbatches, self._scale, self._watch = microbatches, scale, watch
         self._sights = [self._machine.sight(microbatch.starts) for microbatch in microbatches]
@@ -149,16 +158,27 @@ class Executor:
         self._last_unit = len(program.units) - 1
         self._holders = program.holders
         self._reads, self._trained = program.params, program.trained
-        for instruction in program.ranks[self._machine.mesh.at.pp]:
+        instructions = program.ranks[self._machine.mesh.at.pp]
+        self._heart.begin(instructions, step=number)
+        try:
+            self._follow(instructions, record)
+        finally:
+            self._heart.rests()
+        self._sights = ()  # with them go the tables of their positions
+
+    def _follow(self, instructions: Sequence[Instruction], record: Recorder | None) -> None:
+        for index, instruction in enumerate(instructions):
+            self._heart.waits(index)
             self._ready(instruction)
+            self._heart.works(index)
             if record is not None:
                 record.begin()
             self._issue(instruction)
             if record is not None:
                 record.end(instruction, self._under_way(instruction))
+        self._heart.waits()
         for pending, _ in self._flight.leaving:
             pending.wait()
-        self._sights = ()  # with them go the tables of their positions
 
     def _ready(self, instruction: Instruction) -> None:
         """Wait for what the instruction needs from the other lanes."""

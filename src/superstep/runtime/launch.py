@@ -3,7 +3,7 @@
     launcher ──► seed ──forks──► rank 0, rank 1, ...    each reports once: its value, or why it has none
         │ first trouble
         ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
-        ├── or sees that a rank is stopped, which reports nothing, and waits for nobody
+        ├── or sees that a rank is stopped or hangs, which reports nothing, and waits for nobody
         └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
 
 SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them.
@@ -25,11 +25,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -40,7 +39,9 @@ import torch.distributed as dist
 from superstep.errors import Fault, Lost
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
-from superstep.runtime.pulse import LOOK_S, Pulse, is_stopped
+from superstep.runtime.heart import Beats, Heart, Unwatched, page
+from superstep.runtime.pulse import LOOK_S
+from superstep.runtime.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
 from superstep.runtime.stop import STOPPED, Stop, listening
 from superstep.runtime.trouble import Trouble, trouble_of
@@ -54,14 +55,8 @@ TIMEOUT = timedelta(minutes=10)
 GRACE_S = 1.0
 """Once a rank has failed, how long the others have to report too: they notice within milliseconds, or never."""
 
-END_S = 3.0
-"""How long a rank may take to end when it is told to."""
-
-GENTLE_S = 1.5
-"""How long rank 0 may take of that where the launch has come to an end: it is to be told of within three seconds."""
-
-END = signal.SIGUSR2
-"""Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
+LOST_GRACE_S = 0.25
+"""Where one was killed: it may have been for what another will say, but a run that is recovered is not to wait."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -76,6 +71,7 @@ class World:
         device: where this one computes.
         stop: whether it was asked to stop.
         folder: of this launch, where parties meet; it goes with the launch. None where the rank is the launcher.
+        heart: told what this rank does, where its launcher looks.
     """
 
     rank: int
@@ -83,6 +79,7 @@ class World:
     device: Device
     stop: Stop = field(default_factory=Stop)
     folder: Path | None = None
+    heart: Beats = field(default_factory=Unwatched)
 
 
 Worker = Callable[Concatenate[World, P], T]
@@ -162,57 +159,17 @@ def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -
         _ranks(parties, kind, Path(folder), first) as ranks,
     ):
         stop = Stop()
-        with listening(stop, lambda: _pass_on(ranks)):
+        with listening(stop, lambda: pass_on(ranks)):
             return _collect(ranks, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """A rank's process, as the launcher sees it."""
-
-    party: str
-    number: int
-    is_first: bool
-    process: BaseProcess
-    pipe: Connection
-    stderr: Path
-
-    def named(self, trouble: Trouble) -> Trouble:
-        """The same with the party's name, where it has one and what is told is not the user's to mend."""
-        is_fault = self.party and isinstance(trouble.error, Fault)
-        return replace(trouble, error=Fault(f"{self.party}, {trouble.error}")) if is_fault else trouble
-
-    def death(self) -> Trouble:
-        """Why it ended without a report."""
-        self.process.join(END_S)
-        code = self.process.exitcode or 0
-        if code < 0:
-            why = f"the process was killed by {signal.Signals(-code).name}"
-            why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
-        else:
-            why = f"the process ended with exit status {code} before it could say why"
-        if code > 0 and not self.stderr.exists():
-            why += "; a script that launches ranks does so below if __name__ == '__main__'."
-            return Trouble(at_s=time.time(), order=1, error=Fault(why, rank=self.number))
-        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
-        hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
-        kind = Lost if code < 0 else Fault
-        return Trouble(at_s=time.time(), order=1, error=kind(f"{why}{hint}", rank=self.number))
-
-    def stop(self) -> Trouble:
-        """That it is stopped."""
-        why = f"its process {self.process.pid} was stopped (SIGSTOP, or Ctrl-Z) and did not go on: all ranks are ended."
-        return Trouble(at_s=time.time(), order=0, error=Fault(why, rank=self.number))
-
-
 @contextlib.contextmanager
-def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int) -> Iterator[list[_Rank]]:
+def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int) -> Iterator[list[RankProcess]]:
     """The processes of all ranks; none is left when the block ends."""
     context = context_of(parties[0].worker)
     calls = [pickle.dumps((party.worker, party.args, party.kwargs)) for party in parties]
     places = [(at, number) for at, party in enumerate(parties) for number in range(party.size)]
-    ranks: list[_Rank] = []
+    ranks: list[RankProcess] = []
     try:
         with _signals_deferred():
             for nth, (at, number) in enumerate(places):  # each is known even if a later one fails
@@ -223,15 +180,16 @@ def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int)
         yield ranks
     finally:
         with _signals_deferred():
-            _end(ranks)
+            end_all(ranks)
 
 
 def _start(
     context: BaseContext, party: Party, number: int, kind: DeviceKind, store: Path, nth: int, first: int
-) -> _Rank:
+) -> RankProcess:
     """The process of a rank: of its party, and the ``nth`` of all."""
     ours, theirs = context.Pipe()
-    place = place_at(store.with_name(f"stderr-{nth}"))
+    heart = page()
+    place = place_at(store.with_name(f"stderr-{nth}"), None if heart is None else heart.handle)
     process = context.Process(  # type: ignore[attr-defined]
         target=_serve,
         args=(theirs, place, number, party.size, kind, store, first + nth - number),
@@ -243,43 +201,20 @@ def _start(
     except (OSError, EOFError) as error:
         raise Fault(f"the process cannot be started: {error}.", rank=number) from error
     theirs.close()
-    return _Rank(party.name, number, nth == 0, process, ours, place.stderr)
+    return RankProcess(party.name, number, nth == 0, process, ours, place.stderr, heart)
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    """End what still runs: rank 0 gently, then not."""
-    deadline_s = time.monotonic() + GENTLE_S
-    for rank in ranks:
-        if rank.is_first and rank.process.is_alive() and rank.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, END)
-                if is_stopped(rank.process.pid):
-                    os.kill(rank.process.pid, signal.SIGCONT)
-        else:
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline_s - time.monotonic()))
-        rank.process.kill()
-        rank.process.join()
-        rank.pipe.close()
-
-
-def _pass_on(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.terminate()
-
-
-def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
+def _collect(ranks: Sequence[RankProcess], stop: Stop) -> Any:  # noqa: ANN401
     """Wait for every report; what rank 0 returned, or else the first cause is raised."""
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
     deadline_s = float("inf")
-    pulse = Pulse()
+    attending = Attending()
     value = None
     while waiting and time.monotonic() < deadline_s:
-        still = pulse.look(rank.process.pid for rank in waiting.values() if rank.process.pid is not None)
-        if still is not None:
-            troubles += (rank.named(rank.stop()) for rank in waiting.values() if rank.process.pid == still)
+        lost = attending.look(list(waiting.values()))
+        if lost is not None:
+            troubles.append(lost)
             break
         for pipe in wait(list(waiting), min(LOOK_S, max(0.0, deadline_s - time.monotonic()))):
             assert isinstance(pipe, Connection)
@@ -290,7 +225,8 @@ def _collect(ranks: Sequence[_Rank], stop: Stop) -> Any:  # noqa: ANN401
                 report = rank.death()
             if isinstance(report, Trouble):
                 troubles.append(rank.named(report))
-                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                grace_s = LOST_GRACE_S if isinstance(report.error, Lost) else GRACE_S
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
             elif rank.is_first:
                 (value,) = report
     if troubles:
@@ -321,7 +257,8 @@ def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKi
             )
             if rank == 0:
                 signal.signal(END, _leave)
-            value = worker(World(rank, world, device, folder=store.parent), *args, **kwargs)
+            heart = Unwatched() if place.heart is None else Heart(place.heart)
+            value = worker(World(rank, world, device, folder=store.parent, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
             # Reported before this process ends, and with it the connections that others will miss.

@@ -168,16 +168,19 @@ class Place:
         stdout: a descriptor.
         stderr: a file to be made.
         sockets: the folder of the seed's socket, which the launcher removes at its end, if it comes to one.
+        heart: a descriptor of the page where the rank tells what it does, if there is one.
     """
 
     environment: dict[str, str]
     stdout: int
     stderr: Path
     sockets: Path
+    heart: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The descriptor is handed on where a process is started, and no number of it."""
-        return _received, (self.environment, reduction.DupFd(self.stdout), self.stderr, self.sockets)
+        """Descriptors are handed on where a process is started, and no numbers of them."""
+        heart = None if self.heart is None else reduction.DupFd(self.heart)
+        return _received, (self.environment, reduction.DupFd(self.stdout), self.stderr, self.sockets, heart)
 
     def take(self) -> None:
         """Make it this process's own."""
@@ -197,17 +200,20 @@ def _received(
     stdout: Any,  # noqa: ANN401 - its type has no public name
     stderr: Path,
     sockets: Path,
+    heart: Any,  # noqa: ANN401 - as stdout's
 ) -> Place:
-    return Place(environment=environment, stdout=stdout.detach(), stderr=stderr, sockets=sockets)
+    page = None if heart is None else heart.detach()
+    return Place(environment=environment, stdout=stdout.detach(), stderr=stderr, sockets=sockets, heart=page)
 
 
-def place_at(stderr: Path) -> Place:
+def place_at(stderr: Path, heart: int | None = None) -> Place:
     """What this process has now; what the rank writes to stderr goes to a file."""
     return Place(
         environment=dict(os.environ),  # noqa: TID251 - a rank's is its launcher's, as any child's
         stdout=1,
         stderr=stderr,
         sockets=Path(util.get_temp_dir()),
+        heart=heart,
     )
 
 

@@ -90,7 +90,7 @@ class Session:
         self._stop = world.stop
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
-        self._engine = Engine(run, units_of(run), self._mesh)
+        self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart)
         self.integrity = Integrity(run.config.state.fingerprint_every, self._engine, self._peers)
         self._shapes = tensor_shapes(self._engine)
         self._corpus = open_corpus(corpus)

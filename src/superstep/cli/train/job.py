@@ -112,10 +112,15 @@ def asked_device(job: Job | None) -> DeviceKind | None:
     return None if job is None else job.run.config.plan.device
 
 
-def launched(job: Job) -> int | None:
-    """Train on ranks of this host; the exit status where that was not to the last step."""
+def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> int | None:
+    """Train on ranks of this host; the exit status where that was not to the last step.
+
+    Args:
+        job: what every rank is told.
+        worker: what each of them does; None means ``rank``.
+    """
     try:
-        is_stopped = _launched(job)
+        is_stopped = _launched(job, worker or rank)
     except BaseException as error:
         restore(sys.stdout)
         if (status := ended(error, job.folder, job.verb)) is not None:
@@ -124,18 +129,18 @@ def launched(job: Job) -> int | None:
     return stopped(job.folder, job.verb) if is_stopped else None
 
 
-def _launched(job: Job) -> bool:
+def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
     """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
     world, state = job.run.plan.mesh.world, job.run.config.state
     if state.snapshot_every is None:
-        return launch_on(asked_device(job), world, rank, job)
+        return launch_on(asked_device(job), world, worker, job)
     kind = choose(asked_device(job), world)
     handles, memories = made(world)
     try:
         with Flusher(memories, keep=state.keep) as flusher:
             try:
                 return recovering(
-                    lambda lost: launch_apart(kind, world, rank, replace(job, snapshots=handles, recovered=lost)),
+                    lambda lost: launch_apart(kind, world, worker, replace(job, snapshots=handles, recovered=lost)),
                     memories,
                 )
             except Fault as fault:
@@ -281,7 +286,9 @@ def _train(world: World, job: Job) -> bool:
             session.describe()
             sink = _sinks(job, stack, peak)
             manifest = open_corpus(job.corpus).manifest
-            sink.write(_started(job, world, session.transport, manifest, machine, position.step))
+            started = _started(job, world, session.transport, manifest, machine, position.step)
+            world.heart.expect(started.predicted_step_s or 0.0)
+            sink.write(started)
             if resumed is not None:
                 sink.write(resumed)
             elif had_begun:

@@ -1,0 +1,148 @@
+"""A rank's process as its launcher sees it: how it fares, why it is gone, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from superstep.errors import Fault, Lost
+from superstep.runtime.hang import Hung, Watcher
+from superstep.runtime.heart import Beat, Doing, Page
+from superstep.runtime.pulse import Pulse, is_stopped
+from superstep.runtime.trouble import Trouble
+
+END_S = 3.0
+"""How long a rank may take to end when it is told to."""
+
+GENTLE_S = 1.5
+"""How long rank 0 may take of that where the launch has come to an end: it is to be told of within three seconds."""
+
+END = signal.SIGUSR2
+"""Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One of them.
+
+    Attributes:
+        party: the name of its world, where it has one.
+        number: its rank.
+        is_first: whether it may hold a terminal.
+        process: that it is.
+        pipe: by which it reports.
+        stderr: the file of what it says there.
+        page: where it tells what it does; None where the system has no such memory.
+    """
+
+    party: str
+    number: int
+    is_first: bool
+    process: BaseProcess
+    pipe: Connection
+    stderr: Path
+    page: Page | None
+
+    def named(self, trouble: Trouble) -> Trouble:
+        """The same with the party's name, where it has one and what is told is not the user's to mend."""
+        is_fault = self.party and isinstance(trouble.error, Fault)
+        return replace(trouble, error=Fault(f"{self.party}, {trouble.error}")) if is_fault else trouble
+
+    def death(self) -> Trouble:
+        """Why it ended without a report."""
+        self.process.join(END_S)
+        code = self.process.exitcode or 0
+        if code < 0:
+            why = f"the process was killed by {signal.Signals(-code).name}"
+            why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+        else:
+            why = f"the process ended with exit status {code} before it could say why"
+        if code > 0 and not self.stderr.exists():
+            why += "; a script that launches ranks does so below if __name__ == '__main__'."
+            return self._trouble(Fault, why, order=1)
+        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
+        return self._trouble(Lost if code < 0 else Fault, f"{why}{hint}", order=1)
+
+    def stop(self) -> Trouble:
+        """That it is stopped."""
+        why = f"its process {self.process.pid} was stopped (SIGSTOP, or Ctrl-Z) and did not go on: all ranks are ended."
+        return self._trouble(Lost, why, order=0)
+
+    def hang(self, hung: Hung, others: Sequence[int]) -> Trouble:
+        """That it hangs, or one of the ``others`` does."""
+        maybe = f" (or rank {', '.join(map(str, others))}, which stands where it does)" if others else ""
+        why = f"its process {self.process.pid} hangs{maybe}: {hung.why}, while no rank goes on; all ranks are ended."
+        return self._trouble(Lost, why, order=0)
+
+    def beat(self) -> Beat | None:
+        """What it does, once it has run a program."""
+        beat = None if self.page is None else self.page.read()
+        return beat if beat is not None and beat.beats else None
+
+    def _trouble(self, kind: type[Fault], why: str, *, order: int) -> Trouble:
+        beat = self.beat()
+        if beat is None:
+            return Trouble(at_s=time.time(), order=order, error=kind(why, rank=self.number))
+        at = beat.instruction if beat.doing is not Doing.OTHER else ""
+        error = kind(why, rank=self.number, host=os.uname().nodename, step=beat.step, instruction=at)
+        return Trouble(at_s=time.time(), order=order, error=error)
+
+
+class Attending:
+    """Looks at ranks that have not reported: who is stopped, and who hangs."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pulse = Pulse(clock)
+        self._watchers: dict[str, Watcher] = {}
+
+    def look(self, ranks: Sequence[RankProcess]) -> Trouble | None:
+        """What is wrong with one of them, if anything is."""
+        processes = {rank.process.pid: rank for rank in ranks if rank.process.pid is not None}
+        stopped = self._pulse.look(processes)
+        if stopped is not None:
+            rank = processes[stopped]
+            return rank.named(rank.stop())
+        for party in {rank.party for rank in ranks}:
+            watcher = self._watchers.setdefault(party, Watcher(self._clock))
+            its = {pid: rank.page.read() for pid, rank in processes.items() if rank.page and rank.party == party}
+            hung = watcher.look(its)
+            if hung is not None:
+                rank = processes[hung.process]
+                return rank.named(rank.hang(hung, [processes[other].number for other in hung.others]))
+        return None
+
+
+def end_all(ranks: Sequence[RankProcess]) -> None:
+    """End what still runs: rank 0 gently, then not."""
+    deadline_s = time.monotonic() + GENTLE_S
+    for rank in ranks:
+        if rank.is_first and rank.process.is_alive() and rank.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, END)
+                if is_stopped(rank.process.pid):
+                    os.kill(rank.process.pid, signal.SIGCONT)
+        else:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline_s - time.monotonic()))
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+        if rank.page is not None:
+            rank.page.close()
+
+
+def pass_on(ranks: Sequence[RankProcess]) -> None:
+    """Ask each to come to an end of its own."""
+    for rank in ranks:
+        rank.process.terminate()
