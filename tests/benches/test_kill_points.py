@@ -2,14 +2,18 @@
 
 from unittest import mock
 
-from bench import faults
+import pytest
+
+from bench import faults, faults_copied
+from superstep.runtime.snapshots import Snapshots
+from superstep.state.snapshot import WHOLE
 
 
 def test_kills_leave_whole_checkpoints_and_flips_are_seen(tmp_path):
     killed = faults.kill_points(12, 1, tmp_path)
     assert killed["wrong"] == []
     assert sum(killed["left"].values()) == 12
-    copied = faults.snapshot_kills(6, 1, tmp_path)
+    copied = faults_copied.snapshot_kills(6, 1, tmp_path)
     assert copied["wrong"] == []
     flipped = faults.flips(60, 1, tmp_path)
     assert flipped["unseen"] == []
@@ -30,3 +34,30 @@ def test_a_torn_checkpoint_is_found_out(tmp_path):
         found = faults.kill_points(2, 1, tmp_path)
     assert found["left"] == {"unloadable": 2}
     assert len(found["wrong"]) == 2
+
+
+def _marked_before(snapshots, unit, slot, ready, *, is_last):
+    if is_last:
+        snapshots._memory.put(slot, "state", WHOLE)
+    snapshots._copy_now(unit, slot)
+    return 0.0, 0.0
+
+
+def _marked_with_the_first(snapshots, unit, slot, ready, *, is_last):
+    snapshots._copy_now(unit, slot)
+    snapshots._memory.put(slot, "state", WHOLE)
+    return 0.0, 0.0
+
+
+@pytest.mark.parametrize("planted", [_marked_before, _marked_with_the_first])
+def test_a_slot_that_is_said_to_be_whole_too_early_is_found_out_each_time(tmp_path, planted):
+    with mock.patch.object(Snapshots, "_copy", planted):
+        found = faults_copied.snapshot_points(tmp_path)
+    assert found["wrong"]
+    assert "mixed" in found["wrong"][0]
+
+
+def test_a_copy_that_is_cut_off_anywhere_is_not_gone_on_from(tmp_path):
+    found = faults_copied.snapshot_points(tmp_path)
+    assert found["wrong"] == []
+    assert found["points"] == 15, "five numbers, three tensors of three units, and that it is whole"
