@@ -87,6 +87,9 @@ class Fault(SuperstepError):
 class Lost(Fault):
     """A rank's process was ended or stopped from outside, or hangs."""
 
+    at_s: float = 0.0
+    """When that was seen, in seconds of the host's clock."""
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the closest known word, else the whole list of choices."""

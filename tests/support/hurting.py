@@ -1,6 +1,5 @@
 """Hurting ranks of a run that this process launches: killed, stopped, or made to hang in code that is not Python."""
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -8,21 +7,9 @@ import signal
 import threading
 import time
 
-HANG = signal.SIGUSR1
-"""Which a rank of ``rank`` heeds: its main thread sleeps in C, with Python's lock."""
+from superstep.cli.prove.hurts import HANG
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": HANG}
-
-
-def rank(world, job):
-    """A rank of a training run, which can be told to hang."""
-    from superstep.cli.train.job import _train
-    from superstep.runtime.stop import listening
-    from superstep.train.hold import sharing
-
-    signal.signal(HANG, lambda *_: ctypes.PyDLL(None).sleep(600))
-    with listening(world.stop), sharing(job.folder):
-        return _train(world, job)
 
 
 class Hurter(threading.Thread):

@@ -10,7 +10,7 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import job
+from superstep.cli.train import hurt_rank, job
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 from superstep.state.verify import verify
@@ -39,7 +39,7 @@ def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path
     """And checkpoints come from memory meanwhile, as validation runs."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "rank", hurting.rank)
+    monkeypatch.setattr(job, "rank", hurt_rank.rank)
     assert main(["train", *FLAGS, *LAYOUT, "--state.dir", "whole"]) == 0
     before = set(multiprocessing.active_children())
     hurter = hurting.Hurter(tmp_path / "hurt", HURTS)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted, 143 told to end.
     """
     try:
-        return _reported(argv)
+        return reported(lambda: _run(argv))
     finally:
         try:
             sys.stdout.flush()
@@ -165,10 +165,10 @@ def _imported(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have no t
         ) from error
 
 
-def _reported(argv: Sequence[str]) -> int:
-    """The exit status; where the verb cannot do its work, one line says why."""
+def reported(call: Callable[[], int]) -> int:
+    """The exit status; where what is called cannot do its work, one line says why."""
     try:
-        return _run(argv)
+        return call()
     except UserError as error:
         print(f"superstep: {error}", file=sys.stderr)
         return error.exit_status
@@ -185,14 +185,19 @@ def _reported(argv: Sequence[str]) -> int:
         return 1
 
 
-def entry() -> None:
-    """The console script."""
+def settle() -> None:
+    """What the process of a command has before its verb."""
     # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves.
     if "RANK" not in os.environ:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
             signal.signal(number, _terminate)
+
+
+def entry() -> None:
+    """The console script."""
+    settle()
     try:
         sys.exit(main(sys.argv[1:]))
     finally:

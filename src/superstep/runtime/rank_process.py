@@ -89,12 +89,14 @@ class RankProcess:
         return beat if beat is not None and beat.beats else None
 
     def _trouble(self, kind: type[Fault], why: str, *, order: int) -> Trouble:
-        beat = self.beat()
-        if beat is None:
-            return Trouble(at_s=time.time(), order=order, error=kind(why, rank=self.number))
-        at = beat.instruction if beat.doing is not Doing.OTHER else ""
-        error = kind(why, rank=self.number, host=os.uname().nodename, step=beat.step, instruction=at)
-        return Trouble(at_s=time.time(), order=order, error=error)
+        beat, at_s = self.beat(), time.time()
+        error = kind(why, rank=self.number)
+        if beat is not None:
+            at = beat.instruction if beat.doing is not Doing.OTHER else ""
+            error = kind(why, rank=self.number, host=os.uname().nodename, step=beat.step, instruction=at)
+        if isinstance(error, Lost):
+            error.at_s = at_s
+        return Trouble(at_s=at_s, order=order, error=error)
 
 
 class Attending:

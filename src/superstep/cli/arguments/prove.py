@@ -25,6 +25,9 @@ class Options(RunConfig):
     """Steps to compare."""
     exact: bool = False
     """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
+    faults: bool = False
+    """Compare bits: a run whose ranks are killed, stopped and hung, whose launcher is killed, whose newest checkpoint
+    is damaged and whose disk is full, against the same run undisturbed, in exact mode."""
     serve: bool = False
     """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
     serve_tp: int = 1
@@ -64,4 +67,6 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
         )
     if options.serve and options.all:
         raise ConfigError("--serve and --all exclude each other: a run was trained on one layout; leave --all out.")
+    if options.faults and (options.all or options.serve):
+        raise ConfigError("--faults hurts one run; leave --all and --serve out.")
     return options, tuple(flags) if path is None or path.is_dir() else None

@@ -14,6 +14,7 @@ from superstep.cli.arguments.prove import Options, read
 from superstep.cli.options import settled
 from superstep.cli.preparing import prepared
 from superstep.cli.prove.exact import ExactCase, prove_bits
+from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.served import prove_served
 from superstep.cli.prove.text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.data.prepare import is_prepared, prepare
@@ -34,7 +35,7 @@ from superstep.train.proof.sweep import layouts
 def main(argv: Sequence[str]) -> int:
     """Prove; the exit status is 0 where everything held."""
     options, yields_to = read(argv)
-    if options.exact or options.serve:
+    if options.exact or options.serve or options.faults:
         options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
     # Refused before the reference has run for minutes.
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
                 tp=options.serve_tp,
                 logprobs=options.serve_logprobs or 0,
             )
+        if options.faults:
+            return prove_faults(run, corpus)
         if options.exact:
             return _exact(options, run, corpus)
         if not options.all:

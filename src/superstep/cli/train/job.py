@@ -72,10 +72,12 @@ class Recovered:
     Attributes:
         step: finished steps.
         lost: the rank that was lost, and how.
+        lost_at_s: when that was seen, in seconds of the host's clock.
     """
 
     step: int
     lost: str
+    lost_at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Me
             if step is None or tries > MOST_TRIES:
                 raise
             restore(sys.stdout)
-            recovered = Recovered(step, str(lost))
+            recovered = Recovered(step, str(lost), lost.at_s)
 
 
 @contextmanager
@@ -313,7 +315,7 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
     if memory is not None:
         position = session.keep_snapshots(memory, lost.step if lost else None) or position
     if lost is not None:
-        return position, Resumed(step=position.step, path="", lost=lost.lost)
+        return position, Resumed(step=position.step, path="", lost=lost.lost, lost_at_s=lost.lost_at_s)
     if start is None:
         return position, None
     passed_over = start.set_damaged_aside() if world.rank == 0 else ()

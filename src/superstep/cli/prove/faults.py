@@ -1,0 +1,120 @@
+"""superstep prove --faults: a run that everything happens to, against the same run undisturbed, bit by bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.describe import layout_text
+from superstep.cli.prove.hurts import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
+from superstep.errors import ConfigError, Fault
+from superstep.plan.config import RunConfig, StateConfig
+from superstep.plan.resolve import Resolved
+
+SAVE_EVERY = 3
+BETWEEN = 4
+"""Steps of training between two faults at least: a checkpoint among them."""
+
+DESCRIBED: dict[Kind, str] = {
+    "killed": "a rank is killed",
+    "stopped": "a rank is stopped",
+    "hung": "a rank hangs in C",
+    "launcher": "the launcher is killed",
+    "damaged": "the newest checkpoint is damaged",
+    "full disk": "the disk is full",
+}
+
+
+def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> int:
+    """Let each fault happen once, in an order by chance; print what became of it, and whether all steps have the bits
+    that they have undisturbed. The exit status is 0 where they do.
+
+    Args:
+        run: in exact mode.
+        corpus: the folder of its tokens.
+        kinds: of faults.
+        seed: of the order, and of who is hurt.
+
+    Raises:
+        ConfigError: the run's ranks are not to be launched here.
+    """
+    if sys.platform != "linux":
+        raise ConfigError("--faults hurts processes as Linux has them; run it there.")
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="superstep-faults-") as name:
+        place = Path(name)
+        _say(f"  {layout_text(run)}, snapshots each step")
+        _say(f"  {'fault':34}{'seen after':>12}{'trains after':>14}{'redone':>8}  of")
+        with begun(hurt_config(run.config, corpus, place / "hurt"), place) as victim:
+            hurts = [_next(victim, kind, draw) for kind in draw.sample(kinds, len(kinds))]
+            _go_on(victim, BETWEEN)
+            status, steps = victim.end(), victim.step()
+            left = victim.left()
+        with begun(hurt_config(run.config, corpus, place / "whole", is_hurt=False), place) as whole:
+            whole.wait_for(lambda: whole.step() >= steps, f"step {steps}")
+            whole.end()
+        count, differs = compared(victim, whole)
+    wrong = [f"{DESCRIBED[each.kind]}: {each.wrong}" for each in hurts if each.wrong]
+    wrong += [f"left behind: {', '.join(left)}"] if left else []
+    wrong += [differs] if differs else []
+    wrong += [] if status == 143 else [f"told to stop, it ended with exit status {status}"]
+    for each in wrong:
+        _say(f"✗ {each}")
+    _say(verdict(hurts, count, wrong))
+    return 1 if wrong else 0
+
+
+def verdict(hurts: Sequence[Hurt], steps: int, wrong: Sequence[str]) -> str:
+    """The last line."""
+    what = f"{len(hurts)} faults within {steps} steps"
+    if wrong:
+        return f"NOT PROVEN: {what}, {len(wrong)} wrong."
+    redone = max((each.redone for each in hurts if each.kind in SIGNALS), default=0)
+    return (
+        f"PROVEN: {what}, each loss and gradient norm with the bits of the run that nobody hurt; a lost rank cost "
+        f"{redone} {'step' if redone == 1 else 'steps'} at most, and nothing is left behind."
+    )
+
+
+def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool = True) -> RunConfig:
+    """The run in a folder of its own, without an end; to be hurt, with snapshots."""
+    keep = StateConfig(
+        dir=str(folder), save_every=SAVE_EVERY if is_hurt else 10**9, keep=3, snapshot_every=1 if is_hurt else None
+    )
+    return RunConfig(
+        model=config.model,
+        data=replace(config.data, cache=str(corpus.resolve())),
+        train=replace(config.train, steps=10**6, eval_every=10**6),
+        plan=config.plan,
+        numerics=replace(config.numerics, exact=True),
+        state=keep,
+        observe=replace(config.observe, tensorboard=False),
+        lora=config.lora,
+    )
+
+
+def _next(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+    _go_on(run, BETWEEN)
+    try:
+        found = hurt(run, kind, draw)
+    except Fault as fault:
+        raise Fault(f"{DESCRIBED[kind]}: {fault.message}") from fault
+    seen = "" if found.seen_s is None else f"{found.seen_s:.2f} s"
+    again = f"{found.again_s:.2f} s"
+    mark = "✗" if found.wrong else " "
+    _say(f"{mark} {DESCRIBED[kind]:34}{seen:>12}{again:>14}{found.redone:>8}  {found.what}")
+    return found
+
+
+def _go_on(run: HurtRun, steps: int) -> None:
+    run.wait_for(lambda: run.step() > 0, "its first step")
+    until = run.step() + steps
+    run.wait_for(lambda: run.step() >= until, f"step {until}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
