@@ -36,8 +36,10 @@ def test_the_best_plan_is_written_and_resolves(tmp_path, capsys):
     best = json.loads(told.read_text(encoding="utf-8"))["best"]
     assert best[0]["plan"]["dp"] == run.config.plan.dp
     assert best[0]["figures"]["step_s"] <= best[-1]["figures"]["step_s"] * 1.2
+    assert best[0]["snapshot_bytes"] > 36 * 1e6 / 8
     for words in (
         "tokens/s",
+        "The first's snapshots (state.snapshot_every): up to ",
         "limited by",
         "Nearest alternatives",
         "MWh",

@@ -10,6 +10,7 @@ from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
 from superstep.cost.closed.interval import SHARE
 from superstep.cost.program.memory import RankBytes
+from superstep.cost.program.snapshot_memory import slots_bytes
 from superstep.cost.program.straggle import Jitter, Straggled
 from superstep.cost.program.work import MFU_CONVENTION, parameters
 from superstep.planner.calibrate import Calibration
@@ -53,10 +54,21 @@ def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
         lines += [f"   {_run_text(each)}"] if has_run else []
     lines.append(f"Ranges hold {SHARE:.0%} of published steps and peaks whose software and cluster were left out.")
     lines += _ties_text(plans)
+    lines.append(snapshot_line(plans[0]))
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
     if not all(plan.is_simulated for plan in plans):
         lines.append("* by closed form: the program is too long to simulate here.")
     return "\n".join(lines) + "\n"
+
+
+def snapshot_line(plan: Verified) -> str:
+    """What snapshots would take of the hosts' memory."""
+    cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
+    node = min(cluster.domain, cluster.chips)
+    return (
+        f"The first's snapshots (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each chip, "
+        f"{bytes_text(node * of_rank)} for {node}."
+    )
 
 
 def _layout(plan: Verified) -> str:
@@ -244,6 +256,7 @@ def record(
                 "plan": asdict(plan.run.config.plan),
                 "compute": plan.run.config.numerics.compute,
                 "is_simulated": plan.is_simulated,
+                "snapshot_bytes": slots_bytes(plan.run),
                 "figures": asdict(each),
                 "shares": shares(plan),
             }

@@ -6,10 +6,12 @@ slots                                   3: the newest whole one, the next, and o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from superstep.cost.program.memory import FP32, share_numel
 from superstep.cost.program.work import rank_parameters
 from superstep.plan.resolve import Resolved
-from superstep.program.compile import compile_step
+from superstep.program.compile import compile_evaluation
 
 SLOTS = 3
 
@@ -18,8 +20,12 @@ def snapshot_bytes(run: Resolved) -> int:
     """Of the fullest rank; 0 without snapshots. Memory that no checkpoint has needed yet is not taken: then it is two
     thirds of this.
     """
-    if run.config.state.snapshot_every is None:
-        return 0
-    program, owned = compile_step(run.plan, is_each_pass_checked=False), rank_parameters(run)
+    return 0 if run.config.state.snapshot_every is None else slots_bytes(run)
+
+
+def slots_bytes(run: Resolved) -> int:
+    """What it would be with snapshots."""
+    # Who holds what is the same in the shortest program.
+    program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)
     shares = [sum(share_numel(run, owned[u]) for u in program.held_by(rank)) for rank in range(program.pp)]
     return SLOTS * 3 * FP32 * max(shares)
