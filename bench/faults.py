@@ -1,13 +1,14 @@
 """What faults leave on disk: processes killed at random instants of a save, and single bits flipped.
 
-    python -m bench.faults                      200 kills of each kind, 600 flips
-    python -m bench.faults --kills 20
+    python -m bench.faults                      200 kills of each kind, 600 flips, 10 rounds of lost ranks
+    python -m bench.faults --kills 20 --rounds 2
 
 Each round of kills begins with a checkpoint of step 1. Ranks, which are processes, save step 2 and drop step 1; one of
 them, or the process between them that stands for the launcher, is killed by SIGKILL at a random instant. Every
 checkpoint that can be seen afterwards must be wholly of one step; then a fresh save must leave no litter. Copies of the
 state to memory are cut off in the same way, and at each of their points in turn (``faults_copied``). A flip is of one
-random bit of a random file, the manifest included; ``verify`` must see it.
+random bit of a random file, the manifest included; ``verify`` must see it. In a round of lost ranks one of the demo's
+is killed, stopped, or made to hang in C with Python's lock: after how long it was named, and trained again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +31,9 @@ import torch
 from bench.fault_ranks import RANKS, Linked, between, forked, what_is, write
 from bench.faults_copied import snapshot_kills, snapshot_points
 from bench.machine import write_result
+from bench.soak import recoveries, tokens
+from superstep.cli.options import DEMO
+from superstep.cli.prove.hurts import SIGNALS
 from superstep.errors import Damaged, StateError
 from superstep.state.folders import checkpoint_at, checkpoints
 from superstep.state.verify import Alone, verify
@@ -127,18 +132,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill points and flipped bits of checkpoints.")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--flips", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no run is left
     with tempfile.TemporaryDirectory() as folder:
         killed = kill_points(options.kills, options.seed, Path(folder))
         copied = snapshot_kills(options.kills, options.seed, Path(folder))
         points = snapshot_points(Path(folder))
         flipped = flips(options.flips, options.seed, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="lost-") as folder:
+        demo, corpus = tokens(DEMO, Path(folder))
+        lost = recoveries(demo, corpus, Path(folder), rounds=options.rounds, seed=options.seed)
     result = ROOT / "bench" / "results" / "faults.json"
-    write_result(result, kill_points=killed, snapshots=copied, snapshot_points=points, flips=flipped)
+    write_result(result, kill_points=killed, snapshots=copied, snapshot_points=points, flips=flipped, lost=lost)
     print(f"{killed['rounds']} kills left {killed['left']}, wrong: {killed['wrong'] or 'none'}")
     print(f"{copied['rounds']} kills beside snapshots: {copied['of']}, wrong: {copied['wrong'] or 'none'}")
     print(f"killed at each of {points['points']} points of a copy, wrong: {points['wrong'] or 'none'}")
+    for kind in SIGNALS:
+        told = lost[kind]
+        print(f"{kind}: seen within {told['seen_s']['max']:.2f} s, trains within {told['trains_again_s']['max']:.2f} s")
     print(f"{flipped['flips']} flips, unseen: {flipped['unseen'] or 'none'}")
 
 

@@ -119,13 +119,23 @@ def test_where_two_stand_alike_both_are_named_and_the_one_behind_is_first():
 
 def test_who_computes_is_given_twenty_times_what_it_took():
     world = World()
-    world.mains[1] = lambda n: Thread("R", 100 + n)
+    world.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n)
     assert world.until(hang.BUSY_S - 1) is None
     assert world.until()[0].process == 1
     slow = World(replace(WORKS, longest_s=5.0))
-    slow.mains[1] = lambda n: Thread("R", 100 + n)
+    slow.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n)
     assert slow.until(99) is None
     assert slow.until()[0].process == 1
+    starved = World()  # a twentieth of a processor: what is a second's work takes it twenty
+    starved.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n / 20)
+    assert starved.until(hang.IDLE_TIMES * hang.BUSY_S - 1) is None
+
+
+def test_who_sleeps_may_wait_within_what_it_computes_for_one_that_is_slow():
+    for other in (replace(WORKS, index=2), replace(WORKS, doing=Doing.OTHER)):
+        world = World(WORKS, other)
+        world.mains[2] = lambda n: Thread("R", 100 + n, LOOK_S * n / 20)
+        assert world.until(60) is None
 
 
 def test_time_in_which_nobody_looked_does_not_count_and_a_debugger_is_left_alone():
@@ -180,4 +190,5 @@ def test_the_systems_word_of_a_thread():
     found = thread(os.getpid(), os.getpid())
     assert found.state == "R"
     assert found.switches > 0
+    assert 0 < found.cpu_s <= sum(os.times()[:2]) + 0.1
     assert thread(os.getpid(), 2**22 + 1) is None

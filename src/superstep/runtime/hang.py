@@ -5,8 +5,9 @@ A rank that waits for another does what it should; one that is slow goes on in t
     no beat of it          and none of any other rank of its world for STANDS_S: all that can go on has
     held                   its ticker is woken hundreds of times a second and does not get Python's lock: some code in C
                            keeps it. A thread that is short of a processor is not woken, and is not counted.
-    still                  Python runs, but the thread that should compute sleeps, and does not wait for a rank
-    busy                   it computes, and does not come to an end
+    still                  Python runs, but the thread that should compute sleeps, and does not wait for a rank; all
+                           others wait for one, or sleep as well: what they do may be within what it computes
+    busy                   it computes, and does not come to an end: what counts is the processor's time
 
 Each has a limit: a floor, or a multiple of what the same instruction has taken in this process, or of the predicted
 step where it has not run before. While this process itself was not looking, no time passes.
@@ -14,6 +15,7 @@ step where it has not run before. While this process itself was not looking, no 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +44,9 @@ WAKES_PER_S = 50.0
 
 STILL_S, STILL_TIMES = 4.0, 10.0
 BUSY_S, BUSY_TIMES = 20.0, 20.0
+IDLE_TIMES = 10.0
+"""How much longer than busy a rank may be that neither sleeps all the time nor computes: it waits for a processor."""
+
 FIRST_S, FIRST_TIMES = 60.0, 20.0
 """Floors, and multiples of what the instruction took before; the last for one that never ran, of the whole step."""
 
@@ -53,21 +58,27 @@ class Thread:
     Attributes:
         state: R runs or would like to, S and D sleep, T is stopped, t is held by a debugger.
         switches: how often it has left a processor.
+        cpu_s: of it, all together.
     """
 
     state: str
     switches: int
+    cpu_s: float = 0.0
 
 
 def thread(process: int, number: int) -> Thread | None:
     """A thread of a process; None where it has gone."""
+    place = Path(f"/proc/{process}/task/{number}")
     try:
-        lines = Path(f"/proc/{process}/task/{number}/status").read_text(encoding="utf-8").splitlines()
+        lines = (place / "status").read_text(encoding="utf-8").splitlines()
+        stat = (place / "stat").read_bytes()
     except OSError:
         return None
     told = dict(line.split(":", 1) for line in lines if ":" in line)
     switches = int(told["voluntary_ctxt_switches"]) + int(told["nonvoluntary_ctxt_switches"])
-    return Thread(told["State"].split()[0], switches)
+    numbers = stat[stat.rfind(b")") + 2 :].split()  # behind the name, which may hold anything
+    cpu_s = (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+    return Thread(told["State"].split()[0], switches, cpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,7 @@ class _Seen:
     unmoved_s: float = 0.0
     held_s: float = 0.0
     quiet_s: float = 0.0
+    cpu_s: float = 0.0
     main: Thread | None = None
     ticker: Thread | None = None
 
@@ -120,7 +132,8 @@ class Watcher:
             return None
         for why, hangs in (("held", _is_held), ("still", _is_still), ("busy", _is_busy)):
             found = [process for process, seen in self._seen.items() if hangs(seen)]
-            if found:
+            rest = [seen for process, seen in self._seen.items() if process not in found]
+            if found and (why != "still" or all(seen.beat.doing is Doing.WAITS for seen in rest)):
                 found.sort(key=lambda process: _progress(self._seen[process].beat))
                 return self._named(why, found)
         return None
@@ -135,7 +148,8 @@ class Watcher:
             return _Seen(beat)
         found = replace(before, beat=beat, unmoved_s=before.unmoved_s + passed_s, main=main, ticker=ticker)
         sleeps = main.state in "SD" and before.main is not None and main.switches == before.main.switches
-        found = replace(found, quiet_s=before.quiet_s + passed_s if sleeps else 0.0)
+        spent_s = 0.0 if before.main is None else max(0.0, main.cpu_s - before.main.cpu_s)
+        found = replace(found, quiet_s=before.quiet_s + passed_s if sleeps else 0.0, cpu_s=before.cpu_s + spent_s)
         if beat.ticks != before.beat.ticks:
             return replace(found, held_s=0.0)
         woken = 0 if ticker is None or before.ticker is None else ticker.switches - before.ticker.switches
@@ -146,7 +160,7 @@ class Watcher:
         words = {
             "held": f"it has kept Python's lock for {seen.held_s:.1f} s and more, in code that is not Python",
             "still": f"it has slept for {seen.quiet_s:.1f} s and more, and waits for no rank that is known",
-            "busy": f"it has computed for {seen.unmoved_s:.1f} s and more, and for {seen.beat.longest_s:.2f} s before",
+            "busy": f"it has been at this for {seen.unmoved_s:.1f} s, and {seen.beat.longest_s:.2f} s at most before",
         }
         alike = [p for p in others if why != "held" and _progress(self._seen[p].beat) == _progress(seen.beat)]
         return Hung(found[0], seen.beat, words[why], tuple(alike))
@@ -168,7 +182,8 @@ def _is_still(seen: _Seen) -> bool:
 
 
 def _is_busy(seen: _Seen) -> bool:
-    return seen.beat.doing is Doing.WORKS and seen.unmoved_s >= _limit_s(seen.beat, BUSY_S, BUSY_TIMES)
+    limit_s = _limit_s(seen.beat, BUSY_S, BUSY_TIMES)
+    return seen.beat.doing is Doing.WORKS and (seen.cpu_s >= limit_s or seen.unmoved_s >= IDLE_TIMES * limit_s)
 
 
 def _limit_s(beat: Beat, floor_s: float, times: float) -> float:
