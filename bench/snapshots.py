@@ -127,6 +127,7 @@ class Sitting:
         self._snapshots.begin(Position(step=self._step), is_for_disk=False)
         for pending in [self._snapshots.copy(unit) for unit in self._engine.buffers]:
             pending.wait()
+        self._step += 1  # no two copies are of one step
 
     def memcpy(self) -> None:
         """The same bytes into memory that is there."""
