@@ -86,6 +86,16 @@ def test_two_slots_take_turns_and_a_third_waits_for_the_disk(memories):
     assert len(memories[0].whole()) == SLOTS
 
 
+def test_a_second_copy_of_a_step_does_not_hide_the_one_that_the_disk_shall_have(memories):
+    """A run that goes on from step 3 copies it again, and the disk may not have had it by then."""
+    _copied(memories, 3, disk=WANTED)
+    held = [memory.whole()[3] for memory in memories]
+    _copied(memories, 3)
+    assert [memory.whole()[3] for memory in memories] != held
+    assert wanted(memories).position.step == 3
+    assert wanted(memories).slots == tuple(held)
+
+
 def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memories, tmp_path):
     with Flusher(memories, keep=1) as flusher:
         _copied(memories, 3, fill=saved.zeros, disk=WANTED)

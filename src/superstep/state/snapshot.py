@@ -120,6 +120,13 @@ class Memory:
             return {}
         return {self.get(slot, "step"): slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE}
 
+    def waiting(self) -> dict[int, int]:
+        """The whole slot of each step that the disk shall have. Another slot may hold the same step, copied again."""
+        if not self.is_laid_out:
+            return {}
+        slots = [slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE]
+        return {self.get(slot, "step"): slot for slot in slots if self.get(slot, "disk") == WANTED}
+
     def free_slot(self) -> int | None:
         """Where the next snapshot may go; None while the disk is behind, or nobody has noted that it is not."""
         whole = self.whole()
@@ -196,10 +203,7 @@ class Wanted:
 
 def wanted(memories: Sequence[Memory]) -> Wanted | None:
     """The oldest snapshot that the disk shall have and that every rank has whole."""
-    of_step: list[dict[int, int]] = []
-    for memory in memories:
-        whole = memory.whole()
-        of_step.append({step: slot for step, slot in whole.items() if memory.get(slot, "disk") == WANTED})
+    of_step = [memory.waiting() for memory in memories]
     steps = set.intersection(*(set(each) for each in of_step)) if of_step else set()
     if not steps:
         return None
