@@ -66,8 +66,8 @@ def snapshot_line(plan: Verified) -> str:
     cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
     node = min(cluster.domain, cluster.chips)
     return (
-        f"The first's snapshots (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each chip, "
-        f"{bytes_text(node * of_rank)} for {node}."
+        f"The first's snapshots (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each "
+        f"chip, {bytes_text(node * of_rank)} for {node}."
     )
 
 

@@ -6,7 +6,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from superstep.cli.describe import layout_text
@@ -85,15 +85,14 @@ def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool 
     keep = StateConfig(
         dir=str(folder), save_every=SAVE_EVERY if is_hurt else 10**9, keep=3, snapshot_every=1 if is_hurt else None
     )
-    return RunConfig(
-        model=config.model,
+    whole = RunConfig(**{section.name: getattr(config, section.name) for section in fields(RunConfig)})
+    return replace(
+        whole,
         data=replace(config.data, cache=str(corpus.resolve())),
         train=replace(config.train, steps=10**6, eval_every=10**6),
-        plan=config.plan,
         numerics=replace(config.numerics, exact=True),
         state=keep,
         observe=replace(config.observe, tensorboard=False),
-        lora=config.lora,
     )
 
 
