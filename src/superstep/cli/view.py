@@ -126,7 +126,7 @@ def _predicted(run: Resolved, target: str | None, options: argparse.Namespace, p
         _say("\n" + _memory(run, prediction, picture, seen))
     else:
         step = Seen(run=run, machine=machine, operations=seen, prediction=prediction)
-        _write(step, target, options, title)
+        _write(step, target, options, title.replace("\n", "; "))
 
 
 def _write(step: Seen, target: str | None, options: argparse.Namespace, about: str) -> None:
@@ -200,7 +200,8 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
         f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, longest_s)}"
     )
     step = Seen(run=run, machine=machine, operations=seen, prediction=prediction, ran=ran)
-    _write(step, str(folder.root), options, f"{title}; {_title(prediction, machine)}")
+    about = f"{title}; {_title(prediction, machine)}".replace("\n", "; ")
+    _write(step, str(folder.root), options, about)
     if options.out is None and not options.text:
         _report(folder, step)
 
