@@ -1,8 +1,9 @@
 """How fast the planner searches: plans priced in a second on one core, and seconds until the best plan is known.
 
-Three figures of one thread. *Priced*: plans of the whole space, drawn at random from its cores, whose bytes and seconds
-are computed, with nothing pruned. *Search*: until the best five meshes are known exactly, bounds and all. *Decided*:
-plans of the space over these seconds.
+Figures of one thread. *Priced*: plans of the whole space, drawn at random from its cores, whose bytes and seconds are
+computed, with nothing pruned. *Search*: until the best five meshes are known exactly, bounds and all. *Decided*: plans
+of the space over these seconds. *Table*: all processor time of `superstep plan` until its first table is there, the
+interpreter's start with it; for an error, until it is refused.
 
     python -m bench.plan_search [--seconds 5]
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +33,25 @@ CASES = {
     "Mixtral 8x7B on 1,024 H100": ("mixtral-8x7b", "1024xH100", 1024, 8192),
 }
 KEEP = 5
+TABLES = {
+    "Llama 70B on 512 H100": ("llama3-70b", "512xH100"),
+    "Llama 405B on 16,384 H100": ("llama3.1-405b", "16384xH100"),
+    "an error: 70B on 4 H100": ("llama3-70b", "4xH100"),
+}
+TIMED = """
+import resource, sys
+from superstep.cli.plan import verb
+from superstep.errors import UserError
+options = verb.Options(cluster=sys.argv[2])
+try:
+    found = verb.problems(sys.argv[1], options.cluster, options)
+    sides = verb.checked_sides(found)
+    answer, plans = verb.first_answer(sides, options)
+except UserError:
+    pass
+spent = resource.getrusage(resource.RUSAGE_SELF)
+print(spent.ru_utime + spent.ru_stime)
+"""
 
 
 def sides_of(name: str, chips: str, batch: int, sequence: int) -> list[Side]:
@@ -63,6 +85,15 @@ def priced_per_s(side: Side, seconds: float) -> float:
     return priced / (time.process_time() - start)
 
 
+def table_s(name: str, chips: str) -> float:
+    """Processor time of an interpreter of its own, until the first table or the refusal."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = subprocess.run(
+        [sys.executable, "-c", TIMED, name, chips], check=True, capture_output=True, text=True, env=environment
+    )
+    return float(told.stdout)
+
+
 def main() -> None:
     """Measure every case and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -89,7 +120,16 @@ def main() -> None:
         figures = f"{answer.plans:>14,}{rate:>12,.0f}{took_s:>8.2f} s{answer.priced:>10,}"
         print(f"{name:30}{figures}{answer.plans / took_s:>14,.0f}")
     least = min(row["priced_per_s"] for row in rows)
-    write_result(Path("bench/results/plan_search.json"), seconds="processor time of one thread", keep=KEEP, cases=rows)
+    tables = {name: table_s(*case) for name, case in TABLES.items()}
+    for name, seconds in tables.items():
+        print(f"{name:30}{seconds:>8.2f} s until the table")
+    write_result(
+        Path("bench/results/plan_search.json"),
+        seconds="processor time of one thread",
+        keep=KEEP,
+        cases=rows,
+        table_s=tables,
+    )
     print(f"at least {least:,.0f} plans a second and core; the longest search {max(r['search_s'] for r in rows):.2f} s")
 
 

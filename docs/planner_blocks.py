@@ -165,6 +165,17 @@ def _goodput() -> str:
     return table(names, rows)
 
 
+def _experts() -> str:
+    told: dict[str, Any] = json.loads((PUBLISHED.parent / "plan_experts.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, each in told["cases"].items():
+        plan = " ".join(f"{field}={value}" for field, value in each["plan"].items())
+        before = each["meshes_before"]
+        rank = f"more than {told['keep'] - 1}" if before is None else str(before)
+        rows.append((name, plan, each["source"], rank, _percent(each["gain"])))
+    return table(("model", "published plan", "source", "meshes before it", "predicted gain of ours"), rows)
+
+
 PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "constants": _constants,
     "published accuracy": _accuracy,
@@ -174,4 +185,5 @@ PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "published refused": _refused,
     "published shares": _shares,
     "goodput": _goodput,
+    "experts": _experts,
 }

@@ -314,3 +314,9 @@ def test_an_exchange_of_experts_beside_compute_is_hidden_as_far_as_the_constant_
         for hides in (False, True)
     )
     assert hidden / shown == pytest.approx(1 - FITTED["hidden.experts"])
+
+
+def test_stages_that_do_not_divide_the_layers_fill_at_the_pace_of_the_largest():
+    # 32 layers over 4 ranks: 8 stages of 4, or 12 of 2 and 3.
+    even, uneven = (step(pp=4, chunks=v, schedule=2, microbatches=32).bubble_s for v in (2, 3))
+    assert uneven / even == pytest.approx(2 / 3 * 3 / (32 / 12))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from planning import problem_of, side_of
-from superstep.planner.neighbours import improved, simplicity_of
+from superstep.planner import candidates as candidates_module
+from superstep.planner.candidates import candidates, kind_of
+from superstep.planner.neighbours import improved, of_kinds, simplicity_of
 from superstep.planner.search import search
 from superstep.planner.ties import TIE, first_of, simplicity, tied
-from superstep.planner.verify import verified
+from superstep.planner.verify import instructions_of, verified
 
 PLAIN, SPLIT, AGAIN = (simplicity(*each) for each in (((1, 1), 0, 0.9), ((2, 4), 0, 0.3), ((1, 1), 2, 0.3)))
 
@@ -31,3 +33,30 @@ def test_the_planner_takes_the_simplest_of_the_fastest():
     assert first.step_s <= least * (1 + TIE)
     assert simplicity_of(first) <= min(simplicity_of(each) for each in near if each.step_s <= least * (1 + TIE))
     assert all(each.slower > -TIE for each in beside)
+
+
+def test_the_first_answer_prices_a_program_of_each_kind_as_far_as_its_budget_goes(monkeypatch):
+    side = side_of(problem_of("llama3.2-1b", chips=16, batch=64, sequence=2048))
+    best = search([side], keep=12).best
+    chosen = candidates(best)
+    assert chosen[0] is best[0]
+    kinds = [kind_of(each) for each in chosen]
+    assert len(set(kinds)) == len(kinds)
+    assert set(kinds) == {kind_of(each) for each in best}
+    costs = {id(each): instructions_of(verified(each).run) for each in best}
+    monkeypatch.setattr(candidates_module, "BUDGET", costs[id(best[0])] + min(costs.values()))
+    few = candidates(best)
+    assert few[0] is best[0]
+    assert len(few) < len(chosen)
+    assert sum(costs[id(each)] for each in few) <= candidates_module.BUDGET
+    monkeypatch.setattr(candidates_module, "BUDGET", 0)
+    assert candidates(best) == [best[0]]
+
+
+def test_plans_of_a_kind_are_shown_once():
+    side = side_of(problem_of("llama3.2-1b", chips=16, batch=64, sequence=2048))
+    plans = [verified(each) for each in search([side], keep=12).best]
+    shown = of_kinds(plans)
+    assert shown[0] is plans[0]
+    cut = [tuple(d > 1 for d in (p.run.plan.mesh.pp, p.run.plan.mesh.cp, p.run.plan.mesh.tp)) for p in shown]
+    assert len(set(cut)) == len(cut) < len(plans)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from superstep.cost.closed.layout import RECOMPUTE
+from superstep.plan.config import Dtype, PlanConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Side, search
+from superstep.planner.search import Found, Side, search
 from superstep.planner.search_problem import Problem, Rule
 from superstep.planner.ties import Simplicity, first_of, simplicity
 from superstep.planner.verify import Verified, verified
@@ -33,32 +34,63 @@ class Neighbour:
     spared_bytes: float
 
 
-def neighbours(best: Verified, known: Sequence[Verified] = ()) -> Iterator[Neighbour]:
+@dataclass(slots=True)
+class Memo:
+    """Searches and programs that were priced before; neighbours of neighbours have most of them in common."""
+
+    searches: dict[Rule, tuple[Found, ...]] = field(default_factory=dict)
+    programs: dict[PlanConfig, Verified] = field(default_factory=dict)
+
+    def priced(self, side: Side, rule: Rule) -> list[Verified]:
+        """The best plans under one rule more, with the price of their programs."""
+        if rule not in self.searches:
+            problem = side.problem
+            ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
+            self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
+        return [self.verified(replace(found, side=side)) for found in self.searches[rule]]
+
+    def verified(self, found: Found) -> Verified:
+        """The price of a plan's program."""
+        plan = found.plan.plan_config(0, found.side.problem)
+        if plan not in self.programs:
+            self.programs[plan] = verified(found)
+        return self.programs[plan]
+
+
+def neighbours(
+    best: Verified,
+    known: Sequence[Verified] = (),
+    memo: Memo | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Iterator[Neighbour]:
     """What each field costs: the best plan that differs in it by the closed form, with the price of its program.
 
     Args:
         best: the plan that others are held against.
         known: plans whose programs are priced already; one of them may be faster than what the closed form finds.
+        memo: what was priced before, for one format of the products.
+        tell: is called with each field before its search.
     """
+    memo = Memo() if memo is None else memo
     side = best.found.side
     problem, plan = side.problem, best.run.config.plan
     seen = {best.run.plan}
-    for field in AXES:
-        if field == "sequence_parallel" and plan.tp == 1:
+    for name in AXES:
+        if name == "sequence_parallel" and plan.tp == 1:
             continue
-        rule = Rule(field, getattr(plan, field), is_wanted=False)
-        ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
-        if not len(ruled.space.cores()):
+        tell(name)
+        rule = Rule(name, getattr(plan, name), is_wanted=False)
+        priced = memo.priced(side, rule)
+        if not memo.searches[rule]:
             continue
-        priced = [verified(replace(found, side=side)) for found in search([ruled], keep=1).best]
-        priced += [each for each in known if getattr(each.run.config.plan, field) != rule.value]
+        priced += [each for each in known if getattr(each.run.config.plan, name) != rule.value]
         fitting = [e for e in priced if e.memory_bytes <= problem.memory_bytes and e.run.plan not in seen]
         if fitting:
             first = min(fitting, key=lambda each: each.step_s)
             seen.add(first.run.plan)
             yield Neighbour(
-                field=field,
-                value=getattr(first.run.config.plan, field),
+                field=name,
+                value=getattr(first.run.config.plan, name),
                 plan=first,
                 slower=first.step_s / best.step_s - 1,
                 spared_bytes=best.memory_bytes - first.memory_bytes,
@@ -66,19 +98,30 @@ def neighbours(best: Verified, known: Sequence[Verified] = ()) -> Iterator[Neigh
 
 
 def improved(
-    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4
+    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[Verified, tuple[Neighbour, ...]]:
     """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
 
     The search ranks by the closed form; a program may turn out faster than that of the best. Of all that were seen and
-    are tied with the fastest the simplest is taken.
+    are tied with the fastest the simplest is taken. ``tell`` hears of each field that is looked at.
     """
-    found = tuple(neighbours(best, known))
-    near = [best, *known, *(each.plan for each in found)]
-    chosen = near[first_of([each.step_s for each in near], [simplicity_of(each) for each in near])]
-    if chosen.run.plan == best.run.plan or not rounds:
-        return best, found
-    return improved(chosen, near, rounds=rounds - 1)
+    memos: dict[Dtype, Memo] = {}
+    near = [best, *known]
+    for each in near:
+        memo = memos.setdefault(each.found.side.problem.compute, Memo())
+        memo.programs[each.run.config.plan] = each
+    while True:
+        found = tuple(neighbours(best, near, memos[best.found.side.problem.compute], tell))
+        near += [each.plan for each in found]
+        chosen = simplest(near)
+        if chosen.run.plan == best.run.plan or not rounds:
+            return best, found
+        best, rounds = chosen, rounds - 1
+
+
+def simplest(plans: Sequence[Verified]) -> Verified:
+    """Of those that are tied with the fastest."""
+    return plans[first_of([each.step_s for each in plans], [simplicity_of(each) for each in plans])]
 
 
 def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:

@@ -228,7 +228,8 @@ def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
     """How late steps come when chips are not all alike."""
     if found is None:
         return "The best plan's program is too long to sample its stragglers.\n"
-    mean, late = found.mean_s / found.clean_s - 1, found.late_s / found.clean_s - 1
+    # Rounding may leave a hair less than the clean step; no step is faster than that.
+    mean, late = (max(each / found.clean_s - 1, 0.0) for each in (found.mean_s, found.late_s))
     slow = f", {jitter.slow_share:.1%} of the chips a tenth slower" if jitter.slow_share else ""
     return (
         f"With operations spread by {jitter.spread:.1%}{slow}: the step of the first takes {mean:.1%} longer in the "

@@ -30,8 +30,9 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import write_config
 from superstep.planner.calibrate_row import Guide, guide
+from superstep.planner.candidates import candidates
 from superstep.planner.demand import check_problem, smallest, smallest_cluster
-from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved, of_kinds
+from superstep.planner.neighbours import Fallback, Neighbour, fallbacks, improved, of_kinds, simplest
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import step_slopes
@@ -111,9 +112,14 @@ def main(argv: Sequence[str]) -> int:
         known, said = calibrated_on(Path(each), found[0].cluster, known)
         _say(said)
     found = [replace(problem, efficiency=known.efficiency) for problem in found]
-    ranked = rank(found, options, known)
-    _say(header(found[0], ranked.answer))
-    _say(table(ranked.plans, ranked.figures))
+    sides = checked_sides(found)
+    answer, plans = first_answer(sides, options)
+    shown = of_kinds((simplest(plans), *plans))[: options.top]
+    _say(header(found[0], answer))
+    _say(table(shown, _figures(shown, options, known)))
+    ranked = refined(sides, (answer, plans), options, known)
+    if [each.run.plan for each in ranked.plans] != [each.run.plan for each in shown]:
+        _say(f"Refined:\n{table(ranked.plans, ranked.figures)}")
     if options.calibrate:
         _say(narrowed_text(_narrowed(ranked.plans[0], known)))
     if ranked.neighbours:
@@ -137,26 +143,37 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def rank(found: Sequence[Problem], options: Options, known: Guide) -> Ranked:
-    """Search, then price the programs of the best; ``known`` tells how far prices may be off.
-
-    Raises:
-        ConfigError: there is no plan; it says what would have one.
-    """
+def checked_sides(found: Sequence[Problem]) -> list[Side]:
+    """The problem in each format with its prices; raises ConfigError where no layout divides it."""
     check_problem(found[0])
-    sides = [Side(problem=problem, pricing=pricing_of(problem)) for problem in found]
-    answer, plans = _best(sides, options.top)
-    if not plans:
-        raise _too_large(sides, options)
-    first, beside = improved(plans[0], plans)
-    plans = of_kinds((first, *plans))[: options.top]
+    return [Side(problem=problem, pricing=pricing_of(problem)) for problem in found]
+
+
+def refined(sides: Sequence[Side], first: tuple[Answer, Sequence[Verified]], options: Options, known: Guide) -> Ranked:
+    """The programs of all that the search found, and of neighbours; ``known`` tells how far prices may be off."""
+    answer, plans = first
+    print("Refining:", end="", flush=True)
+    done = {each.run.config.plan for each in plans}
+    # The closed form is seldom above a program's price: what it puts behind the best program is.
+    least = min(each.step_s for each in plans)
+    near = (each for each in answer.best if each.step_s <= least)
+    left = [each for each in near if each.plan.plan_config(0, each.side.problem) not in done]
+    more = [verified(each) for each in left]
+    priced = sorted((*plans, *_fitting(more)), key=lambda plan: plan.step_s)
+    best, beside = improved(priced[0], priced, tell=lambda name: print(f" {name}", end="", flush=True))
+    print("\n")
+    shown = of_kinds((best, *priced))[: options.top]
     return Ranked(
         answer=answer,
-        plans=plans,
-        figures=tuple(figures(plan, options.tokens, options.price, narrowed=_narrowed(plan, known)) for plan in plans),
+        plans=shown,
+        figures=_figures(shown, options, known),
         neighbours=beside,
-        fallbacks=tuple(fallbacks(found, options.fallback)),
+        fallbacks=tuple(fallbacks([side.problem for side in sides], options.fallback)),
     )
+
+
+def _figures(plans: Sequence[Verified], options: Options, known: Guide) -> tuple[Figures, ...]:
+    return tuple(figures(plan, options.tokens, options.price, narrowed=_narrowed(plan, known)) for plan in plans)
 
 
 def _narrowed(plan: Verified, known: Guide) -> float:
@@ -167,21 +184,31 @@ def _narrowed(plan: Verified, known: Guide) -> float:
     return known.narrowed(step_slopes(plan.run, cluster, known.efficiency))
 
 
-def _best(sides: Sequence[Side], top: int) -> tuple[Answer, tuple[Verified, ...]]:
-    """The best plans by the price of their programs, of those whose programs fit."""
-    memory_bytes = sides[0].problem.memory_bytes
+def first_answer(sides: Sequence[Side], options: Options) -> tuple[Answer, tuple[Verified, ...]]:
+    """What the search found, and of each kind of plans the best by the closed form with the price of its program, the
+    fastest first; of those whose programs fit.
+
+    Raises:
+        ConfigError: there is no plan; it says what would have one.
+    """
     limited = list(sides)
     while True:
         # More than are shown: their programs may rank otherwise than the closed form.
-        answer = search(limited, keep=3 * top)
-        plans = sorted((verified(each) for each in answer.best), key=lambda plan: plan.step_s)
-        fitting = tuple(plan for plan in plans if plan.memory_bytes <= memory_bytes)
-        if fitting or not plans:
-            return answer, fitting
+        answer = search(limited, keep=3 * options.top)
+        if not answer.best:
+            raise _too_large(sides, options)
+        plans = [verified(each) for each in candidates(answer.best)]
+        fitting = _fitting(plans) or _fitting([verified(each) for each in answer.best])
+        if fitting:
+            return answer, tuple(sorted(fitting, key=lambda plan: plan.step_s))
         # The closed form has promised too much: by how much tells what to ask of it.
         excess = min(plan.memory_bytes / plan.found.memory_bytes for plan in plans)
         least = limited[0].pricing.memory_bytes / excess
         limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
+
+
+def _fitting(plans: Sequence[Verified]) -> list[Verified]:
+    return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
 
 
 def _too_large(sides: Sequence[Side], options: Options) -> ConfigError:

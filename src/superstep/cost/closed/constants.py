@@ -53,10 +53,10 @@ class Constant:
 CONSTANTS: dict[str, Constant] = {
     "products.pascal": Constant(0.7, 0.7, 0.1),
     "products.volta": Constant(
-        0.7472, 0.65, 0.2, error=0.033, rows=40, stacks=("megatron_selene", "dlperf"), is_alone=True
+        0.7469, 0.65, 0.2, error=0.033, rows=40, stacks=("megatron_selene", "dlperf"), is_alone=True
     ),
     "products.ampere": Constant(
-        0.7917,
+        0.7921,
         0.78,
         0.1,
         error=0.012,
@@ -64,7 +64,7 @@ CONSTANTS: dict[str, Constant] = {
         stacks=("megatron_selene", "mtnlg", "aleph", "nemo_a100", "internevo", "zero_bubble", "llm_foundry"),
     ),
     "products.hopper": Constant(
-        0.6771,
+        0.6772,
         0.7,
         0.1,
         error=0.023,
@@ -72,7 +72,7 @@ CONSTANTS: dict[str, Constant] = {
         stacks=("llm_foundry", "megatron_bridge", "nemo2024", "torchtitan_h200", "prime_rl", "stas00"),
     ),
     "products.blackwell": Constant(
-        0.6414, 0.7, 0.1, error=0.061, rows=47, stacks=("megatron_bridge", "prime_rl", "stas00")
+        0.6416, 0.7, 0.1, error=0.061, rows=47, stacks=("megatron_bridge", "prime_rl", "stas00")
     ),
     "products.blackwell-ultra": Constant(
         0.6997, 0.7, 0.1, error=0.05, rows=25, stacks=("megatron_bridge",), is_alone=True
@@ -81,7 +81,7 @@ CONSTANTS: dict[str, Constant] = {
     "products.cdna": Constant(0.48, 0.48, 0.1),
     "products.other": Constant(0.7, 0.7, 0.1),
     "products8.hopper": Constant(
-        0.5313,
+        0.5312,
         0.58,
         0.1,
         error=0.021,
@@ -107,42 +107,42 @@ CONSTANTS: dict[str, Constant] = {
         0.3226, 0.28, 0.15, error=0.066, rows=207, stacks=("aleph", "llm_foundry"), is_alone=True
     ),
     "flash-1.backward.ampere": Constant(
-        0.3085, 0.25, 0.15, error=0.041, rows=231, stacks=("aleph", "llm_foundry"), is_alone=True
+        0.3084, 0.25, 0.15, error=0.041, rows=231, stacks=("aleph", "llm_foundry"), is_alone=True
     ),
     "flash-1.forward.hopper": Constant(0.2289, 0.25, 0.2, error=0.09, rows=76, stacks=("llm_foundry",), is_alone=True),
     "flash-1.backward.hopper": Constant(
         0.1708, 0.22, 0.2, error=0.054, rows=77, stacks=("llm_foundry",), is_alone=True
     ),
     "flash-2.forward.ampere": Constant(
-        0.5259, 0.55, 0.12, error=0.12, rows=91, stacks=("aleph", "internevo", "maxtext")
+        0.5258, 0.55, 0.12, error=0.12, rows=91, stacks=("aleph", "internevo", "maxtext")
     ),
     "flash-2.backward.ampere": Constant(
-        0.3573, 0.45, 0.12, error=0.097, rows=313, stacks=("aleph", "nemo_a100", "internevo", "maxtext")
+        0.3569, 0.45, 0.12, error=0.097, rows=313, stacks=("aleph", "nemo_a100", "internevo", "maxtext")
     ),
     "flash-2.forward.hopper": Constant(
-        0.3692, 0.36, 0.12, error=0.11, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
+        0.3693, 0.36, 0.12, error=0.11, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
     ),
     "flash-2.backward.hopper": Constant(
-        0.3053, 0.32, 0.12, error=0.07, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
+        0.3054, 0.32, 0.12, error=0.07, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
     ),
     "flash-2.forward.blackwell": Constant(0.1677, 0.2, 0.2, error=0.086, rows=2, stacks=("prime_rl",), is_alone=True),
     "flash-2.backward.blackwell": Constant(0.1376, 0.18, 0.2, error=0.064, rows=2, stacks=("prime_rl",), is_alone=True),
     "flash-3.forward.ampere": Constant(0.55, 0.55, 0.12),
     "flash-3.backward.ampere": Constant(0.45, 0.45, 0.12),
     "flash-3.forward.hopper": Constant(
-        0.7148, 0.6, 0.12, error=0.1, rows=50, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
+        0.7149, 0.6, 0.12, error=0.1, rows=50, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
     ),
     "flash-3.backward.hopper": Constant(
-        0.6182, 0.5, 0.12, error=0.075, rows=79, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
+        0.6183, 0.5, 0.12, error=0.075, rows=79, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
     ),
     "flash-3.forward.blackwell": Constant(
-        0.6735, 0.62, 0.12, error=0.054, rows=89, stacks=("megatron_bridge", "stas00"), is_alone=True
+        0.6736, 0.62, 0.12, error=0.054, rows=89, stacks=("megatron_bridge", "stas00"), is_alone=True
     ),
     "flash-3.backward.blackwell": Constant(
         0.5621, 0.5, 0.12, error=0.046, rows=106, stacks=("megatron_bridge", "stas00"), is_alone=True
     ),
     "memory": Constant(
-        0.9242,
+        0.9247,
         0.88,
         0.04,
         error=0.03,
@@ -165,13 +165,13 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "grouped": Constant(0.8808, 0.9, 0.1, error=0.049, rows=72, stacks=("megatron_bridge", "prime_rl"), is_alone=True),
-    "exchange": Constant(0.8059, 0.8, 0.2, error=0.085, rows=71, stacks=("megatron_bridge",), is_alone=True),
+    "exchange": Constant(0.806, 0.8, 0.2, error=0.085, rows=71, stacks=("megatron_bridge",), is_alone=True),
     "ramp": Constant(
-        79.97,
+        79.62,
         96,
         0.5,
         error=0.44,
-        rows=1005,
+        rows=1004,
         stacks=(
             "megatron_selene",
             "mtnlg",
@@ -190,7 +190,7 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "link": Constant(
-        0.6096,
+        0.6094,
         0.75,
         0.08,
         error=0.056,
@@ -212,7 +212,7 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "network": Constant(
-        0.772,
+        0.7712,
         0.85,
         0.05,
         error=0.035,
@@ -229,7 +229,7 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "send": Constant(
-        0.865,
+        0.8687,
         0.5,
         0.25,
         error=0.17,
@@ -237,11 +237,11 @@ CONSTANTS: dict[str, Constant] = {
         stacks=("megatron_selene", "aleph", "megatron_bridge", "nemo2024", "nemo_a100", "zero_bubble", "dlperf"),
     ),
     "hop_s": Constant(
-        1.031e-05,
+        1.032e-05,
         1.2e-05,
         0.4,
         error=0.1,
-        rows=281,
+        rows=282,
         stacks=(
             "megatron_selene",
             "llm_foundry",
@@ -263,10 +263,10 @@ CONSTANTS: dict[str, Constant] = {
         rows=337,
         stacks=("llm_foundry", "aleph", "megatron_bridge", "nemo2024", "zero_bubble", "prime_rl", "stas00"),
     ),
-    "eager": Constant(2.203, 1.5, 0.25, error=0.043, rows=638, stacks=("llm_foundry", "aleph", "prime_rl", "stas00")),
+    "eager": Constant(2.207, 1.5, 0.25, error=0.043, rows=638, stacks=("llm_foundry", "aleph", "prime_rl", "stas00")),
     "host_bytes_per_s": Constant(1.74e10, 1.6e10, 0.2, error=0.039, rows=12, stacks=("stas00",), is_alone=True),
     "hidden.shards": Constant(
-        0.6629,
+        0.6624,
         0.75,
         0.15,
         error=0.094,
@@ -282,10 +282,10 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "hidden.data": Constant(
-        0.6521, 0.8, 0.2, error=0.13, rows=75, stacks=("llm_foundry", "megatron_bridge", "nemo2024", "dlperf", "stas00")
+        0.6525, 0.8, 0.2, error=0.13, rows=75, stacks=("llm_foundry", "megatron_bridge", "nemo2024", "dlperf", "stas00")
     ),
     "hidden.bucket": Constant(
-        0.1563,
+        0.1561,
         0.2,
         0.4,
         error=0.19,
@@ -294,10 +294,10 @@ CONSTANTS: dict[str, Constant] = {
         is_alone=True,
     ),
     "hidden.tensor": Constant(
-        0.7953, 0.8, 0.15, error=0.094, rows=91, stacks=("megatron_bridge", "nemo2024", "maxtext")
+        0.7952, 0.8, 0.15, error=0.094, rows=91, stacks=("megatron_bridge", "nemo2024", "maxtext")
     ),
     "hidden.input-gradients": Constant(
-        0.1415,
+        0.1409,
         0.25,
         0.4,
         error=0.3,
@@ -305,7 +305,7 @@ CONSTANTS: dict[str, Constant] = {
         stacks=("megatron_selene", "mtnlg", "nemo_a100", "internevo", "dlperf", "megatron_bridge", "nemo2024"),
     ),
     "hidden.transfers": Constant(
-        0.5763, 0.5, 0.3, error=0.14, rows=67, stacks=("megatron_bridge", "nemo2024"), is_alone=True
+        0.5758, 0.5, 0.3, error=0.14, rows=67, stacks=("megatron_bridge", "nemo2024"), is_alone=True
     ),
     "hidden.experts": Constant(0.75, 0.75, 0.15),
 }

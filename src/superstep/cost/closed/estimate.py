@@ -99,7 +99,7 @@ def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Esti
         experts_s=m * layers * experts,
         transfers_s=(m + layout.pp - 1) * transfer,
         data_s=data,
-        bubble_s=others * _bubble_share(dense, layout) / layout.chunks,
+        bubble_s=others * _bubble_share(dense, layout) / layout.chunks * _unevenness(model, layout),
         optimizer_s=optimizer,
     )
 
@@ -126,6 +126,12 @@ def _stages(model: Decoder, layout: Layout, layer: Array, embed: Array, head: Ar
 
 def _again(block: Seconds, layout: Layout) -> Array:
     return layout.is_full * block.forward_s + layout.is_selective * block.attention_s
+
+
+def _unevenness(model: Decoder, layout: Layout) -> Array:
+    """Layers of the largest stage over the mean: a pipeline of several stages on a rank fills at its pace."""
+    stages = layout.pp * layout.chunks
+    return np.where(layout.chunks > 1, np.ceil(model.layers / stages) * stages / model.layers, 1.0)
 
 
 def _bubble_share(block: Seconds, layout: Layout) -> Array:
