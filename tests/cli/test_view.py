@@ -123,7 +123,8 @@ def test_a_run_shows_its_step_and_the_predicted_one_on_one_scale(run_folder, cap
     assert f"step {2 * step_ms:.4g} ms" in ran
     assert f"step {step_ms:.4g} ms" in predicted
     widest = [max(len(line) for line in text.splitlines() if "│" in line) for text in (ran, predicted)]
-    assert widest == [120, 9 + 56]
+    # Half of 111 columns, which the last bits of a time round up or down.
+    assert widest in ([120, 9 + 55], [120, 9 + 56])
 
 
 def data_of(path):
