@@ -196,7 +196,7 @@ def _computing_wrongly(rank, world, run, root, corpus, wrong):
     def broken(self, values):
         found = put(self, values)
         if rank == wrong and self.name.startswith("the gradient of") and steps_of and steps_of[-1] in (3, 4):
-            found.view(-1)[0] += 1
+            found.view(-1)[0] *= 2  # what is the same whatever the rows are would not be seen
         return found
 
     step = Session.step
