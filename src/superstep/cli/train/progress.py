@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from rich.console import Console
 from rich.text import Text
 
 from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
+from superstep.cli.train.curve import Curve
 from superstep.cli.train.setbacks import headway, setback
 from superstep.observe.events import (
     Corrupted,
@@ -114,37 +114,6 @@ class Progress:
         (first, began_s), (last, ended_s) = self._recent[0], self._recent[-1]
         pace_s = (ended_s - began_s) / (last - first)
         return max(0.0, (self.steps - last) * pace_s - (now - self._arrived_s))
-
-
-class Curve:
-    """The shape of a long series in bounded memory: means over stretches, which get longer as it does."""
-
-    CAPACITY = 1024
-
-    def __init__(self) -> None:
-        self._means: list[float] = []
-        self._stretch: list[float] = []
-        self._points_per_mean = 1
-
-    def add(self, value: float) -> None:
-        """Add a point; one that is not finite has no place on a curve and is passed over."""
-        if not math.isfinite(value):
-            return
-        self._stretch.append(value)
-        if len(self._stretch) == self._points_per_mean:
-            self._means.append(sum(self._stretch) / len(self._stretch))
-            self._stretch = []
-        if len(self._means) == self.CAPACITY:
-            pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [(early + late) / 2 for early, late in pairs]
-            self._points_per_mean *= 2
-
-    def resample(self, count: int) -> list[float]:
-        """At most ``count`` means, each over an equal stretch of the whole series."""
-        means = self._means
-        count = min(count, len(means))
-        edges = [len(means) * place // count for place in range(count + 1)] if count else []
-        return [sum(means[start:end]) / (end - start) for start, end in pairwise(edges)]
 
 
 # A log: lines of text.
