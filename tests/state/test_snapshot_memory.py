@@ -86,6 +86,16 @@ def test_two_slots_take_turns_and_a_third_waits_for_the_disk(memories):
     assert len(memories[0].whole()) == SLOTS
 
 
+def test_what_the_disk_could_not_have_is_not_copied_over_before_that_was_seen(memories):
+    """Else nobody ever hears of it, and training waits for a disk that nothing is written to any more."""
+    _copied(memories, 3, disk=WANTED)
+    held = memories[0].whole()[3]
+    memories[0].put(held, "disk", FAILED)
+    for step in range(4, 8):
+        _copied(memories[:1], step)
+        assert memories[0].get(held, "disk") == FAILED
+
+
 def test_a_second_copy_of_a_step_does_not_hide_the_one_that_the_disk_shall_have(memories):
     """A run that goes on from step 3 copies it again, and the disk may not have had it by then."""
     _copied(memories, 3, disk=WANTED)

@@ -128,10 +128,12 @@ class Memory:
         return {self.get(slot, "step"): slot for slot in slots if self.get(slot, "disk") == WANTED}
 
     def free_slot(self) -> int | None:
-        """Where the next snapshot may go; None while the disk is behind, or nobody has noted that it is not."""
+        """Where the next snapshot may go; None while the disk is behind, or nobody has noted that it is not, or that a
+        slot could not be written.
+        """
         whole = self.whole()
         newest = whole[max(whole)] if whole else None
-        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") not in {WANTED, ON_DISK})
+        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") == KEPT)
         return next(slots, None)
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class HurtRun:
         config = replace(self._config, state=replace(self._config.state, existing="resume" if is_there else "refuse"))
         path.write_text(write_config(config), encoding="utf-8")
         command = [sys.executable, "-m", COMMAND, str(path)]
-        with self._said.open("ab") as said:
+        with self._said.open("wb") as said:
             self._process = subprocess.Popen(
                 command, stdout=said, stderr=said, env=os.environ | {"TMPDIR": str(self._temporary)}
             )
@@ -173,6 +173,10 @@ class HurtRun:
         """The last line that it printed."""
         lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
+
+    def said_bytes(self) -> int:
+        """How much it has printed."""
+        return self._said.stat().st_size
 
     def ranks(self) -> dict[int, int]:
         """The processes of its ranks, those that live."""
@@ -309,10 +313,10 @@ def _flip(run: HurtRun, draw: random.Random) -> Path:
 
 
 def _fill_disk(run: HurtRun) -> Hurt:
-    """The launcher, which writes checkpoints, may write no more than a page to a file; then it may again."""
+    """The launcher, which writes checkpoints, may write a page to a file beyond what it has said; then it may again."""
     before, saved = _before(run), checkpoints(run.folder.checkpoints)
     _, hard = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.said_bytes() + FULL_BYTES, hard))
     try:
         status = run.process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired as error:
