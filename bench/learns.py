@@ -5,7 +5,7 @@ The demo model reads conversations of the three tasks of ``recipes/toy_tasks.py`
 likeliest answer counts. The rewards of the control are drawn by a hash of task and answer, as often 1 as the true ones
 were at first: who learns from them gains by something else than the reward.
 
-    python -m bench.learns [--seeds 3] [--steps 1600]
+    python -m bench.learns [--seeds 3] [--steps 2800]
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run all, and write bench/results/learns.json after each."""
     parser = argparse.ArgumentParser(description="Held-out answers before and after learning from rewards.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
     parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))

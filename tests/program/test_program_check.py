@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import examples, plan_of, plans
+from superstep.plan.config import LoraConfig
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Free, Program, ReducePartial
+from superstep.program.instructions import Fetch, Free, Program, ReducePartial
 from superstep.program.text import describe, read_instruction
 
 PROGRAMS: dict[str, Program] = {
@@ -218,6 +219,16 @@ def test_no_instruction_of_any_program_can_be_dropped(plan, data):
     faulty[rank] = instructions[:at] + instructions[at + 1 :]
     with pytest.raises(InvalidProgram):
         check(replace(program, ranks=tuple(faulty)))
+
+
+def test_the_only_fetch_of_a_program_can_not_be_dropped():
+    """Adapters beside one block: nothing else is trained, and so nothing else is stale."""
+    program = compile_step(plan_of(layers=1, microbatches=1, dp=2, zero=1, lora=LoraConfig()))
+    (rank,) = program.ranks
+    assert [type(i) for i in rank].count(Fetch) == 1
+    faulty = tuple(i for i in rank if not isinstance(i, Fetch))
+    with pytest.raises(InvalidProgram, match="not resident"):
+        check(replace(program, ranks=(faulty,)))
 
 
 @examples(40)

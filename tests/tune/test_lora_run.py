@@ -148,6 +148,7 @@ def test_a_base_that_has_changed_is_refused(place, capsys):
     weights = load_file(file)
     weights["model.norm.weight"][0] += 1e-3
     save_file(weights, file, {"format": "pt"})
+    (place / MODEL / MANIFEST).unlink()  # which knows that these are others: now it is a folder like any
     # The one that training began with is gone, and model.weights names the changed one.
     for base in (place / "tuned/checkpoints").glob(f"*/{BASE}"):
         seal(base.parent, {**json.loads(base.read_text()), "weights": str(place / "gone")})
