@@ -70,7 +70,7 @@ class _Rank:
         self.own = set(program.units_of(number))
         self.held = set(program.held_by(number))
         self.has_transfers = "transfers" in program.passes
-        # Who reduces for ZeRO has shards, and must fetch: one unit alone may be fetched, by an instruction that is lost.
+        # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
         is_cut = program.zero > 0 and Reduce in kinds
         self.is_fetched = Fetch in kinds or (is_cut and "fetch" in program.passes)
         self.is_reduced = Reduce in kinds
