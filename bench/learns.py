@@ -172,12 +172,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--start", type=Path, help="a checkpoint to begin with; none warms one up")
     parser.add_argument("--kinds", nargs="+", choices=("true", "shuffled"), default=["true", "shuffled"])
     parser.add_argument("--out", type=Path, default=Path("bench/results/learns.json"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = warmed_up(folder)
+        start = options.start or warmed_up(folder)
         before = right(start)
         print(f"before: {before}", flush=True)
         shuffled = folder / "shuffled.py"

@@ -94,7 +94,8 @@ def errors(ours, wanted):
 def processor(request, monkeypatch, tmp_path_factory):
     """The kernel as it is compiled for this processor, and as one without AVX-512 has it."""
     if request.param != "native":
-        flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in FLAGS)
+        others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}  # which compiles in a fifth of the time
+        flags = tuple(others.get(flag, flag) for flag in FLAGS)
         built = native.build(SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
         monkeypatch.setattr(attention, "compiled", lambda: built)
     if attention.compiled().library is None:
