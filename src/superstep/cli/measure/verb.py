@@ -24,7 +24,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.runtime.device import choose, cores, gpus
 from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.disk import disk_rates
-from superstep.runtime.measure.here import distinct, measured
+from superstep.runtime.measure.here import as_run, distinct, measured
 from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import measure_collectives
@@ -107,7 +107,7 @@ def _grid() -> Iterator[Operation]:
 
 def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> Measured:
     """What one of the ranks measures, all at once."""
-    gauge = Gauge(device=world.device, budget_s=budget_s)
+    gauge = as_run(run, Gauge(device=world.device, budget_s=budget_s))
     dtype = run.config.numerics.compute
     products, copies = measure_operations(wanted, dtype, gauge)
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]

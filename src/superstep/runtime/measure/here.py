@@ -13,6 +13,7 @@ from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import Operation, UnitOperations
 from superstep.hardware.chip import Chip, CopyRate, ProductRate
 from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
+from superstep.kernels.attention import compiled
 from superstep.plan.config import Dtype
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device, cores
@@ -39,7 +40,7 @@ def measure_here(
     run: Resolved, operations: Sequence[UnitOperations], world: World, gauge: Gauge | None = None
 ) -> Measured:
     """This rank's machine, from the run's own operations, in about a second. Every rank calls this together."""
-    gauge = gauge or Gauge(device=world.device)
+    gauge = as_run(run, gauge or Gauge(device=world.device))
     dtype = run.config.numerics.compute
     if world.size > 1:
         barrier()  # ranks that share caches and memory are to disturb each other as they do in a step
@@ -56,10 +57,17 @@ def measure_here(
 def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> Measured:
     """One rank's machine, measured in this process alone; links are those of ``LINK``."""
     dtype = run.config.numerics.compute
-    gauge = Gauge(device=device)
+    gauge = as_run(run, Gauge(device=device))
     with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
         products, copies = measure_operations(distinct(operations), dtype, gauge)
         return measured(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
+
+
+def as_run(run: Resolved, gauge: Gauge) -> Gauge:
+    """To time what the run computes with."""
+    is_exact = run.plan.grain is not None
+    wanted = not is_exact and run.config.numerics.kernels == "auto" and gauge.device.kind == "cpu"
+    return replace(gauge, is_exact=is_exact, is_compiled=wanted and compiled().library is not None)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from superstep.cost.program.operation import Attention, Operation, Pass, Product
 from superstep.hardware.chip import CopyRate, ProductRate
+from superstep.kernels import attention as attend
+from superstep.kernels.product import by_onednn, linear
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import Dtype
 from superstep.runtime.device import Device
@@ -56,11 +58,15 @@ class Gauge:
         device: what is measured.
         budget_s: how long each operation is repeated, after once to warm up.
         clock: seconds of any clock that only moves forward: the wall's, or of processor time where others disturb.
+        is_exact: whether products are torch's own, as in exact mode, and not those of ``kernels.product``.
+        is_compiled: whether attention is that of ``kernels.attention``.
     """
 
     device: Device
     budget_s: float = 0.005
     clock: Callable[[], float] = time.perf_counter
+    is_exact: bool = False
+    is_compiled: bool = False
 
     def seconds(self, work: Work, calls: int = 1) -> float:
         """The median of one of the ``calls`` that ``work`` makes."""
@@ -120,7 +126,14 @@ def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
     weight = _filled((product.width, product.inner), dtype, gauge)
     inputs = _inputs((product.rows, product.inner), dtype, gauge)
     outs = _inputs((product.rows, product.width), dtype, gauge)
-    taken_s = gauge.seconds(lambda: torch.mm(next(inputs), weight.t(), out=next(outs)))
+
+    def multiply() -> Tensor:
+        rows = next(inputs)
+        if not gauge.is_exact and by_onednn(rows, weight):
+            return linear(rows, weight)
+        return torch.mm(rows, weight.t(), out=next(outs))
+
+    taken_s = gauge.seconds(multiply)
     return ProductRate(
         rate=dtype,
         rows=product.rows,
@@ -136,6 +149,9 @@ def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
     q, k, v = (_filled(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
     is_causal = attention.queries == attention.keys
 
+    if gauge.is_compiled and attend.takes(q, k, v):
+        return _rate(attention, dtype, _compiled_s((q.detach(), k.detach(), v.detach()), attention, gauge))
+
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
@@ -145,6 +161,19 @@ def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
         taken_s = gauge.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
     else:
         taken_s = gauge.seconds(forward)
+    return _rate(attention, dtype, taken_s)
+
+
+def _compiled_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
+    is_causal = attention.queries == attention.keys
+    out, lse = attend.attend(*qkv, is_causal=is_causal)
+    if attention.is_backward:
+        return gauge.seconds(lambda: attend.attend_backward(out, qkv, out, lse, is_causal=is_causal))
+    return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
+
+
+def _rate(attention: Attention, dtype: Dtype, taken_s: float) -> ProductRate:
+    is_causal = attention.queries == attention.keys
     return ProductRate(
         kernel="attention-backward" if attention.is_backward else "attention",
         rate=dtype,
