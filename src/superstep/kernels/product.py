@@ -26,21 +26,18 @@ _REAL = (Tensor, nn.Parameter)
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """x [..., I] times a weight: [..., O]."""
-    if by_onednn(x, weight_OI):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, None, "none", [], "")
-        return out
-    return F.linear(x, weight_OI)
+    return _onednn(x, weight_OI) if by_onednn(x, weight_OI) else F.linear(x, weight_OI)
 
 
 def product(left_TI: Tensor, right_IO: Tensor) -> Tensor:
     """left · right: [T, O]."""
-    return linear(left_TI, right_IO.t()) if by_onednn(left_TI, right_IO) else left_TI @ right_IO
+    return _onednn(left_TI, right_IO.t()) if by_onednn(left_TI, right_IO) else left_TI @ right_IO
 
 
 def product_into(out_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float) -> Tensor:
     """out = scale · left · right."""
     if by_onednn(left_TI, right_IO):
-        return torch.mul(product(left_TI, right_IO), scale, out=out_TO)
+        return torch.mul(_onednn(left_TI, right_IO.t()), scale, out=out_TO)
     return out_TO.addmm_(left_TI, right_IO, beta=0, alpha=scale)
 
 
@@ -52,8 +49,13 @@ def prefers_onednn() -> bool:
     with _disable_current_modes(), torch.inference_mode():
         x_TI, weight_OI = torch.ones(256, 512), torch.ones(512, 512)
         mkl_s = _least_s(lambda: F.linear(x_TI, weight_OI))
-        onednn_s = _least_s(lambda: torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, None, "none", [], ""))
+        onednn_s = _least_s(lambda: _onednn(x_TI, weight_OI))
     return onednn_s * FASTER < mkl_s
+
+
+def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, None, "none", [], "")
+    return out
 
 
 def _least_s(run: Callable[[], Tensor], times: int = 8) -> float:

@@ -72,12 +72,13 @@ def kernel_of(run: Resolved, device: Device) -> str:
     """What computes attention, in words."""
     if run.plan.grain is not None:
         return "in exact mode"
-    if not _is_compiled(run, device):
+    if not is_compiled(run, device):
         return "by torch" + (f" ({compiled().why})" if device.kind == "cpu" and compiled().why else "")
     return "in C++"
 
 
-def _is_compiled(run: Resolved, device: Device) -> bool:
+def is_compiled(run: Resolved, device: Device) -> bool:
+    """Whether ``kernels.attention`` computes it."""
     wanted = run.plan.grain is None and run.config.numerics.kernels == "auto"
     return wanted and device.kind == "cpu" and compiled().library is not None
 
@@ -85,12 +86,12 @@ def _is_compiled(run: Resolved, device: Device) -> bool:
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
     grain, group = run.plan.grain, mesh.cp
     if grain is None:
-        is_compiled = _is_compiled(run, mesh.device)
+        in_kernel = is_compiled(run, mesh.device)
         if group is not None and run.plan.context == "ring":
-            return RingAttend(group, starts, is_compiled)
+            return RingAttend(group, starts, in_kernel)
         across = flash if run.decoder is None else attention_of(run.decoder)
-        is_fused = starts is not None or (is_compiled and across is flash)
-        whole: Attend = DocumentAttend(starts, is_compiled) if is_fused else across
+        is_fused = starts is not None or (in_kernel and across is flash)
+        whole: Attend = DocumentAttend(starts, in_kernel) if is_fused else across
         return whole if group is None else UlyssesAttend(group, whole)
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)

@@ -13,9 +13,9 @@ from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import Operation, UnitOperations
 from superstep.hardware.chip import Chip, CopyRate, ProductRate
 from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
-from superstep.kernels.attention import compiled
 from superstep.plan.config import Dtype
 from superstep.plan.resolve import Resolved
+from superstep.runtime.attention import is_compiled
 from superstep.runtime.device import Device, cores
 from superstep.runtime.launch import World, barrier
 from superstep.runtime.measure.kernels import Gauge, measure_operations
@@ -65,9 +65,7 @@ def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations])
 
 def as_run(run: Resolved, gauge: Gauge) -> Gauge:
     """To time what the run computes with."""
-    is_exact = run.plan.grain is not None
-    wanted = not is_exact and run.config.numerics.kernels == "auto" and gauge.device.kind == "cpu"
-    return replace(gauge, is_exact=is_exact, is_compiled=wanted and compiled().library is not None)
+    return replace(gauge, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, gauge.device))
 
 
 @contextmanager
