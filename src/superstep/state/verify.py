@@ -59,15 +59,10 @@ def verify(folder: Path, peers: Peers | None = None) -> Manifest:
     """
     peers = peers or Alone()
 
-    def unreadable(error: Exception) -> StateError:
-        return StateError(f"{folder} cannot be read ({error}); resume from another.")
-
+    unreadable = _unreadable(folder, "resume from another")
     manifest = together(peers, lambda: glance(folder) if peers.rank == 0 else None, unreadable)[0]
     assert manifest is not None
-    wrong = together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable)
-    for found in wrong:
-        if found:
-            raise Damaged(f"{folder} is damaged: {found[0]}")
+    _require_tensors(folder, manifest, peers, unreadable)
     return manifest
 
 
@@ -82,8 +77,7 @@ def verify_weights(folder: Path, peers: Peers | None = None) -> None:
     """
     peers = peers or Alone()
 
-    def unreadable(error: Exception) -> StateError:
-        return StateError(f"{folder} cannot be read ({error}); name another.")
+    unreadable = _unreadable(folder, "name another")
 
     def look() -> Manifest | None:
         return glance(folder) if peers.rank == 0 and (folder / MANIFEST).is_file() else None
@@ -92,8 +86,18 @@ def verify_weights(folder: Path, peers: Peers | None = None) -> None:
     if manifest is None:
         return
     weights = {name: at for name, at in manifest.tensors.items() if at.file in (FILES["weight"], ADAPTER_FILE)}
-    own = replace(manifest, tensors=weights)
-    for found in together(peers, lambda: _wrong_tensors(folder, own, peers), unreadable):
+    _require_tensors(folder, replace(manifest, tensors=weights), peers, unreadable)
+
+
+def _unreadable(folder: Path, mend: str) -> Callable[[Exception], StateError]:
+    return lambda error: StateError(f"{folder} cannot be read ({error}); {mend}.")
+
+
+def _require_tensors(
+    folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], StateError]
+) -> None:
+    """See that every tensor of a manifest is what was written; each rank reads its share."""
+    for found in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
         if found:
             raise Damaged(f"{folder} is damaged: {found[0]}")
 
