@@ -72,9 +72,10 @@ def kernel_of(run: Resolved, device: Device) -> str:
     """What computes attention, in words."""
     if run.plan.grain is not None:
         return "in exact mode"
-    if not is_compiled(run, device):
-        return "by torch" + (f" ({compiled().why})" if device.kind == "cpu" and compiled().why else "")
-    return "in C++"
+    if is_compiled(run, device):
+        return "in C++"
+    is_missed = run.config.numerics.kernels == "auto" and device.kind == "cpu"
+    return f"by torch ({compiled().why})" if is_missed else "by torch"
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:
