@@ -3,7 +3,7 @@
 # make test     every test but the soaks and those that need a GPU; WORKERS=1 runs them in one process
 # make check    lint, format, types, import order
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
-# make docs     the pages' tables and drawings, from the code
+# make docs     the pages' tables and drawings, from the code; then the site, into build/docs
 # make pictures the pictures of docs/pictures, as a browser shows the pages; needs chromium
 # make clean    remove the environment and what the tools cached; runs are kept
 
@@ -44,6 +44,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_site.py build/docs
 
 pictures: setup
 	SUPERSTEP_PICTURES=1 $(BIN)/python -m pytest -q tests/observe/test_page_in_browser.py
