@@ -114,3 +114,23 @@ def test_other_dtypes_are_torchs(folders, compiled):
         load_rank(folders["llama"], replace(serve, compute="bf16", page_tokens=8), 0, None, Device("cpu")).forward,
         Forward,
     )
+
+
+def test_the_order_of_a_blocks_values_is_found_by_its_bits(monkeypatch):
+    """Whichever way the machine sums; a torch that sums in none of the ways that are known is left in its place."""
+    assert exactly.stretch(48) in exactly.STRETCHES
+    product = torch.bmm
+
+    def in_halves(weights, values):
+        half = weights.shape[-1] // 2
+        return in_one_go(weights[..., :half], values[:, :half]) + in_one_go(weights[..., half:], values[:, half:])
+
+    def in_one_go(weights, values):
+        total = torch.zeros(*weights.shape[:2], values.shape[2])
+        for at in range(values.shape[1]):
+            total = (total.double() + weights[..., at : at + 1].double() * values[:, at : at + 1].double()).float()
+        return total
+
+    for way, found in ((in_halves, 128), (in_one_go, 256), (lambda w, v: product(w.flip(-1), v.flip(1)), None)):
+        monkeypatch.setattr(torch, "bmm", way)
+        assert exactly.stretch(16) == found

@@ -50,10 +50,12 @@ class Exact:
 
     Attributes:
         functions: where the exponential and the root lie.
+        stretch: values of a block of keys that torch sums in one go.
         threads: that share a step; torch's own operations have one.
     """
 
     functions: tuple[int, int]
+    stretch: int
     threads: int
 
 
@@ -85,7 +87,7 @@ class Compiled:
     ) -> None:
         self.adapters = adapters
         self._adapted = AdaptedRows(adapters, modules)
-        self._functions = (None, None) if exact is None else exact.functions
+        self._ways = (None, None, 0) if exact is None else (*exact.functions, exact.stretch)
         self._threads = None if exact is None else exact.threads
         self._library = library
         self._shape = shape
@@ -116,7 +118,7 @@ class Compiled:
             shape.ffn,
             shape.norm_eps,
             pointer(head.norm.weight),
-            *self._functions,
+            *self._ways,
             self._weight(head.lm_head),
         )
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from superstep.numerics.invariant_attention import BLOCK
+from superstep.numerics.invariant_matmul import ROWS
 from superstep.runtime.device import Device
 from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
@@ -32,6 +34,9 @@ NO_ADAPTERS = (
     "start it with --serve.adapters, or with --serve.kernels off."
 )
 
+STRETCHES = (BLOCK, BLOCK // 2)
+"""Of values of a block, as MKL sums them: all on an Intel Xeon with AVX-512, halves on an AMD EPYC (Zen 5)."""
+MOST_ROWS = 192
 MOST_CELLS = 64
 ASKED_TOKENS = 300
 """More than one block of keys."""
@@ -48,6 +53,34 @@ def functions() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return (exponential, root) if exponential and root else None
+
+
+def stretch(head_dim: int) -> int | None:
+    """How many values of a block of keys torch sums in one go before it adds that to the others; None where none of
+    ``STRETCHES`` has its bits. Attention's results are rounded to bf16, which hides the order of nearly all sums: so
+    it is asked of the fp32 sums themselves.
+    """
+    random = torch.Generator().manual_seed(0)
+    found = set(STRETCHES)
+    for rows in (ROWS, MOST_ROWS):
+        weights_bRP = torch.rand(1, rows, BLOCK, generator=random)
+        values_bPH = torch.randn(1, BLOCK, head_dim, generator=random)
+        whole = torch.bmm(weights_bRP, values_bPH)[0, 0]
+        terms_P, of_PH = weights_bRP[0, 0].double(), values_bPH[0].double()
+        found &= {each for each in STRETCHES if torch.equal(_summed(terms_P, of_PH, each), whole)}
+    return max(found, default=None)
+
+
+def _summed(weights_P: torch.Tensor, values_PH: torch.Tensor, stretch: int) -> torch.Tensor:
+    """A row's values, each product added with one rounding (of a product of two fp32 numbers fp64 loses nothing)."""
+    total: torch.Tensor | None = None
+    for begin in range(0, len(weights_P), stretch):
+        part = torch.zeros(values_PH.shape[1])
+        for at in range(begin, begin + stretch):
+            part = (part.double() + weights_P[at] * values_PH[at]).float()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 class ExactProducts:
@@ -115,7 +148,8 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
         threads: that share a step.
     """
     found, shape = functions(), served.run.shape
-    if found is None or shape.width % 8:
+    in_one_go = stretch(shape.head_dim)
+    if found is None or in_one_go is None or shape.width % 8:
         return None
     products = ExactProducts(library, served)
     if not can_compile(shape, served.modules, products):
@@ -123,7 +157,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
     def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
-        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, threads))
+        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, in_one_go, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return Exactly(compiled(served.modules, store), products) if is_same else None

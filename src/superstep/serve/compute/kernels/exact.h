@@ -14,15 +14,16 @@
 namespace superstep {
 
 constexpr int64_t kPiece = 256;      // inputs of one product, and keys of a block
-constexpr int64_t kHalf = 128;       // of a block whose values are summed in one go
 constexpr int kLevels = 7;           // of a tree over cells: 64 of them at most
 constexpr int64_t kScores = 1 << 18;  // of one tile, at most, where one query has fewer
 
-// Functions as torch computes them: MKL's, (count, from, to, mode). Neither rounds correctly everywhere.
+// What torch computes in MKL's way: functions, (count, from, to, mode), neither of which rounds correctly everywhere;
+// and how many values of a block it sums in one go, which MKL's kernel for the processor decides.
 using Function = void (*)(int32_t, const float*, float*, int64_t);
-struct Functions {
+struct Ways {
   Function exponentials;  // null in fast mode
   Function roots;
+  int64_t stretch;  // divides kPiece
 };
 constexpr int64_t kMode = 0x00140102;  // high accuracy, denormal numbers kept, no errors raised
 
@@ -106,10 +107,10 @@ inline void sum_of_cells(const Columns& columns, const char* rows, __m512 (&tota
 class ExactTile {
  public:
   ExactTile(const Queries& queries, const Store& store, const Places& places, const Part& part, int64_t head,
-            int64_t first, int64_t count, Function exponentials)
+            int64_t first, int64_t count, const Ways& ways)
       : queries_(queries), store_(store), places_(places), part_(part), head_(head), first_(first),
         group_(queries.heads / store.kv_heads), size_(count * group_), end_(part.first + first + count),
-        seen_((end_ + kPiece - 1) / kPiece * kPiece), exponentials_(exponentials), q_(size_ * store.width),
+        seen_((end_ + kPiece - 1) / kPiece * kPiece), ways_(ways), q_(size_ * store.width),
         shares_(size_ * seen_), mixed_(size_ * store.width), total_(size_) {}
 
   void run() {
@@ -165,7 +166,7 @@ class ExactTile {
     // What is hidden counts as exp(-inf): MKL computes whole registers in another way than what is left behind them.
     std::fill(of, of + first, -INFINITY);
     std::fill(of + end, of + seen_, -INFINITY);
-    exponentials_(static_cast<int32_t>(seen_), of, of, kMode);
+    ways_.exponentials(static_cast<int32_t>(seen_), of, of, kMode);
     float total = sum_of_block(of);
     for (int64_t p = kPiece; p < seen_; p += kPiece) total += sum_of_block(of + p);
     total_.data()[m] = total;
@@ -176,10 +177,10 @@ class ExactTile {
     const int64_t width = store_.width;
     const float* shares = shares_.data() + m * seen_;
     const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000));
-    for (int64_t half = 0; half < end_; half += kHalf) {
+    for (int64_t begin = 0; begin < end_; begin += ways_.stretch) {
       __m512 sums[R];
       times<R>([&]<int r>() __attribute__((always_inline)) { sums[r] = _mm512_setzero_ps(); });
-      for (int64_t p = half; p < std::min(half + kHalf, end_); ++p) {
+      for (int64_t p = begin; p < std::min(begin + ways_.stretch, end_); ++p) {
         const bf16* values = store_.of(store_.values, places_.slot(part_, p) / kLanes, head_);
         const __m512i both = _mm512_loadu_si512(values + p % kLanes / 2 * 2 * width + 2 * h);
         const __m512i high = p % 2 ? _mm512_and_si512(both, upper) : _mm512_slli_epi32(both, 16);
@@ -189,7 +190,7 @@ class ExactTile {
       }
       for (int r = 0; r < R; ++r) {
         float* at = mixed_.data() + (m + r) * width + h;
-        _mm512_storeu_ps(at, half ? _mm512_add_ps(_mm512_loadu_ps(at), sums[r]) : sums[r]);
+        _mm512_storeu_ps(at, begin ? _mm512_add_ps(_mm512_loadu_ps(at), sums[r]) : sums[r]);
       }
     }
   }
@@ -199,7 +200,7 @@ class ExactTile {
   const Places& places_;
   const Part& part_;
   const int64_t head_, first_, group_, size_, end_, seen_;
-  const Function exponentials_;
+  const Ways ways_;
   Floats q_, shares_, mixed_, total_;
 };
 

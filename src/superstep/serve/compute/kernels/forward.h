@@ -89,7 +89,7 @@ struct Model {
   int64_t layers, width, heads, kv_heads, head_dim, inner;
   double eps;
   const bf16* norm;
-  Functions functions;  // exact mode's
+  Ways ways;  // exact mode's
   Weight head;
 
   int64_t mixed() const { return heads * head_dim; }
@@ -208,7 +208,7 @@ class Forward {
   }
 
   void attend_in(const Queries& queries, const Store& store, std::atomic<int64_t>& next) const {
-    if (!model_.functions.exponentials) {
+    if (!model_.ways.exponentials) {
       attend(queries, store, places_, next);
     } else {
       int64_t longest = 1;
@@ -217,7 +217,7 @@ class Forward {
       const int64_t group = model_.heads / model_.kv_heads, most = std::min(kTileRows, kScores / longest) / group;
       in_parts(places_, model_.kv_heads, std::max<int64_t>(1, most), next,
                [&](const Part& part, int64_t head, int64_t first, int64_t count) {
-                 ExactTile(queries, store, places_, part, head, first, count, model_.functions.exponentials).run();
+                 ExactTile(queries, store, places_, part, head, first, count, model_.ways).run();
                });
     }
     team_.wait();
@@ -227,7 +227,7 @@ class Forward {
     const int64_t width = model_.width;
     for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t) {
       norm_row(h_ + t * width, weight, at_.x + t * width, width, static_cast<float>(model_.eps),
-               model_.functions.roots);
+               model_.ways.roots);
       if (next.is_int8) at_.scale[t] = to_codes(at_.x + t * width, at_.codes + t * width, width);
     }
     team_.wait();
@@ -237,7 +237,7 @@ class Forward {
   void gate_and_up(int64_t layer, const Block& block) const {
     const int64_t width = model_.inner;
     const Weight& weight = block.gate_up;
-    if (!step_.adapted.count && !model_.functions.exponentials && width % kPanel == 0) {
+    if (!step_.adapted.count && !model_.ways.exponentials && width % kPanel == 0) {
       multiply_halves(team_, weight, inputs(weight, at_.x), rows_,
                       [this, width](int64_t row, int64_t panel, const __m512* gate, const __m512* up) {
                         bf16* to = at_.inner + row * width + panel * kPanel;
@@ -250,7 +250,7 @@ class Forward {
     product(weight, at_.x, PutRounded{at_.both, weight});
     add(layer, at_.x, model_.width, at_.both, 2 * width, {{4, 0, width}, {5, width, width}});
     for (int64_t t = team_.begin(rows_); t < team_.end(rows_); ++t)
-      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width, model_.functions.exponentials);
+      gate_row(at_.both + 2 * t * width, at_.inner + t * width, width, model_.ways.exponentials);
     team_.wait();
   }
 
@@ -295,7 +295,7 @@ class Forward {
       const int64_t place = part.first + t - part.row;
       bf16* x = at_.qkv + t * model_.qkv() + n * width;
       const bf16* of_head = n < heads ? block.q_norm : block.k_norm;
-      if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps), model_.functions.roots);
+      if (of_head) norm_row(x, of_head, x, width, static_cast<float>(model_.eps), model_.ways.roots);
       turn(x, step_.cosine + place * width, step_.sine + place * width, width);
       if (n >= heads) store.write(step_.places.slot(part, place), n - heads, x, x + kv_heads * width);
     }
