@@ -103,3 +103,15 @@ def test_slower_links_show_in_the_program(monkeypatch):
     for name in ("tensor_s", "data_s"):
         assert float(getattr(after.parts, name)) > 5 * float(getattr(before.parts, name))
     assert float(after.parts.compute_s) == pytest.approx(float(before.parts.compute_s))
+
+
+def test_a_model_that_is_not_trained_here_keeps_its_closed_form():
+    side = side_of(problem_of("deepseek-v3", chips=16, batch=32, sequence=2048, chip="H200", layers=5, experts=16))
+    found = search([side], keep=1).best[0]
+    plan = verified(found)
+    assert not plan.is_simulated
+    assert plan.step_s == found.step_s > 0
+    assert plan.run.shape.is_priced_only
+    # Narrow queries and keys, and layers without experts, are less work than heads and experts would be.
+    whole = replace(side.pricing.model, query_rank=np.zeros(()), key_rank=np.zeros(()))
+    assert replace(side, pricing=replace(side.pricing, model=whole)).pricing.seconds(found.plan).step_s > plan.step_s

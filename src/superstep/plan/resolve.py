@@ -112,19 +112,23 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def resolve(config: RunConfig, world: int | None = None, outline: Outline | None = None) -> Resolved:
+def resolve(
+    config: RunConfig, world: int | None = None, outline: Outline | None = None, *, is_priced: bool = False
+) -> Resolved:
     """Fill what is automatic and check everything together.
 
     Args:
         config: what the user asked for.
         world: ranks that are already launched, or None where the plan decides.
         outline: of a model of the user's own; None means the decoder that ``config.model`` describes.
+        is_priced: whether the plan is priced alone, and not run.
 
     Raises:
         ConfigError: naming the field, the value, the rule and the choices that work.
     """
-    shape = shape_of(config.model) if outline is None else None
-    outline = outline or outline_of(shape_of(config.model))
+    shape = shape_of(config.model, is_priced=is_priced) if outline is None else None
+    outline = outline_of(shape) if shape is not None else outline
+    assert outline is not None
     _check_ranges(config)
     if config.lora is not None:
         _check_lora(config, shape)

@@ -27,9 +27,9 @@ def candidates(best: Sequence[Found]) -> list[Found]:
         if kind in kinds:
             continue
         problem = found.side.problem
-        cost = instructions_of(resolve(run_config(found.plan.plan_config(0, problem), problem)))
-        # A program that is too long keeps its closed form, at no cost.
-        cost = 0 if cost > MOST_INSTRUCTIONS else cost
+        run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+        # A program that is too long keeps its closed form, at no cost; so does one of a model that is not trained here.
+        cost = 0 if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS else instructions_of(run)
         if cost <= left or not chosen:
             kinds.add(kind)
             chosen.append(found)

@@ -69,7 +69,7 @@ class Problem:
     @property
     def shape(self) -> ModelShape:
         """The model."""
-        return shape_of(self.base.model)
+        return shape_of(self.base.model, is_priced=True)
 
     @property
     def sequence_tokens(self) -> int:

@@ -53,7 +53,8 @@ class Verified:
         memory: of its fullest one, as the program allocates it.
         memory_bytes: that with what an allocator holds besides, or the closed form's where it is larger: it has what an
             instruction makes and drops.
-        is_simulated: False where the program is too long; parts and memory are then the closed form's.
+        is_simulated: False where the program is too long, or the engine has none for the model; parts and memory are
+            then those of the closed form.
     """
 
     found: Found
@@ -72,8 +73,8 @@ class Verified:
 def verified(found: Found) -> Verified:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = found.side.problem
-    run = resolve(run_config(found.plan.plan_config(0, problem), problem))
-    if instructions_of(run) > MOST_INSTRUCTIONS:
+    run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+    if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
         return Verified(
             found=found,
             run=run,

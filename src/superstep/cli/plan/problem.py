@@ -94,7 +94,7 @@ def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:
         )
     if config.plan.rules:
         raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
-    shape = shape_of(config.model)
+    shape = shape_of(config.model, is_priced=True)
     sequence = asked.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
     batch = asked.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
     state = config.state if is_run else StateConfig(dir=f"runs/{Path(model).stem}")
@@ -105,7 +105,7 @@ def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:
         plan=PlanConfig(prefetch=config.plan.prefetch),
         state=state,
     )
-    resolve(base)
+    resolve(base, is_priced=True)
     return base
 
 

@@ -57,7 +57,9 @@ def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
     lines.append(snapshot_line(plans[0]))
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
     if not all(plan.is_simulated for plan in plans):
-        lines.append("* by closed form: the program is too long to simulate here.")
+        is_ours = not plans[0].run.shape.is_priced_only
+        why = "the program is too long to simulate here" if is_ours else "this model is priced, and not trained yet"
+        lines.append(f"* by closed form: {why}.")
     return "\n".join(lines) + "\n"
 
 

@@ -259,7 +259,9 @@ def _check_files(options: Options) -> None:
 
 
 def _write(ranked: Ranked, options: Options) -> None:
-    if options.out is None:
+    if options.out is None and ranked.plans[0].run.shape.is_priced_only:
+        _say("--out run.toml writes the first of these as a file.")
+    elif options.out is None:
         _say("--out run.toml writes the first of these as a file; then: superstep train run.toml")
     else:
         Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")

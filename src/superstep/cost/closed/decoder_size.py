@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from superstep.hardware.units import Array
-from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.shape import ROTATED, ModelShape
 from superstep.plan.split.padding import ALIGN
-
-ROTATED = 64
-"""Numbers of a head that turn with the position in latent attention, beside those that do not."""
 
 
 def array(value: object) -> Array:
@@ -122,14 +119,14 @@ class Decoder:
 
 def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
     """What Superstep's own decoder is among them."""
-    moe = shape.moe
+    moe, latent = shape.moe, shape.latent
     return Decoder(
         layers=array(shape.layers),
         width=array(shape.width),
         heads=array(shape.heads),
         kv_heads=array(shape.kv_heads),
         head_dim=array(shape.head_dim),
-        ffn=array(0 if moe else shape.ffn),
+        ffn=array(shape.dense_ffn if moe else shape.ffn),
         vocab=array(shape.vocab),
         gated=array(1),
         tied=array(shape.tied),
@@ -140,10 +137,10 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         experts_per_token=array(moe.experts_per_token if moe else 0),
         shared_ffn=array(moe.shared_experts * shape.ffn if moe else 0),
         expert_ffn=array(shape.ffn if moe else 0),
-        dense_layers=array(0),
+        dense_layers=array(shape.dense_layers),
         sequence_tokens=array(sequence_tokens),
-        query_rank=array(0),
-        key_rank=array(0),
+        query_rank=array(latent.query_rank if latent else 0),
+        key_rank=array(latent.key_rank if latent else 0),
         frozen=array(0),
         window=array(shape.window or 0),
         windowed_layers=array(shape.window is not None),

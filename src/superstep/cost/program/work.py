@@ -204,14 +204,19 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
-    block = UnitParameters(
-        cut_matrices(shape) + biases(shape),
-        2 * D + (2 * H if shape.qk_norm else 0),
-        whole_matrices(shape),
-        shape.moe.experts * feed_forward(shape) if shape.moe else 0,
-    )
+    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
+
+    def block(shape: ModelShape) -> UnitParameters:
+        return UnitParameters(
+            cut_matrices(shape) + biases(shape),
+            2 * D + (2 * H if shape.qk_norm else 0) + narrow,
+            whole_matrices(shape),
+            shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+        )
+
+    usual = [block(shape)] * (shape.layers - shape.dense_layers)
     head = UnitParameters(0 if shape.tied else table, D)
-    return UnitParameters(table), *[block] * shape.layers, head
+    return UnitParameters(table), *[block(shape.at(0))] * shape.dense_layers, *usual, head
 
 
 def parameters(shape: ModelShape) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
-from superstep.plan.model.shape import ModelShape, MoeShape
+from superstep.plan.model.shape import ROTATED, Latent, ModelShape, MoeShape
 
 Axes = tuple[str, ...]
 
@@ -40,6 +40,16 @@ QKV_BIAS_AXES: Mapping[str, Axes] = {
     "self_attn.q_proj.bias": ("heads",),
     "self_attn.k_proj.bias": ("kv_heads",),
     "self_attn.v_proj.bias": ("kv_heads",),
+}
+LATENT_AXES: Mapping[str, Axes] = {
+    "input_layernorm.weight": ("norm",),
+    "self_attn.q_a_proj.weight": ("query_rank", "embed"),
+    "self_attn.q_a_layernorm.weight": ("query_rank",),
+    "self_attn.q_b_proj.weight": ("query_heads", "query_rank"),
+    "self_attn.kv_a_proj_with_mqa.weight": ("key_rank_rotated", "embed"),
+    "self_attn.kv_a_layernorm.weight": ("key_rank",),
+    "self_attn.kv_b_proj.weight": ("key_value_heads", "key_rank"),
+    "self_attn.o_proj.weight": ("embed", "heads"),
 }
 MLP_AXES: Mapping[str, Axes] = {
     "post_attention_layernorm.weight": ("norm",),
@@ -66,6 +76,8 @@ QK_NORM_AXES: Mapping[str, Axes] = {
     "self_attn.q_norm.weight": ("head_dim",),
     "self_attn.k_norm.weight": ("head_dim",),
 }
+CUT_AS = {"query_heads": "heads", "key_value_heads": "heads"}
+"""Of latent attention, what is as wide as several numbers for each of a head's, and is cut between heads too."""
 HEAD_AXES: Mapping[str, Axes] = {
     "norm.weight": ("norm",),
     "lm_head.weight": ("vocab", "embed"),
@@ -74,7 +86,7 @@ HEAD_AXES: Mapping[str, Axes] = {
 
 def block_axes(shape: ModelShape) -> dict[str, Axes]:
     """The table of one block."""
-    tables = [ATTENTION_AXES]
+    tables = [ATTENTION_AXES if shape.latent is None else LATENT_AXES]
     if shape.qkv_bias:
         tables.append(QKV_BIAS_AXES)
     if shape.qk_norm:
@@ -94,7 +106,7 @@ def embed_names() -> dict[str, str]:
 
 def block_names(shape: ModelShape, layer: int) -> dict[str, str]:
     """Global names of a block's parameters."""
-    return {local: f"model.layers.{layer}.{_renamed(shape, local)}" for local in block_axes(shape)}
+    return {local: f"model.layers.{layer}.{_renamed(shape, local)}" for local in block_axes(shape.at(layer))}
 
 
 MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
@@ -125,6 +137,17 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "norm": shape.width,
         "head_dim": shape.head_dim,
         **(_mixture_sizes(shape, shape.moe) if shape.moe else {}),
+        **(_latent_sizes(shape, shape.latent) if shape.latent else {}),
+    }
+
+
+def _latent_sizes(shape: ModelShape, latent: Latent) -> dict[str, int]:
+    return {
+        "query_rank": latent.query_rank,
+        "key_rank": latent.key_rank,
+        "key_rank_rotated": latent.key_rank + ROTATED,
+        "query_heads": shape.heads * (shape.head_dim + ROTATED),
+        "key_value_heads": 2 * shape.heads * shape.head_dim,
     }
 
 
@@ -140,20 +163,29 @@ def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
 
 def outline_of(shape: ModelShape) -> Outline:
     """The decoder as a plan sees it: ``embed``, ``block.0``, ..., ``head``."""
-    size = sizes(shape)
+    kinds = {each: (sizes(each), block_axes(each)) for each in map(shape.at, range(shape.dense_layers + 1))}
+    size, _ = kinds[shape.at(shape.dense_layers)]
 
-    def unit(name: str, axes: Mapping[str, Axes], names: Mapping[str, str]) -> Unit:
+    def unit(name: str, axes: Mapping[str, Axes], names: Mapping[str, str], size: Mapping[str, int] = size) -> Unit:
         parameters = (
-            Parameter(name=names[local], axes=a, dims=tuple(size[axis] for axis in a), layer=_layer(local, a))
+            Parameter(
+                name=names[local],
+                axes=tuple(CUT_AS.get(axis, axis) for axis in a),
+                dims=tuple(size[axis] for axis in a),
+                layer=_layer(local, a),
+            )
             for local, a in axes.items()
         )
         return Unit(name, tuple(parameters))
 
-    table = block_axes(shape)
+    def block(layer: int) -> Unit:
+        size, table = kinds[shape.at(layer)]
+        return unit(f"block.{layer}", table, block_names(shape, layer), size)
+
     return Outline(
         (
             unit("embed", EMBED_AXES, embed_names()),
-            *(unit(f"block.{layer}", table, block_names(shape, layer)) for layer in range(shape.layers)),
+            *(block(layer) for layer in range(shape.layers)),
             unit("head", HEAD_AXES, head_names(shape)),
         )
     )

@@ -8,24 +8,45 @@ from pathlib import Path
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
 from superstep.plan.model.hf_config import from_hf_config
+from superstep.plan.model.latent import PRICED, from_latent_config, is_latent
 from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape, check_shape, router_rule
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
+def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
     """The whole shape that a ``[model]`` section means.
 
+    Args:
+        config: the section.
+        is_priced: whether the model is priced alone: then it may be one of ``latent``, too.
+
     Raises:
-        ConfigError: an unknown name, an unreadable or foreign config.json, or numbers that do not fit.
+        ConfigError: an unknown name, an unreadable or foreign config.json, numbers that do not fit, or a model that is
+            priced and not trained.
     """
-    if config.name in SHAPES:
-        base = SHAPES[config.name]
-    elif config.name.endswith(".json"):
-        base = from_hf_config(Path(config.name))
-    else:
+    base = _base(config)
+    if base.is_priced_only and not is_priced:
         raise ConfigError(
-            f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
-            + did_you_mean(config.name, SHAPES)
+            f"model.name = '{config.name}' has latent attention or dense first layers, which superstep plan prices and "
+            "nothing trains yet; set model.name to another named size, 'qwen3-30b-a3b' say."
         )
+    return _changed(config, base)
+
+
+def _base(config: ModelConfig) -> ModelShape:
+    if config.name in PRICED:
+        return PRICED[config.name]
+    if config.name in SHAPES:
+        return SHAPES[config.name]
+    if config.name.endswith(".json"):
+        path = Path(config.name)
+        return from_latent_config(path) if is_latent(path) else from_hf_config(path)
+    raise ConfigError(
+        f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
+        + did_you_mean(config.name, (*SHAPES, *PRICED))
+    )
+
+
+def _changed(config: ModelConfig, base: ModelShape) -> ModelShape:
     names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qk_norm")
     over = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if "head_dim" not in over and ("width" in over or "heads" in over) and base.family == "llama":

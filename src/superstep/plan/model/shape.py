@@ -83,9 +83,26 @@ _ROUTER_RULES: dict[Router, RouterRule] = {
 }
 
 
+ROTATED = 64
+"""Numbers of a head that turn with the position in latent attention, beside those that do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention whose queries and keys go through narrow widths (DeepSeek-V2, sec. 2.1); its heads have ``head_dim``
+    numbers for values and for what does not turn, and ``ROTATED`` that do.
+
+    Attributes:
+        query_rank, key_rank: the inner widths.
+    """
+
+    query_rank: int
+    key_rank: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder of the Llama, Mistral and Qwen families, whole.
+    """A decoder of the Llama, Mistral and Qwen families, whole; and what of DeepSeek's a price takes.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.
@@ -95,6 +112,8 @@ class ModelShape:
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
         init_std: of the normal distribution that matrices start from.
         moe: the experts of each block; None for one feed-forward.
+        dense_layers, dense_ffn: blocks before the first with experts, and the inner width of their feed-forward.
+        latent: narrow widths of attention; None for plain attention.
     """
 
     family: Family
@@ -115,6 +134,20 @@ class ModelShape:
     window: int | None = None
     init_std: float = 0.02
     moe: MoeShape | None = None
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    latent: Latent | None = None
+
+    @property
+    def is_priced_only(self) -> bool:
+        """Whether the decoder here does not have all of it: such a model is priced, and not trained."""
+        return self.latent is not None or self.dense_layers > 0
+
+    def at(self, layer: int) -> ModelShape:
+        """The shape as a block sees it: one before the first with experts has a feed-forward of its own."""
+        if layer >= self.dense_layers:
+            return self
+        return replace(self, moe=None, ffn=self.dense_ffn, dense_layers=0)
 
 
 def _llama(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
@@ -265,6 +298,11 @@ def check_shape(shape: ModelShape) -> None:
         raise ConfigError(
             f"model.{name} with biases on queries, keys and values: no model family has both; "
             f"leave model.{name.partition(' ')[0]} out, or choose a model.name without biases."
+        )
+    if shape.dense_layers >= shape.layers:
+        raise ConfigError(
+            f"model.layers = {shape.layers} leaves none with experts behind the {shape.dense_layers} dense ones; "
+            f"set model.layers to {shape.dense_layers + 1} or more."
         )
     if shape.moe:
         _check_moe(shape.moe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.shape import ROTATED, ModelShape
 
 
 def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[int, ...]:
@@ -11,10 +11,17 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
     Products alone count; the backward pass takes twice as many in every unit.
     """
     attention = 4 * seen_tokens(shape, sequence_tokens) * shape.heads * shape.head_dim
+    dense, usual = (2 * _active(each) + attention for each in (shape.at(0), shape.at(shape.layers)))
+    blocks = [dense] * shape.dense_layers + [usual] * (shape.layers - shape.dense_layers)
+    return 0, *blocks, 2 * shape.width * shape.vocab
+
+
+def _active(shape: ModelShape) -> int:
+    """Parameters that a token meets in a block."""
     active = cut_matrices(shape) + whole_matrices(shape)
     if shape.moe:
         active += shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
-    return 0, *[2 * active + attention] * shape.layers, 2 * shape.width * shape.vocab
+    return active
 
 
 def seen_tokens(shape: ModelShape, sequence_tokens: int) -> int:
@@ -30,14 +37,19 @@ def biases(shape: ModelShape) -> int:
 def cut_matrices(shape: ModelShape) -> int:
     """Parameters in the matrices of one block that tensor parallelism cuts: attention's, and a lone feed-forward's."""
     D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return D * (queries + 2 * keys) + queries * D + (0 if shape.moe else feed_forward(shape))
+    inner = 0 if shape.moe else feed_forward(shape)
+    if shape.latent is None:
+        return D * (queries + 2 * keys) + queries * D + inner
+    turned = queries + shape.heads * ROTATED
+    return shape.latent.query_rank * turned + 2 * shape.latent.key_rank * queries + queries * D + inner
 
 
 def whole_matrices(shape: ModelShape) -> int:
-    """Parameters in those that no axis cuts: a mixture's router and shared experts."""
+    """Parameters in those that no axis cuts: a mixture's router and shared experts, latent attention's way in."""
+    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + ROTATED
     if shape.moe is None:
-        return 0
-    return shape.width * shape.moe.logits + shape.moe.shared_experts * feed_forward(shape)
+        return shape.width * narrow
+    return shape.width * (narrow + shape.moe.logits) + shape.moe.shared_experts * feed_forward(shape)
 
 
 def feed_forward(shape: ModelShape) -> int:
