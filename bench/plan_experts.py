@@ -109,6 +109,7 @@ EXPERTS: dict[str, Expert] = {
             attention="flash-3",
             overlaps_experts=True,
             sends_once=True,
+            # Norms, SwiGLU and the products out of the narrow widths are computed again (sec. 3.2.3).
             holds=replace(Software().holds, selects_products=0.5),
         ),
         lacks=(),
