@@ -25,6 +25,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__sequence_tokens": 1}, None, ["data.sequence_tokens = 1", "at least 2"]),
     ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
     ({"model__weights": "runs/demo"}, None, ["model.weights = 'runs/demo'", "data.tokenizer to the tokenizer.json"]),
+    ({"model__name": "deepseek-v3"}, None, ["model.name = 'deepseek-v3'", "superstep plan prices", "'qwen3-30b-a3b'"]),
     ({"lora__rank": 0}, None, ["lora.rank = 0", "at least 1"]),
     ({"lora__alpha": float("nan")}, None, ["lora.alpha = nan", "above 0"]),
     ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),
