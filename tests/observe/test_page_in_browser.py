@@ -247,3 +247,36 @@ def test_of_many_events_only_what_is_visible_is_drawn(seen):
     seen("superstep.S.rects = 0; superstep.zoom(0.9); superstep.drawNow()")
     assert seen("superstep.S.rects") < 400
     seen.shows_no_fault()
+
+
+def test_what_is_summed_beforehand_is_what_lies_under_each_pixel(seen):
+    """Each pixel of a dense lane, at three zooms, from sums over cells and from the events themselves."""
+    seen.open(step_pages.page_of(step_pages.config(sequences=256, layers=8, pp=8, zero=0), is_alone=True))
+    for share in (1.0, 0.5, 0.25):
+        far = seen(f"""(() => {{
+          const {{ S, covered, perPixel }} = superstep, step = S.step.first.step_ns, width = 300;
+          S.from = 0.3 * step * (1 - {share}); S.to = S.from + {share} * step;
+          const times = S.step.predicted.ranks[2], shade = S.step.ranks[2].shade, list = times.lanes[0];
+          const palette = Float32Array.from({{ length: 3 * 256 }}, (_, i) => (7 * i) % 256);
+          const reach = times.end.reduce((a, b) => Math.max(a, b));
+          const lane = {{ start: times.start, end: times.end, shade, palette, reach }};
+          const summed = perPixel(lane, list, [0, 0], width);  // of no event in sight: only the cells are asked
+          const direct = covered(lane, list, 0, list.length, S.from, (S.to - S.from) / width, width);
+          let most = 0, any = 0;
+          for (let i = 0; i < direct.length; i++) if (i % 5 < 4) {{
+            most = Math.max(most, Math.abs(direct[i] - summed[i]) / (i % 5 < 3 ? 255 : 1)); any += direct[i] > 0;
+          }}
+          return any > 100 ? most : 1;
+        }})()""")
+        assert far < 0.06, share
+    # A cell is a 27th of a pixel at the whole width, and a 7th at a quarter of it.
+    assert seen("""(() => {
+      const { S, perPixel } = superstep, times = S.step.predicted.ranks[2], list = times.lanes[0], width = 300;
+      const shade = S.step.ranks[2].shade, palette = new Float32Array(768), reach = S.to = S.step.first.step_ns;
+      const lane = { start: times.start, end: times.end, shade, palette, reach };
+      S.from = 0;
+      const found = perPixel(lane, list, [0, 0], width);
+      let begun = 0;
+      for (let x = 0; x < width; x++) begun += found[5 * x + 4];
+      return Math.round(begun) === list.length;
+    })()"""), "each event begins once"

@@ -36,6 +36,7 @@ SCRIPTS = (
     "format.js",
     "data.js",
     "paint.js",
+    "dense.js",
     "timeline.js",
     "memory.js",
     "tips.js",

@@ -256,4 +256,4 @@ at("about").textContent = DATA.about;
 listen();
 choose(DATA.chosen);
 // For tests and the curious: the state, and what draws.
-window.superstep = { S, drawNow, save, seek, zoom, play, choose, arrowsOf, stateAt, ringAt, sendsOver, x: (t) => toX(t, span(at("rows").clientWidth)) };
+window.superstep = { S, drawNow, save, seek, zoom, play, choose, arrowsOf, stateAt, ringAt, sendsOver, covered, perPixel, x: (t) => toX(t, span(at("rows").clientWidth)) };

@@ -45,33 +45,25 @@ function drawRankMemory(c, step, rank, y, h, s, most, isLasting) {
     }
     picked[x] = best;
   }
-  let below = new Float64Array(width);
-  for (let part = 0; part < 7; part++) {
-    const above = new Float64Array(width);
-    let any = false;
-    for (let x = 0; x < width; x++) {
-      const size = part < 3 ? lasting[part] : course[4 * picked[x] + part - 3];
-      any ||= size > 0;
-      above[x] = below[x] + (size / most) * (h - 1);
+  // Pixel by pixel, from the bottom up: paths of so many corners take longer.
+  const scale = Math.min(2, devicePixelRatio || 1), wide = Math.round(width * scale), high = Math.round(h * scale);
+  const image = c.createImageData(wide, high), pixels = new Uint32Array(image.data.buffer);
+  pixels.fill(opaque(theme.lane));
+  const hues = CATEGORIES.map(({ hue }) => opaque(hue)), perByte = (high - scale) / most;
+  for (let x = 0; x < wide; x++) {
+    const at = 4 * picked[Math.min(width - 1, Math.floor(x / scale))];
+    let bytes = 0, from = 0;
+    for (let part = 0; part < 7; part++) {
+      bytes += part < 3 ? lasting[part] : course[at + part - 3];
+      const to = Math.min(high, Math.round(bytes * perByte));
+      for (let level = from; level < to; level++) pixels[(high - 1 - level) * wide + x] = hues[part];
+      from = Math.max(from, to);
     }
-    if (any) {
-      c.fillStyle = CATEGORIES[part].hue;
-      c.beginPath();
-      // A corner only where a level changes.
-      c.moveTo(s.left, y + h - below[0]);
-      for (let x = 0; x < width; x++) {
-        if (x === 0 || above[x] !== above[x - 1]) c.lineTo(s.left + x, y + h - above[x]);
-        if (x === width - 1 || above[x] !== above[x + 1]) c.lineTo(s.left + x + 1, y + h - above[x]);
-      }
-      for (let x = width - 1; x >= 0; x--) {
-        if (x === width - 1 || below[x] !== below[x + 1]) c.lineTo(s.left + x + 1, y + h - below[x]);
-        if (x === 0 || below[x] !== below[x - 1]) c.lineTo(s.left + x, y + h - below[x]);
-      }
-      c.fill();
-    }
-    below = above;
   }
+  c.putImageData(image, Math.round(s.left * scale), Math.round(y * scale));
 }
+// A pixel of a colour, as the memory of an image has it: the machine's bytes, from the lowest.
+function opaque(hex) { const [r, g, b] = rgb(hex); return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0; }
 
 function drawMemoryStill(width, height, top, rows) {
   const isLasting = at("lasting").checked, step = S.step;
@@ -84,7 +76,6 @@ function drawMemoryStill(width, height, top, rows) {
   step.peaks.forEach((peak, rank) => {
     const y = 4 + rank * (rows.h + rows.gap) - top;
     if (y + rows.h < 0 || y > height) return;
-    c.fillStyle = theme.isDark ? "#20262c" : "#f4f6f7"; c.fillRect(s.left, y, s.width, rows.h);
     drawRankMemory(c, step, rank, y, rows.h, s, memoryMost, isLasting);
     c.fillStyle = theme.ink; c.font = `600 ${rows.h > 18 ? 12 : 10}px system-ui, sans-serif`; c.textBaseline = "middle"; c.textAlign = "left";
     c.fillText((gutter() < 60 ? "" : "rank ") + rank, 6, y + rows.h / 2 - (rows.h > 28 && gutter() > 60 ? 7 : 0));

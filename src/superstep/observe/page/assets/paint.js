@@ -22,6 +22,7 @@ function readTheme() {
   for (const name of ["ground", "panel", "ink", "soft", "line", "accent", "warm", "cool"]) theme[name] = style.getPropertyValue("--" + name).trim();
   theme.isDark = dark.matches;
   theme.bubble = theme.isDark ? "#2a3037" : "#eceff2";
+  theme.lane = theme.isDark ? "#20262c" : "#f4f6f7";
   theme.exposed = theme.isDark ? "#5c3038" : "#f6d3cf";
   theme.hues = KINDS.map((kind) => (theme.isDark && DARK[kind.name]) || HUES[kind.name]);
   // Stages of one rank differ in depth; two neighbours among microbatches in brightness.

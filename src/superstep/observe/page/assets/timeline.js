@@ -54,7 +54,6 @@ function drawWaits(c, times, row, s) {
   const styles = patterns(c);
   const last = firstWhere(times.wait.length, (k) => times.wait[k] > S.to);
   const first = firstWhere(times.wait.length, (k) => times.wait[k] + times.waited[k] >= S.from);
-  if (last - first > s.width / 4) return drawDenseWaits(c, times, row, s, first, last);
   for (let k = first; k < last; k++) {
     const x = Math.max(s.left, toX(times.wait[k], s)), end = Math.min(s.right, toX(times.wait[k] + times.waited[k], s));
     if (end - x < 0.3) continue;
@@ -63,55 +62,14 @@ function drawWaits(c, times, row, s) {
   }
 }
 
-// Of many waits, neighbouring pixels of one kind are one shape, without its hatching.
-function drawDenseWaits(c, times, row, s, first, last) {
-  const width = Math.floor(s.width), perPx = (S.to - S.from) / width, shares = [new Float32Array(width + 1), new Float32Array(width + 1)];
-  for (let k = first; k < last; k++) {
-    const share = shares[times.reason[k] < 0 ? 0 : 1];
-    const x0 = Math.max(0, (times.wait[k] - S.from) / perPx), x1 = Math.min(width, (times.wait[k] + times.waited[k] - S.from) / perPx);
-    for (let x = Math.floor(x0); x < x1; x++) share[x] += Math.min(x1, x + 1) - Math.max(x0, x);
-  }
-  const kindAt = (x) => (x < width && shares[0][x] + shares[1][x] > 0.02 ? (shares[1][x] > shares[0][x] ? 2 : 1) : 0);
-  for (let x = 0, from = 0, kind = kindAt(0); x < width; ) {
-    const next = kindAt(++x);
-    if (next === kind && x < width) continue;
-    if (kind) c.fillStyle = kind === 1 ? theme.bubble : theme.exposed, c.fillRect(s.left + from, row.y, x - from, row.h);
-    from = x; kind = next;
-  }
-}
-
-// Fewer than four pixels for each event: a pixel gets the mean of what its time saw.
-function drawDense(c, step, times, row, s, list, first, last) {
-  const columns = step.ranks[row.rank], width = Math.floor(s.width), scale = Math.min(2, devicePixelRatio || 1);
-  const sums = new Float32Array(width * 4), perPx = (S.to - S.from) / width;
-  for (let k = first; k < last; k++) {
-    const i = list[k], hue = 3 * columns.shade[i], r = theme.rgbs[hue], g = theme.rgbs[hue + 1], b = theme.rgbs[hue + 2];
-    const x0 = Math.max(0, (times.start[i] - S.from) / perPx);
-    const x1 = Math.min(width, Math.max(x0 + (row.lane ? 0.5 : 0), (times.end[i] - S.from) / perPx));
-    for (let x = Math.floor(x0); x < x1; x++) {
-      const share = Math.min(x1, x + 1) - Math.max(x0, x);
-      sums[4 * x] += r * share; sums[4 * x + 1] += g * share; sums[4 * x + 2] += b * share; sums[4 * x + 3] += share;
-    }
-  }
-  const w = Math.round(width * scale), h = Math.max(1, Math.round(row.h * scale));
-  const left = Math.round(s.left * scale), top = Math.round(row.y * scale);
-  const image = c.getImageData(left, top, w, h), pixels = image.data, line = new Uint8ClampedArray(w * 4);
-  for (let x = 0; x < w; x++) {
-    const at = 4 * Math.min(width - 1, Math.floor(x / scale)), share = Math.min(1, sums[at + 3]), whole = sums[at + 3] || 1;
-    for (let part = 0; part < 3; part++) line[4 * x + part] = (sums[at + part] / whole) * share + pixels[4 * x + part] * (1 - share);
-    line[4 * x + 3] = 255;
-  }
-  for (let y = 0; y < h; y++) pixels.set(line, y * w * 4);
-  c.putImageData(image, left, top);
-}
-
+const LEAST_LABEL = 8;
 const LETTERS = { forward: "", recompute: "r", backward: "", "backward-input": "", "backward-weight": "w" };
 
 function drawEvents(c, step, times, row, s) {
   const [list, first, last] = visible(times, row.lane, S.from, S.to);
-  if (last - first > s.width / 4) return drawDense(c, step, times, row, s, list, first, last);
   const columns = step.ranks[row.rank];
   c.textBaseline = "middle"; c.textAlign = "center";
+  c.font = `${row.h > 24 ? 12 : 11}px system-ui, sans-serif`;
   let labelled = -1;
   for (let k = first; k < last; k++) {
     const i = list[k], hue = hueOf(columns, i);
@@ -123,10 +81,9 @@ function drawEvents(c, step, times, row, s) {
     S.rects++;
     if (w > 3) { c.fillStyle = theme.panel; c.fillRect(x + w - 0.6, row.y, 0.6, row.h); }
     const name = KINDS[columns.kind[i]].name;
-    if (row.h < 11 || !(name in LETTERS || name === "step")) continue;
+    if (w < LEAST_LABEL || row.h < 11 || !(name in LETTERS || name === "step")) continue;
     const text = name === "step" ? "step" : LETTERS[name] + columns.microbatch[i];
     const task = name + columns.microbatch[i] + "/" + step.stageOf[columns.unit[i]];
-    c.font = `${row.h > 24 ? 12 : 11}px system-ui, sans-serif`;
     // The units of a stage are one thing to look at: the first with room has the number.
     if (w > c.measureText(text).width + 3 && (task !== labelled || w > 26)) {
       c.fillStyle = inkOn(hue);
@@ -178,19 +135,22 @@ function drawStill(width, height, top) {
   if (key === stillKey) return;
   stillKey = key;
   S.stills++;
-  const c = fitCanvas(still, width, height, { willReadFrequently: true }), step = S.step, s = span(width);
+  const c = fitCanvas(still, width, height), step = S.step, s = span(width);
   c.fillStyle = theme.panel; c.fillRect(0, 0, width, height);
   drawAxis(c, s, height);
+  const dense = [];
   for (const row of S.rows) {
     if (row.y + (row.to ? row.to - row.y : row.h) < top + AXIS || row.y > top + height) continue;
     const moved = { ...row, y: row.y - top };
     if (row.set === "name") { drawNames(c, step, moved, s); continue; }
     if (row.set === "difference") { drawDifference(c, step, moved, s); continue; }
     const times = step[row.set].ranks[row.rank];
+    if (isDense(times, row.lane, s)) { dense.push(moved); continue; }
     if (row.lane === 0) drawWaits(c, times, moved, s);
-    else c.fillStyle = theme.isDark ? "#20262c" : "#f4f6f7", c.fillRect(s.left, moved.y, s.width, moved.h);
+    else c.fillStyle = theme.lane, c.fillRect(s.left, moved.y, s.width, moved.h);
     drawEvents(c, step, times, moved, s);
   }
+  drawDense(c, step, dense, s);
   if (top > 0) {
     c.fillStyle = theme.panel; c.fillRect(0, 0, width, AXIS);
     drawAxis(c, s, AXIS + 3);
