@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli import checkpoint, compare, moving, sample, serve, view
+from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
 from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
+from superstep.cli.doctor import verb as doctor
 from superstep.cli.grade import verb as grade
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import verb as measure
@@ -196,6 +197,8 @@ def call(place, monkeypatch):
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(checkpoint, "checkpoints", begin)
     monkeypatch.setattr(compare, "run_told", begin)
+    monkeypatch.setattr(doctor, "examined", begin)
+    monkeypatch.setattr(trace, "seen", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)

@@ -61,6 +61,9 @@ class Fault(SuperstepError):
 
     exit_status: int = 1
 
+    said: str = ""
+    """What every rank did when it was seen, as ``observe.doctor.box`` writes it; empty where nobody has looked."""
+
     def __init__(self, message: str, *, rank: int = -1, host: str = "", step: int = -1, instruction: str = "") -> None:
         where = [
             text
@@ -82,6 +85,12 @@ class Fault(SuperstepError):
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
         return Fault(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
+
+    def adding(self, words: str) -> Fault:
+        """The same fault, which says something more."""
+        self.message = f"{self.message} {words}"
+        self.args = (f"{self} {words}",)
+        return self
 
 
 class Lost(Fault):

@@ -8,8 +8,9 @@ import pytest
 from superstep.program.instructions import Forward, Step
 from superstep.runtime import hang
 from superstep.runtime.hang import Thread, Watcher, thread
-from superstep.runtime.heart import PAGE, TEXT_BYTES, Beat, Doing, Heart, Page
+from superstep.runtime.heart import TEXT_BYTES, Beat, Doing, Heart, Page
 from superstep.runtime.pulse import LOOK_S
+from superstep.runtime.ring import PAGE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 

@@ -66,6 +66,16 @@ VERBS = {
         "superstep.cli.view",
         "superstep.cli.arguments.view",
     ),
+    "doctor": Verb(
+        "say who waits for whom and why, of a run that trains now or has failed: hangs, stragglers, memory, disk",
+        "superstep.cli.doctor.verb",
+        "superstep.cli.arguments.doctor",
+    ),
+    "trace": Verb(
+        "write down when the instructions of the last steps ran, of a run that trains now or has failed",
+        "superstep.cli.trace",
+        "superstep.cli.arguments.trace",
+    ),
     "compare": Verb(
         "lay runs over one another: their curves, settings that differ, and whether losses do",
         "superstep.cli.compare",

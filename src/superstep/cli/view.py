@@ -33,15 +33,15 @@ from superstep.observe.trace import load_trace
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
-from superstep.program.instructions import Program
 from superstep.program.memory import course
-from superstep.program.text import read_program, write_program
+from superstep.program.text import write_program
 from superstep.program.timeline import Timeline
 from superstep.runtime.device import pick
 from superstep.runtime.measure.here import measure
 from superstep.serve.replay import is_log
 from superstep.train.model import operations, resolved
 from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.seen_run import program_of, require_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     if options.program:
-        _say(write_program(_program(folder)))
+        _say(write_program(program_of(folder)))
     elif options.router:
         _say(_routers(folder, options.layer, picture))
     elif is_rolled(folder):
@@ -174,7 +174,7 @@ def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Seque
 
 def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     """Both steps on one scale."""
-    program = _program(folder)
+    program = program_of(folder)
     if not folder.trace.is_file():
         raise StateError(
             f"'{folder.root}' has no trace yet: the run writes one with each checkpoint (state.save_every). "
@@ -219,7 +219,7 @@ def _report(folder: RunFolder, step: Seen) -> None:
 
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
-    _require_run(folder)
+    require_run(folder)
     run = resolved(read_config(folder.config))
     if run.decoder is None or run.decoder.moe is None:
         raise StateError(
@@ -240,21 +240,6 @@ def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
     title = f"where the tokens of {folder.root} went, in steps {seen[0].first} to {seen[-1].last}"
     layers = range(run.decoder.layers) if layer is None else [layer]
     return f"{title}\n\n{draw_routers(seen, layers, width=picture.width, ink=ink)}"
-
-
-def _require_run(folder: RunFolder) -> None:
-    if not (folder.config.is_file() and folder.program.is_file()):
-        raise StateError(
-            f"'{folder.root}' is no run directory: it lacks run.toml or program.txt. Name the folder that train wrote."
-        )
-
-
-def _program(folder: RunFolder) -> Program:
-    _require_run(folder)
-    try:
-        return read_program(folder.program.read_text(encoding="utf-8"))
-    except (OSError, ValueError, UserError) as error:
-        raise StateError(f"{folder.program} cannot be read ({error}); resuming the run writes it anew.") from error
 
 
 def _title(prediction: Prediction, machine: Prices) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 from superstep.observe.append_file import AppendFile, unwritable
 from superstep.observe.events import Event, Resumed, RolledBack, RunStarted
 
+_TAIL_BYTES = 2**20
+
 
 class JsonLines:
     """The sink that keeps every event in one file."""
@@ -72,6 +74,17 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         for text in file:
             if (found := _parse(text)) is not None:
                 yield found
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last object of the file; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            texts = file.read().splitlines()
+    except OSError:
+        return {}
+    return next((found for text in reversed(texts) if (found := _parse(text)) is not None), {})
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -6,7 +6,8 @@
 
 A beat is a dozen words that are copied into a page of shared memory; the system is not asked for anything. It tells
 which step and which instruction, and whether the rank computes it or waits until it can: who waits for another rank is
-not the one that hangs. The page has no name and no file, and the launcher keeps it when the rank has gone.
+not the one that hangs. What is done with is noted behind the page (``runtime.ring``). All of it has no file, and the
+launcher keeps it when the rank has gone.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
 from superstep.program.instructions import Instruction
 from superstep.program.text import describe
+from superstep.runtime.resident import Resident
+from superstep.runtime.ring import BESIDE, BYTES, NOWHERE, Ring
 
-PAGE = 4096
+NAME = "superstep-heart:"
+"""What the system calls such memory, and behind it the rank."""
+
 TEXT_BYTES = 64
 
 TICK_S = 0.1
@@ -33,10 +39,11 @@ TICK_S = 0.1
 TICKS_KEPT = 600
 """The longest pause between two ticks is that of the last one or two times so many."""
 
-_BEAT = struct.Struct(f"<6Q{TEXT_BYTES}s")
+_BEAT = struct.Struct(f"<9Q{TEXT_BYTES}s")
 _TICK = struct.Struct("<3Q")
 _EXPECTED = struct.Struct("<Q")
-_TICK_AT, _EXPECTED_AT = 512, 1024
+_PROCESS = struct.Struct("<2Q")
+_TICK_AT, _EXPECTED_AT, _PROCESS_AT = 512, 1024, 1040
 _READS = 8
 
 
@@ -61,11 +68,16 @@ class Beat:
         step: the step that it is in, or was last.
         index: of the instruction in its list.
         longest_s: what working on this instruction has taken at most in this process; 0.0 the first time.
-        instruction: in words; empty outside of a program.
+        instruction: in words; outside of a program what the rank does there, as far as it has said.
         ticks: of its ticker.
         ticker: the number of that thread; 0 without one.
         pause_s: the longest between two ticks of the last minute or two.
         expected_s: what a whole step was predicted to take; 0.0 where it was not.
+        run: which run of a program it is, or was last, counted from 1 on.
+        since_ns: when the beat was, by the host's monotonic clock.
+        line: of the instruction among the words of the ring.
+        process: the number of the rank's; 0 before it has begun.
+        stacks: the descriptor, of that process, of the file that its stacks go to; 0 without one.
     """
 
     beats: int
@@ -78,6 +90,11 @@ class Beat:
     ticker: int
     pause_s: float
     expected_s: float
+    run: int = 0
+    since_ns: int = 0
+    line: int = NOWHERE
+    process: int = 0
+    stacks: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +103,7 @@ class _Known:
 
     instructions: Sequence[Instruction]
     texts: list[bytes]
+    line: int = NOWHERE
     longest_ns: list[int] = field(default_factory=list)
 
 
@@ -107,6 +125,19 @@ class Beats(Protocol):
     def expect(self, step_s: float) -> None:
         """A step was predicted to take so long."""
 
+    def turns_to(self, what: str) -> str:
+        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
+
+
+@contextmanager
+def beside(beats: Beats, what: str) -> Iterator[None]:
+    """Within the block the rank does this, where it runs no program."""
+    before = beats.turns_to(what)
+    try:
+        yield
+    finally:
+        beats.turns_to(before)
+
 
 class Unwatched:
     """Beats of a rank that nobody looks at."""
@@ -126,6 +157,10 @@ class Unwatched:
     def expect(self, step_s: float) -> None:
         """Nothing."""
 
+    def turns_to(self, what: str) -> str:
+        """Nothing."""
+        return ""
+
 
 class Heart:
     """A rank's side of its page.
@@ -136,21 +171,33 @@ class Heart:
     """
 
     def __init__(self, handle: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._view = mmap.mmap(handle, PAGE)
+        self._view = mmap.mmap(handle, BYTES)
         os.close(handle)
         self._clock = clock
+        self._ring = Ring(self._view)
         self._known: dict[int, _Known] = {}
-        self._now = _Known((), [b""], [0])
-        self._beats, self._step, self._at, self._began_ns = 0, 0, 0, 0
-        self._works = self._ticks = False
+        self._beside: dict[str, int] = {"": NOWHERE}
+        self._now = _Known((), [b""], longest_ns=[0])
+        self._beats, self._run, self._step, self._at, self._began_ns = 0, 0, 0, 0, 0
+        self._doing = Doing.OTHER
+        self._ticker: threading.Thread | None = None
+        self._is_over = threading.Event()
+        self._ready_ns = self._start_ns = self._within_ns = 0
+        self._what, self._what_ns = "", 0
+        self.listens(0)
+
+    def listens(self, stacks: int) -> None:
+        """Say which process this is, and the descriptor of the file that its stacks go to when they are asked for."""
+        _PROCESS.pack_into(self._view, _PROCESS_AT, os.getpid(), stacks)
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
         """The list runs from here on, in so manieth a step."""
         known = self._known.get(id(instructions))
         if known is None or known.instructions is not instructions:
-            texts = [describe(each).encode()[:TEXT_BYTES] for each in instructions]
-            known = self._known[id(instructions)] = _Known(instructions, texts, [0] * len(texts))
-        self._now, self._step, self._at = known, step, 0
+            words = [describe(each) for each in instructions]
+            texts = [each.encode()[:TEXT_BYTES] for each in words]
+            known = self._known[id(instructions)] = _Known(instructions, texts, self._ring.lay(words), [0] * len(texts))
+        self._now, self._step, self._at, self._run = known, step, 0, self._run + 1
 
     def waits(self, index: int | None = None) -> None:
         """For what the instruction needs: the one of that number, or the one that it is at."""
@@ -163,21 +210,61 @@ class Heart:
     def rests(self) -> None:
         """The list is done with, whether or not to its end. After the first one Python's pauses begin to count."""
         self._beat(Doing.OTHER, None)
-        if not self._ticks:
-            self._ticks = True
-            threading.Thread(target=self._tick, name="superstep-ticker", daemon=True).start()
+        if self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, name="superstep-ticker", daemon=True)
+            self._ticker.start()
+
+    def stop(self) -> None:
+        """Nothing more is told."""
+        self._is_over.set()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def turns_to(self, what: str) -> str:
+        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
+        before, now_ns = self._what, self._clock()
+        line = self._beside.get(before, NOWHERE)
+        self._ring.note(line, self._run, self._step, self._what_ns, self._what_ns, now_ns, 0)
+        if what not in self._beside:
+            self._beside[what] = self._ring.lay([BESIDE + what])
+        self._what, self._what_ns = what, now_ns
+        if self._run and self._doing is Doing.OTHER:
+            self._beat(Doing.OTHER, None)
+        return before
 
     def _beat(self, doing: Doing, index: int | None) -> None:
         now_ns, known = self._clock(), self._now
-        if self._works:
-            took_ns = now_ns - self._began_ns
-            if took_ns > known.longest_ns[self._at]:
-                known.longest_ns[self._at] = took_ns
-        at = self._at if index is None else index
-        self._at, self._began_ns, self._works = at, now_ns, doing is Doing.WORKS
+        before, took_ns = self._doing, now_ns - self._began_ns
+        if before is Doing.WORKS and took_ns > known.longest_ns[self._at]:
+            known.longest_ns[self._at] = took_ns
+        if index is not None and doing is Doing.WAITS:
+            if before is not Doing.OTHER:
+                self._note(now_ns, is_done=True)
+            self._at, self._ready_ns, self._start_ns, self._within_ns = index, now_ns, 0, 0
+        elif doing is Doing.WORKS:
+            if self._start_ns == 0:
+                self._start_ns = now_ns
+            else:
+                self._within_ns += took_ns
+        elif doing is Doing.OTHER and before is not Doing.OTHER:
+            # A list that has come to its end waits for what has still to leave; else something was raised.
+            is_done = before is Doing.WAITS and self._start_ns > 0
+            self._note(self._began_ns if is_done else 0, is_done=is_done)
+        at = self._at
+        self._began_ns, self._doing = now_ns, doing
         self._beats += 1
-        text = known.texts[at] if doing else b""
-        _BEAT.pack_into(self._view, 0, self._beats, doing, self._step, at, known.longest_ns[at], self._beats, text)
+        text = known.texts[at] if doing else self._what.encode()[:TEXT_BYTES]
+        line = known.line + at if known.line else NOWHERE
+        _BEAT.pack_into(
+            self._view, 0, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, line,
+            self._beats, text,
+        )  # fmt: skip
+
+    def _note(self, end_ns: int, *, is_done: bool) -> None:
+        line = self._now.line
+        if line:
+            start_ns, end_ns = self._start_ns, end_ns if is_done else 0
+            self._ring.note(line + self._at, self._run, self._step, self._ready_ns, start_ns, end_ns, self._within_ns)
 
     def expect(self, step_s: float) -> None:
         """A step was predicted to take so long."""
@@ -185,54 +272,71 @@ class Heart:
 
     def _tick(self) -> None:
         ticks, last_ns, me = 0, self._clock(), threading.get_native_id()
+        resident = Resident(self._view)
         before_ns = longest_ns = 0
-        while True:
+        while not self._is_over.is_set():
             now_ns = self._clock()
             longest_ns, last_ns, ticks = max(longest_ns, now_ns - last_ns), now_ns, ticks + 1
             if ticks % TICKS_KEPT == 0:
                 before_ns, longest_ns = longest_ns, 0
             _TICK.pack_into(self._view, _TICK_AT, ticks, me, max(before_ns, longest_ns))
-            time.sleep(TICK_S)
+            resident.look(now_ns)
+            self._is_over.wait(TICK_S)
 
 
 class Page:
-    """The launcher's side: makes the page, hands it to a rank by its descriptor, and reads it."""
+    """The launcher's side: makes the page, hands it to a rank by its descriptor, and reads it.
 
-    def __init__(self) -> None:
-        self.handle = os.memfd_create("superstep-heart")
-        os.ftruncate(self.handle, PAGE)
-        self._view = mmap.mmap(self.handle, PAGE)
+    Args:
+        name: of the rank among those of its launch; who looks for the page from outside finds it by that.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.handle = os.memfd_create(f"{NAME}{name}")
+        os.ftruncate(self.handle, BYTES)
+        self.view = mmap.mmap(self.handle, BYTES)
 
     def read(self) -> Beat:
-        """What is there. A beat that the rank is just writing is read again."""
-        raw = self._view[: _BEAT.size]
-        for _ in range(_READS):
-            again = self._view[: _BEAT.size]
-            if again == raw:
-                break
-            raw = again
-        beats, doing, step, index, longest_ns, _, text = _BEAT.unpack(raw)
-        ticks, ticker, pause_ns = _TICK.unpack_from(self._view, _TICK_AT)
-        (expected_ns,) = _EXPECTED.unpack_from(self._view, _EXPECTED_AT)
-        return Beat(
-            beats=beats,
-            doing=Doing(doing),
-            step=step,
-            index=index,
-            longest_s=longest_ns / 1e9,
-            instruction=text.rstrip(b"\0").decode(errors="replace"),
-            ticks=ticks,
-            ticker=ticker,
-            pause_s=pause_ns / 1e9,
-            expected_s=expected_ns / 1e9,
-        )
+        """What is there."""
+        return read_beat(self.view)
 
     def close(self) -> None:
         """Let go of it."""
-        self._view.close()
+        self.view.close()
         os.close(self.handle)
 
 
-def page() -> Page | None:
+def page(name: str = "") -> Page | None:
     """A page for one rank; None of a system that has no memory without a name."""
-    return Page() if hasattr(os, "memfd_create") else None
+    return Page(name) if hasattr(os, "memfd_create") else None
+
+
+def read_beat(view: mmap.mmap) -> Beat:
+    """What a page says. A beat that the rank is just writing is read again."""
+    raw = view[: _BEAT.size]
+    for _ in range(_READS):
+        again = view[: _BEAT.size]
+        if again == raw:
+            break
+        raw = again
+    beats, doing, step, index, longest_ns, run, since_ns, line, _, text = _BEAT.unpack(raw)
+    ticks, ticker, pause_ns = _TICK.unpack_from(view, _TICK_AT)
+    (expected_ns,) = _EXPECTED.unpack_from(view, _EXPECTED_AT)
+    process, stacks = _PROCESS.unpack_from(view, _PROCESS_AT)
+    return Beat(
+        beats=beats,
+        doing=Doing(doing),
+        step=step,
+        index=index,
+        longest_s=longest_ns / 1e9,
+        instruction=text.rstrip(b"\0").decode(errors="replace"),
+        ticks=ticks,
+        ticker=ticker,
+        pause_s=pause_ns / 1e9,
+        expected_s=expected_ns / 1e9,
+        run=run,
+        since_ns=since_ns,
+        line=line,
+        process=process,
+        stacks=stacks,
+    )

@@ -15,6 +15,7 @@ from superstep.plan.config import DeviceKind
 from superstep.runtime.device import pick
 from superstep.runtime.launch import TIMEOUT, World
 from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
+from superstep.runtime.stacks import own_heart
 from superstep.runtime.stop import Stop
 from superstep.runtime.trouble import is_echo
 
@@ -56,7 +57,8 @@ def join(
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
                 dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
-                result = worker(World(rank, size, device, stop), value)
+                with own_heart(rank) as heart:
+                    result = worker(World(rank, size, device, stop, heart=heart), value)
         except BaseException as error:
             status = status_of(error)
             if status:

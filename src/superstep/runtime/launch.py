@@ -41,8 +41,9 @@ from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.heart import Beats, Heart, Unwatched, page
 from superstep.runtime.pulse import LOOK_S
-from superstep.runtime.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on
+from superstep.runtime.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on, said_by
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
+from superstep.runtime.stacks import answering, own_heart
 from superstep.runtime.stop import STOPPED, Stop, listening
 from superstep.runtime.trouble import Trouble, trouble_of
 
@@ -108,7 +109,8 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
         device = pick(0, kind)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         try:
-            return worker(World(0, 1, device), *args, **kwargs)
+            with own_heart(0) as heart:
+                return worker(World(0, 1, device, heart=heart), *args, **kwargs)
         finally:
             dist.destroy_process_group()
     return launch_apart(kind, world, worker, *args, **kwargs)
@@ -188,7 +190,7 @@ def _start(
 ) -> RankProcess:
     """The process of a rank: of its party, and the ``nth`` of all."""
     ours, theirs = context.Pipe()
-    heart = page()
+    heart = page(f"{party.name}:{number}")
     place = place_at(store.with_name(f"stderr-{nth}"), None if heart is None else heart.handle)
     process = context.Process(  # type: ignore[attr-defined]
         target=_serve,
@@ -233,6 +235,8 @@ def _collect(ranks: Sequence[RankProcess], stop: Stop) -> Any:  # noqa: ANN401
         first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
         if stop.is_asked and first.order == 1:
             raise SystemExit(STOPPED)
+        if isinstance(first.error, Fault):
+            first.error.said = said_by(ranks, first.error)
         raise first.error
     # A rank that has reported ends by itself: its groups are given back in an order that all keep.
     for rank in ranks:
@@ -257,7 +261,7 @@ def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKi
             )
             if rank == 0:
                 signal.signal(END, _leave)
-            heart = Unwatched() if place.heart is None else Heart(place.heart)
+            heart = Unwatched() if place.heart is None else answering(Heart(place.heart))
             value = worker(World(rank, world, device, folder=store.parent, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher

@@ -13,8 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from superstep.errors import Fault, Lost
+from superstep.observe.doctor.box import write_box
 from superstep.runtime.hang import Hung, Watcher
 from superstep.runtime.heart import Beat, Doing, Page
+from superstep.runtime.looking import last_seen
 from superstep.runtime.pulse import Pulse, is_stopped
 from superstep.runtime.trouble import Trouble
 
@@ -122,6 +124,15 @@ class Attending:
                 rank = processes[hung.process]
                 return rank.named(rank.hang(hung, [processes[other].number for other in hung.others]))
         return None
+
+
+def said_by(ranks: Sequence[RankProcess], fault: Fault) -> str:
+    """What every rank did when one was found to have failed, as text. Of several parties, those of the failed one are
+    meant; which that is only its name in the fault tells.
+    """
+    party = next((rank.party for rank in ranks if rank.party and fault.message.startswith(rank.party)), ranks[0].party)
+    its = [rank for rank in ranks if rank.party == party and rank.page is not None]
+    return write_box(str(fault), [last_seen(rank.page.view, rank.number) for rank in its if rank.page])
 
 
 def end_all(ranks: Sequence[RankProcess]) -> None:

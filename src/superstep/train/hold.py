@@ -80,6 +80,25 @@ def sharing(folder: RunFolder) -> Iterator[None]:
         os.close(handle)
 
 
+def owner(folder: RunFolder) -> int | None:
+    """The process that writes to the directory now, where there is one and it is on this host."""
+    try:
+        told = json.loads(folder.lock.read_text(encoding="utf-8"))
+        process = int(told["pid"])
+        handle = os.open(folder.root, os.O_RDONLY)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return process if told.get("host") == platform.node() else None
+    except OSError:  # a file system without locks: the number alone is known
+        return process if Path(f"/proc/{process}").exists() else None
+    finally:
+        os.close(handle)
+    return None
+
+
 def _lock(handle: int, folder: RunFolder) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

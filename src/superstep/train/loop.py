@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 from superstep.data.stream import Batch
+from superstep.observe.doctor.seen import CHECKPOINT, VALIDATION
 from superstep.observe.events import (
     Evaluated,
     Event,
@@ -20,9 +21,11 @@ from superstep.observe.events import (
     Sink,
     StepDone,
 )
+from superstep.runtime.heart import beside
 from superstep.runtime.snapshots import Flushed
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
+from superstep.train.beside import awaited
 from superstep.train.course import Refused
 from superstep.train.going_back import go_back, tell
 from superstep.train.integrity import ranks_text
@@ -132,7 +135,7 @@ def _stretch(
     size = session.run.config.train.batch_sequences
     cursor = position.samples + size * session.course.left_out_after(position.step)
     with session.batches(cursor, last - position.step) as batches:
-        for batch, data_s in batches:
+        for batch, data_s in awaited(session.heart, batches):
             if seen is not None:
                 seen(batch)
             start_s = time.perf_counter() - data_s
@@ -183,7 +186,8 @@ def routers(session: Session, position: Position) -> RouterSeen:
 def evaluate(session: Session, position: Position) -> Evaluated:
     """The loss on the held-out text."""
     start_s = time.perf_counter()
-    loss = session.validation_loss()
+    with beside(session.heart, VALIDATION):
+        loss = session.validation_loss()
     bits = loss / math.log(2) / session.bytes_per_token
     return Evaluated(step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s)
 
@@ -191,7 +195,8 @@ def evaluate(session: Session, position: Position) -> Evaluated:
 def save(session: Session, position: Position) -> Saved:
     """A checkpoint of where training stands."""
     start_s = time.perf_counter()
-    path, size = session.save(position)
+    with beside(session.heart, CHECKPOINT):
+        path, size = session.save(position)
     return Saved(step=position.step, path=str(path), seconds=time.perf_counter() - start_s, bytes=size)
 
 

@@ -31,6 +31,16 @@ class RunFolder:
         return self.root / "trace.json"
 
     @property
+    def steps(self) -> Path:
+        """When each instruction of the last steps ran on every rank, once it was asked for; for Perfetto."""
+        return self.root / "steps.json"
+
+    @property
+    def fault(self) -> Path:
+        """What every rank did when the run failed last."""
+        return self.root / "fault.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object for each event."""
         return self.root / "metrics.jsonl"

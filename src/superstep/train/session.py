@@ -88,6 +88,7 @@ class Session:
         self.meter = Meter(world.device, rate, world.size)
         self._device = world.device
         self._stop = world.stop
+        self.heart = world.heart
         self._peers = RankPeers(world.rank, world.size)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +44,9 @@ from superstep.state.mirror import fetch_newest, mirrored
 from superstep.state.snapshot import Handles, Memory, common, made
 from superstep.state.verify import newest, verify
 from superstep.train import rundir
+from superstep.train.beside import ToldBeside
 from superstep.train.hold import hold, sharing
+from superstep.train.last_words import leaving_words
 from superstep.train.lesson import Lesson
 from superstep.train.loop import train
 from superstep.train.meter import Rate
@@ -134,15 +136,20 @@ def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> in
 def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
     """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
     world, state = job.run.plan.mesh.world, job.run.config.state
+    with suppress(OSError):  # of a launch before this one
+        job.folder.fault.unlink()
     if state.snapshot_every is None:
-        return launch_on(asked_device(job), world, worker, job)
+        return leaving_words(job.folder, lambda: launch_on(asked_device(job), world, worker, job))
     kind = choose(asked_device(job), world)
     handles, memories = made(world)
     try:
         with Flusher(memories, keep=state.keep) as flusher:
             try:
                 return recovering(
-                    lambda lost: launch_apart(kind, world, worker, replace(job, snapshots=handles, recovered=lost)),
+                    lambda lost: leaving_words(
+                        job.folder,
+                        lambda: launch_apart(kind, world, worker, replace(job, snapshots=handles, recovered=lost)),
+                    ),
                     memories,
                 )
             except Fault as fault:
@@ -286,7 +293,7 @@ def _train(world: World, job: Job) -> bool:
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
-            sink = _sinks(job, stack, peak)
+            sink = ToldBeside(world.heart, _sinks(job, stack, peak))
             manifest = open_corpus(job.corpus).manifest
             started = _started(job, world, session.transport, manifest, machine, position.step)
             world.heart.expect(started.predicted_step_s or 0.0)

@@ -1,0 +1,132 @@
+"""What the recorder costs: steps of ranks that note every instruction in their ring, and steps of the same that do not.
+
+    python -m bench.recorder                two ranks, the demo's model, steps taking turns
+    python -m bench.recorder --pairs 400
+
+Two figures, as a busy machine shows less than a percent badly. The first is the median of steps with the recorder over
+that of steps without, by the same ranks and taking turns. The second is what the calls of a step take by themselves,
+over the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.machine import write_result
+from superstep.model.axes import units
+from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.program.instructions import Instruction
+from superstep.runtime.engine import Engine
+from superstep.runtime.heart import Beats, Heart, Page, Unwatched
+from superstep.runtime.launch import World, barrier, gather, launch_apart
+from superstep.runtime.mesh import build_mesh
+from superstep.train.batches import microbatches, rows
+
+RESULT = Path(__file__).parent / "results" / "recorder.json"
+RANKS = 2
+WARM = 5
+CALLS = 2000
+VOCAB = 4096
+
+
+class Switched(Unwatched):
+    """Beats that are now one's and now another's, at no cost of its own."""
+
+    def turn(self, to: Beats) -> None:
+        """From here on they are these."""
+        self.begin, self.waits, self.works, self.rests = to.begin, to.waits, to.works, to.rests  # type: ignore[method-assign]
+
+
+def run_of() -> Resolved:
+    """The demo's layout: ZeRO 2 over two ranks, whose steps have many short instructions."""
+    return resolve(
+        RunConfig(
+            model=ModelConfig(name="demo", vocab=VOCAB),
+            data=DataConfig(sequence_tokens=128),
+            train=TrainConfig(batch_sequences=16),
+            plan=PlanConfig(dp=RANKS, zero=2, microbatch=4),
+        ),
+        RANKS,
+    )
+
+
+def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
+    page, beats = Page(), Switched()
+    heart = Heart(os.dup(page.handle))
+    engine = Engine(run, units(run.shape), mesh, heart=beats)
+    generator = torch.Generator().manual_seed(1)
+    shape = (run.config.train.batch_sequences, run.config.data.sequence_tokens)
+    tokens = torch.randint(0, VOCAB, shape, generator=generator)
+    mine = rows(run.plan, mesh)
+    parts = microbatches(tokens[mine], tokens[mine], run.plan, mesh)
+    seconds: dict[str, list[float]] = {"off": [], "on": []}
+    for number in range(WARM + pairs):
+        # Which of a pair is first changes, as what comes second may find more in the caches.
+        for name in ("off", "on") if number % 2 else ("on", "off"):
+            beats.turn(heart if name == "on" else Unwatched())
+            barrier()
+            begin_s = time.perf_counter()
+            engine.train_step(parts, valid_tokens=tokens.numel(), lr=1e-4)
+            took_s = max(gather(time.perf_counter() - begin_s))
+            if number >= WARM:
+                seconds[name].append(took_s)
+    instructions = engine.step_program.ranks[mesh.at.pp]
+    call_s = _calls_s(heart, instructions) - _calls_s(Unwatched(), instructions)
+    calls = gather(call_s)
+    heart.stop()
+    mesh.destroy()
+    return {"instructions": len(instructions), "seconds": seconds, "calls_s": max(calls)}
+
+
+def _calls_s(beats: Beats, instructions: Sequence[Instruction]) -> float:
+    """What the calls of one step take, the fastest of many times."""
+    best = float("inf")
+    for _ in range(CALLS):
+        begin_s = time.perf_counter()
+        beats.begin(instructions, step=1)
+        for index in range(len(instructions)):
+            beats.waits(index)
+            beats.works(index)
+        beats.rests()
+        best = min(best, time.perf_counter() - begin_s)
+    return best
+
+
+def main() -> None:
+    """Measure, write, and say it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=200)
+    options = parser.parse_args()
+    found: dict[str, Any] = launch_apart("cpu", RANKS, _rank, run_of(), options.pairs)
+    seconds = found.pop("seconds")
+    off_s, on_s = (median(seconds[name]) for name in ("off", "on"))
+    ratios = sorted(on / off for on, off in zip(seconds["on"], seconds["off"], strict=True))
+    told = {
+        **found,
+        "ranks": RANKS,
+        "pairs": options.pairs,
+        "step_off_s": off_s,
+        "step_on_s": on_s,
+        "on_over_off": on_s / off_s,
+        "quartiles_of_pairs": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "calls_over_step": found["calls_s"] / off_s,
+        "seconds": seconds,
+    }
+    write_result(RESULT, **told)
+    print(f"a step with the recorder over one without: {on_s / off_s:.4f}")
+    print(f"its calls over a step: {told['calls_over_step']:.4%} ({found['instructions']} instructions)")
+
+
+if __name__ == "__main__":
+    main()

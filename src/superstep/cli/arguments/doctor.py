@@ -1,0 +1,35 @@
+"""What superstep doctor is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.options import Parser
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Say what is wrong with a run that trains now, or with one that has failed: which rank hangs, in which instruction "
+    "and why, who waits for whom, where the time goes, who is slower than its peers, whose memory grows, whether the "
+    "disk has room. Exit status 0 where nothing is wrong, 1 where something is. Looking disturbs no rank."
+)
+
+
+def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
+    """The run, and how.
+
+    Raises:
+        ConfigError: no run is named.
+        SystemExit: help was asked for, and has been given.
+    """
+    parser = Parser(
+        prog="superstep doctor", usage="superstep doctor RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
+    parser.add_argument("--stacks", action="store_true", help="print the whole stack of every thread of a live run")
+    options = parser.parse_args(list(argv))
+    if options.run is None:
+        raise ConfigError("name the folder of a run: superstep doctor runs/demo.")
+    return Path(options.run), options

@@ -1,0 +1,37 @@
+"""What superstep trace is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.options import Parser
+from superstep.errors import ConfigError
+
+DESCRIPTION = (
+    "Write down when each instruction of the last steps ran, of a run that trains now or has failed: RUN/steps.json, "
+    "all ranks for Perfetto, and RUN/trace.json, the newest whole step for superstep view. The ranks keep their "
+    "last instructions all the time, and are not disturbed."
+)
+
+
+def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
+    """The run, and how.
+
+    Raises:
+        ConfigError: an option is wrong.
+        SystemExit: help was asked for, and has been given.
+    """
+    parser = Parser(
+        prog="superstep trace", usage="superstep trace RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many of the last steps; 8 by default")
+    parser.add_argument("--out", metavar="FILE", help="write the steps there instead")
+    options = parser.parse_args(list(argv))
+    if options.run is None:
+        raise ConfigError("name the folder of a run: superstep trace runs/demo.")
+    if options.steps < 1:
+        raise ConfigError(f"--steps = {options.steps} must be at least 1.")
+    return Path(options.run), options

@@ -1,0 +1,48 @@
+"""superstep trace: when each instruction of the last steps ran, out of the memory of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.arguments.trace import read
+from superstep.cli.figures import seconds_text
+from superstep.errors import StateError
+from superstep.observe.doctor.seen import RunSeen
+from superstep.observe.steps_trace import newest_step, perfetto_steps, trace_of_step
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.seen_run import left, live, require_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the traces, and say where."""
+    path, options = read(argv)
+    folder = RunFolder(root=path)
+    require_run(folder)
+    run = seen(folder)
+    out = Path(options.out) if options.out else folder.steps
+    write_whole(out, perfetto_steps(run, name=str(folder.root), steps=options.steps))
+    when = "now" if run.is_live else "when it failed"
+    print(f"the last steps of {len(run.ranks)} ranks, as of {when}: {out}, for ui.perfetto.dev or chrome://tracing")
+    if (newest := newest_step(run)) is not None:
+        step, ranks = newest
+        write_whole(folder.trace, trace_of_step(step, ranks))
+        took_s = max(n.end_s for notes in ranks for n in notes) - min(n.ready_s for notes in ranks for n in notes)
+        print(f"step {step}, {seconds_text(took_s)}: {folder.trace}; superstep view {folder.root} draws it")
+    return 0
+
+
+def seen(folder: RunFolder) -> RunSeen:
+    """The run as it is now, or as it was when it failed.
+
+    Raises:
+        StateError: it is neither there nor has it failed.
+    """
+    with live(folder) as run:
+        found = left(folder) if run is None else run.seen()
+    if found is None:
+        raise StateError(
+            f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask while it runs. "
+            "superstep view draws the step before its newest checkpoint."
+        )
+    return found

@@ -1,0 +1,326 @@
+"""The diagnosis: from what is seen of a run to what is wrong with it. A pure function, asked of a live run and of one
+that has failed.
+
+    a rank has stopped, or gone              its process says so
+    nothing goes on for as long as that is   the ranks at the end of the chains of who waits for whom hang, or one has
+    too long for what they do                gone past a sum that others are still in
+    it goes on                               is a rank slower than its peers, does it wait for data, does it swap?
+    whatever it does                         does its memory grow, has its disk room?
+
+A healthy run is said nothing of: each rule has a floor, and what has taken long before may take long again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from superstep.observe.doctor.pace import Slow, Spent, slowest, spent, step_s
+from superstep.observe.doctor.seen import CHECKPOINT, DATA, VALIDATION, RankSeen, RunSeen
+from superstep.observe.doctor.waits import Wait, Waits, first_of
+
+Kind = Literal[
+    "fault", "stopped", "gone", "held", "hook", "hang", "busy", "skipped", "circle", "data", "beside", "slow", "swaps",
+    "memory", "disk",
+]  # fmt: skip
+
+STANDS_S = 1.0
+"""How long a rank has been at one thing before anything is said of that."""
+
+TIMES = 5.0
+"""How many times what it took before a thing may take."""
+
+FIRST_S, FIRST_ASLEEP_S = 60.0, 10.0
+"""How long an instruction may take that has not run before; asleep, and while all others wait."""
+
+BESIDE_S: Mapping[str, float] = {DATA: 2.0, VALIDATION: 60.0, CHECKPOINT: 30.0}
+BESIDE_ELSE_S = 10.0
+"""How long a rank may be beside its programs while others wait for it, where that has not taken as long before."""
+
+UNKNOWN_S = 60.0
+"""How long nothing may go on where no rank is known to be the cause."""
+
+DATA_SHARE = 0.2
+"""The share of the time that may go into waits for batches."""
+
+SWAPPED_BYTES = 16 * 2**20
+SWAPS_PER_S = 20.0
+"""What a rank may have on disk that it does not ask for, and how often it may wait for such a page."""
+
+GROWTH, GROWTH_BYTES = 1.04, 64 * 2**20
+"""From one quarter of its life to the next, and over the last three of them together."""
+
+LEAST_FREE_BYTES = 16 * 2**20
+
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+_HERE = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: of it.
+        rank: which has it; None where that is no one rank.
+        step: in which; 0 where that says nothing.
+        at: the instruction, or what the rank does beside its programs; empty where it is in neither.
+        what: is wrong, in words.
+        evidence: what shows it.
+    """
+
+    kind: Kind
+    what: str
+    rank: int | None = None
+    step: int = 0
+    at: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is wrong, the first cause first, and what it was seen by.
+
+    Attributes:
+        findings: none of a healthy run.
+        waits: who waits for whom.
+        spent: where each rank's time went.
+        stands: whether nothing goes on.
+        step_s: of the last steps, in the median; 0.0 where that is not known.
+    """
+
+    findings: tuple[Finding, ...]
+    waits: tuple[Wait, ...]
+    spent: Mapping[int, Spent]
+    stands: bool
+    step_s: float
+
+
+def diagnose(run: RunSeen) -> Verdict:
+    """What is wrong with a run."""
+    waits, took_s = Waits(run), step_s(run)
+    stands = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
+    pace = spent(run)
+    found = [*_ended(run), *_processes(run)]
+    if stands and run.is_live and not found:
+        found += _standing(run, waits, took_s)
+    if run.is_live and not any(each.kind in ("stopped", "gone") for each in found):
+        found += [*_data(pace, found), *_slow(slowest(run), found)]
+    found += [*_swapping(run), *_growing(run), *_disk(run, found)]
+    return Verdict(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
+
+
+def _ended(run: RunSeen) -> Iterator[Finding]:
+    if not run.fault:
+        return
+    named = re.search(r"\brank (\d+)", run.fault)
+    rank = None if named is None else int(named[1])
+    seen = next((each for each in run.ranks if each.rank == rank), None)
+    kind: Kind = "disk" if any(words in run.fault for words in _NO_ROOM) else "fault"
+    if seen is None:
+        yield Finding(kind=kind, what=run.fault, rank=rank)
+    else:
+        yield Finding(kind=kind, what=run.fault, rank=rank, step=seen.step, at=seen.what)
+
+
+def _processes(run: RunSeen) -> Iterator[Finding]:
+    """Ranks whose process does not run."""
+    if not run.is_live:
+        return
+    for seen in run.ranks:
+        if seen.state in ("T", "t"):
+            by = "a debugger holds it" if seen.state == "t" else "SIGSTOP, or Ctrl-Z"
+            what = f"rank {seen.rank} is stopped in {_where(seen)}: process {seen.process}, {by}"
+            yield _of(seen, "stopped", what, f"kill -CONT {seen.process} lets it go on")
+        elif seen.process and seen.state in ("", "Z"):
+            yield _of(
+                seen, "gone", f"rank {seen.rank} has ended in {_where(seen)}: process {seen.process} is not there"
+            )
+
+
+def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
+    """Why nothing goes on, where that is so for too long."""
+    seen = {rank.rank: rank for rank in run.ranks}
+    held = [rank for rank in run.ranks if rank.is_held and rank.since_s >= _limit_s(rank, took_s)]
+    if held:
+        return [_held(rank) for rank in held]
+    ends = sorted({end for rank in run.ranks for end in first_of(waits, rank.rank)})
+    past = {wait.rank: wait for wait in waits.all if wait.past}
+    skipped = [_skipped(seen, past[rank]) for rank in past if seen[rank].since_s >= max(STANDS_S, 2 * took_s)]
+    if skipped:
+        return skipped[:1]
+    if not ends:
+        return _circle(run, waits)
+    # The one that is farthest behind came to it first: others may sleep in what it has not sent.
+    hangs = [seen[end] for end in ends if end in seen and seen[end].since_s >= _limit_s(seen[end], took_s)]
+    hangs = [rank for rank in hangs if rank.doing != "waits"]
+    if not hangs:
+        return _unknown(run, took_s)
+    first = min(rank.at for rank in hangs)
+    return [_hang(rank, run) for rank in hangs if rank.at == first]
+
+
+def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
+    """Nothing goes on, and no rank hangs as far as is known."""
+    since_s = min(rank.since_s for rank in run.ranks)
+    if since_s < max(UNKNOWN_S, 2 * TIMES * took_s):
+        return []
+    first = min(run.ranks, key=lambda rank: rank.at)
+    what = f"nothing has gone on for {since_s:.0f} s; rank {first.rank} is farthest behind, in {_where(first)}"
+    return [_of(first, "hang", what, *_top(first))]
+
+
+def _limit_s(seen: RankSeen, took_s: float) -> float:
+    """How long a rank may be at what it does."""
+    if seen.doing == "apart":
+        before = [n.end_s - n.ready_s for n in seen.notes if n.index < 0 and n.what == seen.what]
+        floor_s = BESIDE_S.get(seen.what, BESIDE_ELSE_S)
+        return max(STANDS_S if len(before) > 1 else floor_s, TIMES * max(before, default=0.0), 2 * took_s)
+    if seen.longest_s > 0:
+        return max(STANDS_S, TIMES * seen.longest_s)
+    return FIRST_ASLEEP_S if seen.is_asleep else FIRST_S
+
+
+def _held(seen: RankSeen) -> Finding:
+    what = f"rank {seen.rank} hangs in {_where(seen)}: code that is not Python keeps Python's lock"
+    return _of(seen, "held", what, f"none of its other threads has run for {seen.looked_s:.1f} s and more", *_top(seen))
+
+
+def _skipped(seen: Mapping[int, RankSeen], wait: Wait) -> Finding:
+    """One rank is past a sum that another is still in. The odd one of more than two has left it out."""
+    here = seen[wait.rank]
+    others = ", ".join(f"rank {rank}, in {_where(seen[rank])}" for rank in wait.past)
+    who = seen[wait.past[0]]
+    what = (
+        f"rank {who.rank} has left out {wait.what}, or one on its lane before: rank {wait.rank} is still in it, and "
+        f"{others} is past it"
+    )
+    said = f"rank {here.rank} has waited for {here.since_s:.1f} s for what all ranks say they have started"
+    return Finding(kind="skipped", what=what, rank=who.rank, step=here.step, at=wait.what, evidence=(said,))
+
+
+def _circle(run: RunSeen, waits: Waits) -> list[Finding]:
+    """All wait for each other."""
+    if any(rank.since_s < STANDS_S for rank in run.ranks) or not waits.all:
+        return []
+    said = tuple(f"rank {wait.rank} waits for {wait.what} from {_ranks(wait.missing)}" for wait in waits.all)
+    first = run.ranks[0]
+    return [Finding(kind="circle", what="the ranks wait for each other in a circle", step=first.step, evidence=said)]
+
+
+def _hang(seen: RankSeen, run: RunSeen) -> Finding:
+    others = [rank.rank for rank in run.ranks if rank.rank != seen.rank]
+    waiting = f"{_ranks(others)} cannot go on without it" if others else "nothing goes on"
+    if seen.doing == "apart":
+        kind: Kind = "data" if seen.what == DATA else "beside"
+        doing = {DATA: "waits for its batch", "": "is between its programs"}.get(seen.what, f"is in its {seen.what}")
+        what = f"rank {seen.rank} {doing}, for {seen.since_s:.1f} s now"
+        return _of(seen, kind, what, waiting, *_top(seen))
+    sleeps = seen.is_asleep or seen.looked_s == 0.0
+    how = (
+        "asleep, while Python runs"
+        if sleeps
+        else f"computing: {seen.cpu_s:.1f} s of a processor in {seen.looked_s:.1f}"
+    )
+    took = f"; {seen.longest_s:.2g} s at most before" if seen.longest_s else ""
+    if (call := _users_call(seen)) is not None:
+        what = f"rank {seen.rank} hangs in {_where(seen)}, in a call of yours: {call}"
+        return _of(seen, "hook", what, f"{how}{took}", waiting, *_top(seen))
+    what = f"rank {seen.rank} hangs in {_where(seen)}, {how}{took}"
+    return _of(seen, "hang" if sleeps else "busy", what, waiting, *_top(seen))
+
+
+def _users_call(seen: RankSeen) -> str | None:
+    """The innermost call in code that is neither ours, torch's nor Python's own, within what we called."""
+    for call in seen.stacks[0] if seen.stacks else ():
+        if call.startswith(_HERE):
+            return None
+        if not re.match(r"<|.*/(site-packages|dist-packages|lib/python3[.\d]*)/", call):
+            return call
+    return None
+
+
+def _data(pace: Mapping[int, Spent], found: list[Finding]) -> Iterator[Finding]:
+    """Ranks that wait for batches for too much of their time."""
+    if any(each.kind == "data" for each in found):
+        return
+    slow = {rank: each for rank, each in pace.items() if each.share(DATA) >= DATA_SHARE}
+    for rank, each in sorted(slow.items(), key=lambda one: -one[1].share(DATA)):
+        what = f"rank {rank} waits for batches {each.share(DATA):.0%} of its time"
+        said = f"{1e3 * each.beside_s[DATA] / each.steps:.0f} ms of each of the last {each.steps} steps"
+        others = [other for other in pace if other not in slow]
+        faster = (f"{_ranks(others)} {'has' if len(others) == 1 else 'have'} theirs in time",) if others else ()
+        yield Finding(kind="data", what=what, rank=rank, at=DATA, evidence=(said, *faster))
+
+
+def _slow(slow: list[Slow], found: list[Finding]) -> Iterator[Finding]:
+    """Ranks that take longer than their peers; not where something worse is known of them."""
+    known = {each.rank for each in found if each.kind != "data"}
+    for each in slow:
+        if each.rank not in known:
+            what = f"rank {each.rank} is slow: {each.times:.1f}x what its peers take to compute the same"
+            said = (
+                f"its {each.what} takes {1e3 * each.own_s:.3g} ms, theirs {1e3 * each.peers_s:.3g} "
+                f"({each.own_s / max(each.peers_s, 1e-9):.1f}x), the faster quarter of {each.steps} steps"
+            )
+            yield Finding(kind="slow", what=what, rank=each.rank, at=each.what, evidence=(said,))
+
+
+def _swapping(run: RunSeen) -> Iterator[Finding]:
+    for seen in run.ranks:
+        if seen.swapped_bytes >= SWAPPED_BYTES and seen.faults_per_s >= SWAPS_PER_S:
+            what = f"rank {seen.rank} swaps: {_mib(seen.swapped_bytes)} of it are on disk"
+            yield _of(seen, "swaps", what, f"it waited for {seen.faults_per_s:.0f} pages a second, in {_where(seen)}")
+
+
+def _growing(run: RunSeen) -> Iterator[Finding]:
+    for seen in run.ranks:
+        sizes = [size for _, size in seen.memory]
+        quarter = len(sizes) // 4
+        if quarter < 3:
+            continue
+        means = [sum(sizes[n * quarter : (n + 1) * quarter]) / quarter for n in range(4)]
+        # The first quarter has the start in it.
+        if means[3] - means[1] < GROWTH_BYTES or any(b < GROWTH * a for a, b in pairwise(means[1:])):
+            continue
+        over_s = seen.memory[-1][0] - seen.memory[quarter][0]
+        rate = 60 * (sizes[-1] - sizes[quarter]) / max(over_s, 1.0)
+        what = f"rank {seen.rank} grows: {_mib(int(rate))} a minute, {_mib(sizes[-1])} now"
+        yield Finding(
+            kind="memory", what=what, rank=seen.rank, evidence=(f"for {over_s / 60:.1f} minutes, without an end",)
+        )
+
+
+def _disk(run: RunSeen, found: list[Finding]) -> Iterator[Finding]:
+    free, needed = run.disk.free_bytes, run.disk.needed_bytes
+    if free is None or free >= max(needed, LEAST_FREE_BYTES) or any(each.kind == "disk" for each in found):
+        return
+    asked = f"; its next checkpoint takes {_mib(needed)}" if needed else ""
+    yield Finding(kind="disk", what=f"the run's disk has {_mib(free)} left{asked}", at=CHECKPOINT)
+
+
+def _of(seen: RankSeen, kind: Kind, what: str, *evidence: str) -> Finding:
+    return Finding(kind=kind, what=what, rank=seen.rank, step=seen.step, at=seen.what, evidence=evidence)
+
+
+def _top(seen: RankSeen) -> tuple[str, ...]:
+    """Where its main thread is."""
+    return (f"it is at {seen.stacks[0][0]}",) if seen.stacks and seen.stacks[0] else ()
+
+
+def _where(seen: RankSeen) -> str:
+    if seen.doing == "apart":
+        return seen.what or "no program"
+    return f"{seen.what} of step {seen.step}"
+
+
+def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,178 @@
+"""Looking at ranks from outside: what each has said in its page, and what the system says of its process.
+
+A page has no file, but the process that keeps it open has: so who may see that process may read it, and nobody is asked
+for anything. That works as well while the launcher stands still.
+
+    /proc/LAUNCHER/fd/7 -> /memfd:superstep-heart:PARTY:RANK
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from superstep.observe.doctor.seen import Doing as Does
+from superstep.observe.doctor.seen import RankSeen
+from superstep.program.instructions import Instruction
+from superstep.program.text import read_instruction
+from superstep.runtime.hang import WAKES_PER_S, Thread, thread
+from superstep.runtime.heart import NAME, Beat, Doing, read_beat
+from superstep.runtime.resident import sizes_in
+from superstep.runtime.ring import BYTES, Words, notes_in
+
+HELD_S = 0.75
+"""How long a ticker must have been woken in vain."""
+
+_DOES: Mapping[Doing, Does] = {Doing.OTHER: "apart", Doing.WAITS: "waits", Doing.WORKS: "works"}
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """A process as the system sees it.
+
+    Attributes:
+        state: of its main thread; empty where it has gone.
+        resident_bytes: in memory.
+        swapped_bytes: on disk instead.
+        major_faults: how often it waited for the disk because of a page.
+    """
+
+    state: str = ""
+    resident_bytes: int = 0
+    swapped_bytes: int = 0
+    major_faults: int = 0
+
+
+def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
+    """Of a process."""
+    try:
+        lines = (proc / str(process) / "status").read_text(encoding="utf-8").splitlines()
+        stat = (proc / str(process) / "stat").read_bytes()
+    except OSError:
+        return Vitals()
+    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    kib = {name: int(told.get(name, "0").split()[0]) for name in ("VmRSS", "VmSwap")}
+    numbers = stat[stat.rfind(b")") + 2 :].split()  # behind the name, which may hold anything
+    return Vitals(numbers[0].decode(), 1024 * kib["VmRSS"], 1024 * kib["VmSwap"], int(numbers[9]))
+
+
+def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
+    """The pages that a process keeps open, by rank, to be read; empty where there is none, or it may not be seen.
+
+    Args:
+        process: the launcher of the ranks, or a rank that nobody has launched.
+        party: of several worlds that it has launched, that of this name; None means the first.
+    """
+    found: dict[str, dict[int, mmap.mmap]] = {}
+    with suppress(OSError):
+        for place in sorted(Path(f"/proc/{process}/fd").iterdir(), key=lambda path: int(path.name)):
+            with suppress(OSError, ValueError):
+                named = re.fullmatch(rf"/memfd:{NAME}(.*):(\d+) \(deleted\)", os.readlink(place))
+                if named is not None:
+                    with place.open("rb") as file:
+                        view = mmap.mmap(file.fileno(), BYTES, access=mmap.ACCESS_READ)
+                    found.setdefault(named[1], {})[int(named[2])] = view
+    return found.get(next(iter(found), "") if party is None else party, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """A rank when it was first looked at."""
+
+    at_s: float
+    beat: Beat
+    vitals: Vitals
+    main: Thread | None
+    ticker: Thread | None
+
+
+class Looker:
+    """Looks at ranks again and again; what it says is since the first time.
+
+    Args:
+        views: the page of each.
+        clock: seconds, of the clock of the ranks' beats.
+        threads: what the system says of a thread.
+        system: what it says of a process.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[int, mmap.mmap],
+        clock: Callable[[], float] = time.monotonic,
+        threads: Callable[[int, int], Thread | None] = thread,
+        system: Callable[[int], Vitals] = vitals,
+    ) -> None:
+        self._views, self._clock, self._threads, self._system = views, clock, threads, system
+        self._first: dict[int, _First] = {}
+
+    def look(self) -> tuple[RankSeen, ...]:
+        """Every rank now, without its notes."""
+        return tuple(self._seen(rank, view) for rank, view in sorted(self._views.items()))
+
+    def stacks(self) -> dict[int, int]:
+        """The process of each rank, and the descriptor that its stacks go to."""
+        beats = (read_beat(view) for view in self._views.values())
+        return {beat.process: beat.stacks for beat in beats if beat.process}
+
+    def _seen(self, rank: int, view: mmap.mmap) -> RankSeen:
+        now_s, beat = self._clock(), read_beat(view)
+        found = self._system(beat.process) if beat.process else Vitals()
+        main = self._threads(beat.process, beat.process) if beat.process else None
+        ticker = self._threads(beat.process, beat.ticker) if beat.ticker else None
+        first = self._first.setdefault(rank, _First(now_s, beat, found, main, ticker))
+        looked_s = now_s - first.at_s
+        slept = main is not None and first.main is not None and main.switches == first.main.switches
+        cpu_s = main.cpu_s - first.main.cpu_s if main is not None and first.main is not None else 0.0
+        woken = 0 if ticker is None or first.ticker is None else ticker.switches - first.ticker.switches
+        is_held = looked_s >= HELD_S and beat.ticks == first.beat.ticks and woken >= WAKES_PER_S * looked_s
+        faults = found.major_faults - first.vitals.major_faults
+        return RankSeen(
+            rank=rank,
+            process=beat.process,
+            state=found.state,
+            doing=_DOES[beat.doing],
+            what=beat.instruction,
+            run=beat.run,
+            step=beat.step,
+            index=beat.index,
+            since_s=max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0,
+            longest_s=beat.longest_s,
+            has_moved=beat.beats != first.beat.beats,
+            looked_s=looked_s,
+            is_held=is_held,
+            is_asleep=slept and main is not None and main.state in "SD",
+            cpu_s=cpu_s,
+            memory=sizes_in(view),
+            resident_bytes=found.resident_bytes,
+            swapped_bytes=found.swapped_bytes,
+            faults_per_s=faults / looked_s if looked_s > 0 else 0.0,
+        )
+
+
+def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
+    """The rank with what it did last, and the list that it follows."""
+    words, beat = Words(view), read_beat(view)
+    return replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
+
+
+def last_seen(view: mmap.mmap, rank: int) -> RankSeen:
+    """A rank of a run that has failed. What raised an error is apart by now: where it was in its program counts."""
+    found = with_notes(Looker({rank: view}).look()[0], view)
+    last = next((note for note in reversed(found.notes) if note.index >= 0), None)
+    if found.doing != "apart" or last is None or last.is_done:
+        return found
+    doing: Does = "works" if last.start_s else "waits"
+    return replace(found, doing=doing, what=last.what, run=last.run, step=last.step, index=last.index)
+
+
+@lru_cache(maxsize=8)
+def _list(texts: tuple[str, ...]) -> tuple[Instruction, ...]:
+    return tuple(read_instruction(text) for text in texts if text)

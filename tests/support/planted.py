@@ -1,0 +1,134 @@
+"""Ranks that train until they are told to leave, in which faults can be planted: each by the name in a file.
+
+now      what is planted at present; every rank looks before each step
+begun    which fault a rank is in, and since when
+free     whoever is kept may go on
+"""
+
+import ctypes
+import itertools
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import small
+from superstep.model.axes import units
+from superstep.plan.toml import write_config
+from superstep.program.instructions import Reduce
+from superstep.program.text import write_program
+from superstep.runtime.collectives import DONE
+from superstep.runtime.device import Device
+from superstep.runtime.engine import Engine
+from superstep.runtime.heart import Heart, Page
+from superstep.runtime.launch import gather
+from superstep.runtime.mesh import build_mesh
+from superstep.runtime.stacks import answering
+from superstep.train.batches import microbatches, rows
+from superstep.train.beside import awaited
+from superstep.train.run_folder import RunFolder
+
+RANK = 1
+"""Who is hurt."""
+
+UNIT, HELD_UNIT = 2, 1
+"""Where. What has taken long before may take long again: so of two that are kept each is elsewhere."""
+
+LEFT_OUT = 0
+"""The sum of a step that this rank leaves out: the last one, before which the two are not out of step."""
+
+SLOW_S, DATA_S, HELD_S = 0.06, 0.05, 6.0
+
+
+class Planted:
+    """Faults of one rank.
+
+    Args:
+        place: the folder of the files.
+        rank: whose.
+        executor: of its engine, parts of which are stood in for.
+    """
+
+    def __init__(self, place, rank, executor):
+        self._place, self._is_hurt = place, rank == RANK
+        self.now, self._done = "", set()
+        self._compute, self._issue, self._flight = executor._compute, executor._issue, lambda: executor._flight
+        executor._compute, executor._issue = self.compute, self.issue
+
+    def compute(self, unit, m, x, **how):
+        """What a hook of the user's on this unit would do."""
+        if self._is_hurt and (unit, m) == (UNIT, 0):
+            if self.now == "slow":
+                time.sleep(SLOW_S)
+            elif self._begins("hook"):
+                self.wait_for_nobody()
+        if self._is_hurt and unit == HELD_UNIT and self._begins("held"):
+            ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
+        return self._compute(unit, m, x, **how)
+
+    def issue(self, instruction):
+        """A sum that this rank does not take part in."""
+        if self._is_hurt and instruction == Reduce(LEFT_OUT) and self._begins("skipped"):
+            self._flight().reducing[LEFT_OUT] = DONE
+        else:
+            self._issue(instruction)
+
+    def batches(self, batch):
+        """Without an end; slow to come, where that is planted."""
+        for _ in itertools.count():
+            if self._is_hurt and self.now == "data":
+                time.sleep(DATA_S)
+            yield batch
+
+    def wait_for_nobody(self):
+        """As a lock does that is taken twice; another thread lets go of it when the test is done."""
+        lock = threading.Lock()
+        lock.acquire()
+
+        def free():
+            while not (self._place / "free").exists():
+                time.sleep(0.02)
+            lock.release()
+
+        threading.Thread(target=free, daemon=True).start()
+        lock.acquire()
+
+    def _begins(self, name):
+        if self.now != name or name in self._done:
+            return False
+        self._done.add(name)
+        (self._place / "begun").write_text(f"{name} {time.monotonic()}")
+        return True
+
+
+def train(rank, world, run, place):
+    """What each rank of the pool does."""
+    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
+    page = Page(f":{rank}")
+    heart = answering(Heart(os.dup(page.handle)))
+    engine = Engine(run, units(run.shape), mesh, heart=heart)
+    folder = RunFolder(root=Path(place))
+    planted = Planted(folder.root, rank, engine._executor)
+    if rank == 0:
+        folder.config.write_text(write_config(run.config))
+        folder.program.write_text(write_program(engine.step_program))
+    batch = small_batch(run)
+    mine = rows(run.plan, mesh)
+    parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
+    (folder.root / f"rank-{rank}").write_text(str(os.getpid()))
+    threading.Thread(target=_leave, args=(folder.root,), daemon=True).start()
+    for each in awaited(heart, planted.batches(parts)):
+        planted.now = gather((folder.root / "now").read_text() if rank == 0 else "")[0]
+        engine.train_step(each, valid_tokens=batch.valid_tokens, lr=1e-3)
+
+
+def _leave(place):
+    while not (place / "leave").exists():
+        time.sleep(0.05)
+    os._exit(3)
+
+
+def small_batch(run):
+    """One batch of the run's shape."""
+    return small.batches(steps=1, sequences=run.config.train.batch_sequences)[0]
