@@ -215,6 +215,7 @@ def test_a_slow_rank_is_named_with_the_instruction_that_costs_most():
     assert (found.kind, found.rank, found.at) == ("slow", 1, describe(world.lists[1][6]))
     assert "4.2 ms, theirs 1 (4.2x)" in found.evidence[0]
     assert diagnose(paced(world, {0: 1e-3, 1: 5e-3}, steps=4)).findings == (), "too few steps to say"
+    assert diagnose(changed(run, 1, starved=0.3)).findings == (), "other work of the machine has its processor"
 
 
 def test_waits_for_batches_are_told_from_slow_computing():

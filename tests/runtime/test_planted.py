@@ -14,6 +14,7 @@ import planted
 import small
 from pool import RankError
 from superstep.cli.doctor.verb import look
+from superstep.observe.doctor.pace import WINDOW_S
 from superstep.plan.resolve import resolve
 from superstep.runtime.looking import Looker, Vitals, views_of, vitals
 from superstep.train.run_folder import RunFolder
@@ -149,15 +150,16 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         (one,) = look(live(system=swapping))[1].findings
         assert (one.kind, one.rank) == ("swaps", planted.RANK)
 
-        # A slow loader, and a slow rank: what is seen of them is their last steps.
+        # A slow loader, and a slow rank: what is seen of them is their last steps, all of the last seconds.
         for kind, at in (("data", "data"), ("slow", forward)):
             patient.plant(kind)
-            go_on(40)
-            begun_s = time.monotonic()
-            one = found(begun_s)
+            time.sleep(WINDOW_S)
+            go_on(2)
+            one = found(time.monotonic())
             assert (one.kind, one.rank, one.at) == (kind, planted.RANK, at)
             patient.heal()
-            go_on(40)
+        time.sleep(WINDOW_S)
+        go_on(40)
         assert look(live())[1].findings == (), "and of one that has been healed nothing either"
 
         # A sum that one rank does not take part in: after it the two are out of step for good.

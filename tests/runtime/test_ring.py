@@ -22,7 +22,7 @@ from superstep.runtime.mesh import build_mesh
 from superstep.runtime.recorder import HostRecorder
 from superstep.runtime.resident import Resident, sizes_in
 from superstep.runtime.ring import NOTES, Words, notes_in
-from superstep.runtime.stacks import threads_of
+from superstep.runtime.stacks import ask_spy, threads_of
 from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -154,7 +154,10 @@ def test_the_systems_word_of_a_process(tmp_path):
     place.mkdir()
     (place / "status").write_text("Name:\tx\nVmRSS:\t  2048 kB\nVmSwap:\t 1024 kB\n")
     (place / "stat").write_bytes(b"7 (a (b) c) D 1 1 1 1 1 1 1 1 42 0")
+    assert vitals(7, tmp_path).queued_ns == 0
+    (place / "schedstat").write_text("900 100 5\n")
     found = vitals(7, tmp_path)
+    assert (found.ran_ns, found.queued_ns) == (900, 100)
     assert (found.state, found.resident_bytes, found.swapped_bytes, found.major_faults) == ("D", 2**21, 2**20, 42)
 
 
@@ -168,6 +171,32 @@ def test_stacks_are_read_the_main_thread_first():
     main, ticker = threads_of(said)
     assert main == ("/a/hook.py:7 in hook", "/a/run.py:9 in <module>")
     assert ticker == ("/a/ticker.py:3 in wait",)
+
+
+SPY = """#!/bin/sh
+test "$*" = "dump --nonblocking --pid 42" || exit 1
+cat <<END
+Process 42: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 42 (idle): "MainThread"
+    wait (threading.py:320)
+    <module> (/a/run.py:9)
+Thread 43 (idle): "ticker"
+    tick (/a/ticker.py:3)
+END
+"""
+
+
+def test_py_spy_is_understood(tmp_path):
+    spy = tmp_path / "py-spy"
+    spy.write_text(SPY)
+    spy.chmod(0o755)
+    main, ticker = threads_of(ask_spy(str(spy), 42))
+    assert main == ("threading.py:320 in wait", "/a/run.py:9 in <module>")
+    assert ticker == ("/a/ticker.py:3 in tick",)
+    assert ask_spy(str(spy), 41) == ""
+    assert ask_spy(str(tmp_path / "none"), 42) == ""
 
 
 def ran(rank, world):

@@ -38,7 +38,7 @@ UNIT, HELD_UNIT = 2, 1
 LEFT_OUT = 0
 """The sum of a step that this rank leaves out: the last one, before which the two are not out of step."""
 
-SLOW_S, DATA_S, HELD_S = 0.06, 0.05, 6.0
+SLOW_S, DATA_S, HELD_S = 0.1, 0.05, 6.0
 
 
 class Planted:

@@ -11,6 +11,7 @@ import hurting
 import runs
 from superstep.cli.main import main
 from superstep.cli.train import hurt_rank, job
+from superstep.observe.doctor.box import read_box
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 from superstep.state.verify import verify
@@ -57,6 +58,13 @@ def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path
         assert line["step"] >= step - 1, "at most one step is lost"
         assert line["path"] == ""
     assert any("instruction" in line["lost"] for line in lost)
+    box = read_box(tmp_path / "hurt" / "fault.json")
+    assert box.fault == lost[-1]["lost"].partition(" superstep doctor ")[0], "of the last one it is still known"
+    assert "superstep doctor hurt says what every rank did (hurt/fault.json)" in lost[-1]["lost"]
+    hung = next(rank for rank in box.ranks if rank.rank == 1)
+    assert {rank.rank for rank in box.ranks} == {0, 1}
+    assert all(rank.notes and rank.follows for rank in box.ranks)
+    assert f"step {hung.step}" in box.fault
     assert set(multiprocessing.active_children()) <= before
     for name in ("whole", "hurt"):
         places = checkpoints(tmp_path / name / "checkpoints")

@@ -42,12 +42,16 @@ class Vitals:
         resident_bytes: in memory.
         swapped_bytes: on disk instead.
         major_faults: how often it waited for the disk because of a page.
+        ran_ns: its main thread, on a processor.
+        queued_ns: and waiting for one.
     """
 
     state: str = ""
     resident_bytes: int = 0
     swapped_bytes: int = 0
     major_faults: int = 0
+    ran_ns: int = 0
+    queued_ns: int = 0
 
 
 def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
@@ -60,7 +64,11 @@ def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
     told = dict(line.split(":", 1) for line in lines if ":" in line)
     kib = {name: int(told.get(name, "0").split()[0]) for name in ("VmRSS", "VmSwap")}
     numbers = stat[stat.rfind(b")") + 2 :].split()  # behind the name, which may hold anything
-    return Vitals(numbers[0].decode(), 1024 * kib["VmRSS"], 1024 * kib["VmSwap"], int(numbers[9]))
+    ran_ns = queued_ns = 0
+    with suppress(OSError, ValueError):  # not every system counts that
+        ran_ns, queued_ns, _ = map(int, (proc / str(process) / "schedstat").read_text(encoding="ascii").split())
+    sizes = 1024 * kib["VmRSS"], 1024 * kib["VmSwap"]
+    return Vitals(numbers[0].decode(), *sizes, int(numbers[9]), ran_ns, queued_ns)
 
 
 def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
@@ -133,6 +141,7 @@ class Looker:
         cpu_s = main.cpu_s - first.main.cpu_s if main is not None and first.main is not None else 0.0
         woken = 0 if ticker is None or first.ticker is None else ticker.switches - first.ticker.switches
         is_held = looked_s >= HELD_S and beat.ticks == first.beat.ticks and woken >= WAKES_PER_S * looked_s
+        ran_ns, queued_ns = found.ran_ns - first.vitals.ran_ns, found.queued_ns - first.vitals.queued_ns
         faults = found.major_faults - first.vitals.major_faults
         return RankSeen(
             rank=rank,
@@ -150,6 +159,7 @@ class Looker:
             is_held=is_held,
             is_asleep=slept and main is not None and main.state in "SD",
             cpu_s=cpu_s,
+            starved=queued_ns / (ran_ns + queued_ns) if queued_ns > 0 and ran_ns >= 0 else 0.0,
             memory=sizes_in(view),
             resident_bytes=found.resident_bytes,
             swapped_bytes=found.swapped_bytes,

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,10 @@ PATIENCE_S = 0.5
 POLL_S = 0.01
 MOST_BYTES = 2**20
 
+SPY_S = 2.0
+"""How long py-spy may take."""
+
+_SPIED = re.compile(r"^    (\S+) \((.+):(\d+)\)$", re.MULTILINE)
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*:")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -83,6 +88,25 @@ def ask(ranks: Mapping[int, int], proc: Path = Path("/proc")) -> dict[int, str]:
                 asked.remove(process)
             said[process] = now
     return said
+
+
+def ask_spy(spy: str, process: int) -> str:
+    """What py-spy says of the stacks of a process that does not answer, because it is stopped, say; empty where it may
+    not look. It is given the form that ``faulthandler`` has.
+
+    Args:
+        spy: the path of the command.
+        process: to be looked at, without being stopped.
+    """
+    command = [spy, "dump", "--nonblocking", "--pid", str(process)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    threads = re.split(r"^Thread .*$", done.stdout, flags=re.MULTILINE)[1:]
+    calls = [[f'  File "{f[2]}", line {f[3]} in {f[1]}' for f in _SPIED.finditer(each)] for each in threads]
+    # Its main thread comes first, and the one of faulthandler last.
+    return "\n".join("\n".join(["Thread 0x0 (most recent call first):", *each]) for each in reversed(calls))
 
 
 def threads_of(text: str) -> tuple[tuple[str, ...], ...]:

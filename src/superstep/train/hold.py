@@ -99,6 +99,16 @@ def owner(folder: RunFolder) -> int | None:
     return None
 
 
+def sharers(folder: RunFolder) -> list[int]:
+    """The processes of this host that are in a run's ``sharing``, as far as they may be seen."""
+    lock, found = str(folder.lock.resolve()), []
+    for place in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            if any(os.readlink(handle) == lock for handle in place.iterdir()):
+                found.append(int(place.parent.name))
+    return sorted(found)
+
+
 def _lock(handle: int, folder: RunFolder) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,9 +19,12 @@ from superstep.plan.toml import read_config
 from superstep.program.instructions import Program
 from superstep.program.text import read_program
 from superstep.runtime.looking import Looker, views_of, with_notes
-from superstep.runtime.stacks import ask, threads_of
-from superstep.train.hold import owner
+from superstep.runtime.stacks import ask, ask_spy, threads_of
+from superstep.train.hold import owner, sharers
 from superstep.train.run_folder import RunFolder
+
+STOPPED = ("T", "t", "")
+"""States of a process that answers no question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,16 @@ class Live:
         return _run(self.folder, tuple(ranks))
 
     def asked(self, run: RunSeen) -> RunSeen:
-        """What was seen, with the stacks of the ranks as they are now. Who sleeps within a call of the system may be woken
-        by the question, so that all else is to be seen before.
+        """What was seen, with the stacks of the ranks as they are now. All else is to be seen before: the question may
+        wake who sleeps within a call of the system.
         """
-        said = {process: threads_of(text) for process, text in ask(self.looker.stacks()).items()}
-        return replace(run, ranks=tuple(replace(rank, stacks=said.get(rank.process, ())) for rank in run.ranks))
+        places = self.looker.stacks()
+        said = ask({rank.process: places.get(rank.process, 0) for rank in run.ranks if rank.state not in STOPPED})
+        spy = shutil.which("py-spy")
+        for rank in run.ranks:
+            if spy is not None and rank.state and not said.get(rank.process):
+                said[rank.process] = ask_spy(spy, rank.process)
+        return replace(run, ranks=tuple(replace(r, stacks=threads_of(said.get(r.process, ""))) for r in run.ranks))
 
 
 @contextmanager
@@ -56,6 +64,8 @@ def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = 
     """The run, while it trains; None where it does not, or not on this host."""
     process = owner(folder)
     views = {} if process is None or not folder.program.is_file() else views_of(process)
+    if len(views) == 1:  # ranks that nobody has launched, torchrun's say, have a page each
+        views = {rank: view for each in sharers(folder) for rank, view in views_of(each).items()} or views
     try:
         yield Live(folder, views, make(views)) if views else None
     finally:

@@ -14,6 +14,9 @@ from superstep.observe.doctor.waits import Wait
 CALLS = 3
 """How many calls of a stack are shown, from the innermost on."""
 
+STARVED = 0.1
+"""From when on it is said that a rank waits for a processor."""
+
 BESIDE = (DATA, VALIDATION, CHECKPOINT, REPORT)
 
 
@@ -112,7 +115,8 @@ def _processes(run: RunSeen) -> Iterator[str]:
         return
     for rank in run.ranks:
         swapped = f", {bytes_text(rank.swapped_bytes)} swapped" if rank.swapped_bytes else ""
-        yield f"rank {rank.rank}: process {rank.process}, {bytes_text(rank.resident_bytes)} in memory{swapped}"
+        starved = f", waits for a processor {rank.starved:.0%} of the time" if rank.starved >= STARVED else ""
+        yield f"rank {rank.rank}: process {rank.process}, {bytes_text(rank.resident_bytes)} in memory{swapped}{starved}"
     if run.disk.free_bytes is not None:
         yield f"disk: {bytes_text(run.disk.free_bytes)} free"
 

@@ -56,6 +56,7 @@ GROWTH, GROWTH_BYTES = 1.04, 64 * 2**20
 
 LEAST_FREE_BYTES = 16 * 2**20
 
+_NAMED = ("rank", "step")
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 _HERE = str(Path(__file__).parents[2])
 
@@ -108,8 +109,10 @@ def diagnose(run: RunSeen) -> Verdict:
     found = [*_ended(run), *_processes(run)]
     if stands and run.is_live and not found:
         found += _standing(run, waits, took_s)
-    if run.is_live and not any(each.kind in ("stopped", "gone") for each in found):
-        found += [*_data(pace, found), *_slow(slowest(run), found)]
+    if run.is_live and not found:
+        found += _data(pace)
+        # Whether a rank lacks a processor is seen of ranks that run alone.
+        found += [] if stands else _slow(slowest(run), {each.rank for each in found})
     found += [*_swapping(run), *_growing(run), *_disk(run, found)]
     return Verdict(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
 
@@ -117,14 +120,13 @@ def diagnose(run: RunSeen) -> Verdict:
 def _ended(run: RunSeen) -> Iterator[Finding]:
     if not run.fault:
         return
-    named = re.search(r"\brank (\d+)", run.fault)
-    rank = None if named is None else int(named[1])
+    rank, step = (None if at is None else int(at[1]) for at in (re.search(rf"\b{w} (\d+)", run.fault) for w in _NAMED))
+    rank = run.ranks[0].rank if rank is None and len(run.ranks) == 1 else rank
     seen = next((each for each in run.ranks if each.rank == rank), None)
     kind: Kind = "disk" if any(words in run.fault for words in _NO_ROOM) else "fault"
-    if seen is None:
-        yield Finding(kind=kind, what=run.fault, rank=rank)
-    else:
-        yield Finding(kind=kind, what=run.fault, rank=rank, step=seen.step, at=seen.what)
+    at = "" if seen is None else seen.what
+    step = step if step is not None or seen is None else seen.step
+    yield Finding(kind=kind, what=run.fault, rank=rank, step=step or 0, at=at)
 
 
 def _processes(run: RunSeen) -> Iterator[Finding]:
@@ -244,10 +246,8 @@ def _users_call(seen: RankSeen) -> str | None:
     return None
 
 
-def _data(pace: Mapping[int, Spent], found: list[Finding]) -> Iterator[Finding]:
+def _data(pace: Mapping[int, Spent]) -> Iterator[Finding]:
     """Ranks that wait for batches for too much of their time."""
-    if any(each.kind == "data" for each in found):
-        return
     slow = {rank: each for rank, each in pace.items() if each.share(DATA) >= DATA_SHARE}
     for rank, each in sorted(slow.items(), key=lambda one: -one[1].share(DATA)):
         what = f"rank {rank} waits for batches {each.share(DATA):.0%} of its time"
@@ -257,15 +257,14 @@ def _data(pace: Mapping[int, Spent], found: list[Finding]) -> Iterator[Finding]:
         yield Finding(kind="data", what=what, rank=rank, at=DATA, evidence=(said, *faster))
 
 
-def _slow(slow: list[Slow], found: list[Finding]) -> Iterator[Finding]:
-    """Ranks that take longer than their peers; not where something worse is known of them."""
-    known = {each.rank for each in found if each.kind != "data"}
+def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
+    """Ranks that take longer than their peers. Who comes late from its batch computes with cold caches, too."""
     for each in slow:
         if each.rank not in known:
             what = f"rank {each.rank} is slow: {each.times:.1f}x what its peers take to compute the same"
             said = (
                 f"its {each.what} takes {1e3 * each.own_s:.3g} ms, theirs {1e3 * each.peers_s:.3g} "
-                f"({each.own_s / max(each.peers_s, 1e-9):.1f}x), the faster quarter of {each.steps} steps"
+                f"({each.own_s / max(each.peers_s, 1e-9):.1f}x), the fastest tenth of {each.steps} steps"
             )
             yield Finding(kind="slow", what=what, rank=each.rank, at=each.what, evidence=(said,))
 

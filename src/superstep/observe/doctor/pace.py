@@ -13,15 +13,16 @@ from statistics import median
 
 from superstep.observe.doctor.seen import Note, RankSeen, RunSeen
 
-STEPS = 30
-"""How many steps are looked at, at most."""
+STEPS, WINDOW_S = 30, 4.0
+"""How many steps are looked at, and as many more as make so long: what a busy machine does in a moment says nothing."""
 
 ENOUGH = 5
 """How many there must be for anything to be said of them."""
 
 SLOW = 1.3
-"""How many times what its peers take a rank must take to be called slow. The faster quarter of its steps is held
-against theirs: what a busy machine takes from a rank it takes from some steps, and not from all."""
+"""How many times what its peers take a rank must take to be called slow. The fastest tenth of its steps is held against
+theirs, less what it waits for a processor: other work of the machine takes from some steps, and not from all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,11 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
             found.setdefault(note.run, []).append(note)
     # An evaluation has other instructions, and never the last one of a step.
     whole = {run: notes for run, notes in found.items() if len(notes) == length and notes[-1].what == "step"}
-    return dict(sorted(whole.items())[-STEPS:])
+    runs = sorted(whole)
+    first = max(0, len(runs) - STEPS)
+    while first and whole[runs[-1]][0].ready_s - whole[runs[first]][0].ready_s < WINDOW_S:
+        first -= 1
+    return {run: whole[run] for run in runs[first:]}
 
 
 def spent(run: RunSeen) -> dict[int, Spent]:
@@ -121,12 +126,15 @@ def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
     common = sorted(set.intersection(*(set(each) for each in steps.values())))
     if len(common) < ENOUGH:
         return []
-    took = {rank: _quick([sum(n.own_s for n in each[r]) for r in common]) for rank, each in steps.items()}
+    runs = {rank.rank: 1.0 - rank.starved for rank in ranks}
+    took = {rank: runs[rank] * _quick([sum(n.own_s for n in each[r]) for r in common]) for rank, each in steps.items()}
     found = []
+    # Where ranks wait for processors, what is left of the difference is the less certain.
+    least = SLOW + max(rank.starved for rank in ranks)
     for rank, own_s in took.items():
         peers = [p for p in took if p != rank]
         peers_s = median(took[p] for p in peers)
-        if peers_s > 0 and own_s >= SLOW * peers_s:
+        if peers_s > 0 and own_s >= least * peers_s:
             what, own, other = _costliest(steps, rank, peers, common)
             found.append(Slow(rank, own_s / peers_s, what, own, other, len(common)))
     return found
@@ -161,5 +169,5 @@ def _length(run: RunSeen, rank: RankSeen) -> int:
 
 
 def _quick(seconds: Sequence[float]) -> float:
-    """The first quartile."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
+    """The first tenth of them."""
+    return sorted(seconds)[(len(seconds) - 1) // 10]

@@ -75,6 +75,7 @@ class RankSeen:
         is_held: some code keeps Python's lock: its other threads do not run.
         is_asleep: its main thread was on no processor while it was looked at.
         cpu_s: that its main thread had of a processor meanwhile.
+        starved: of the time that it could have run, the share in which it waited for a processor.
         follows: the instructions of the program that it runs, or ran last.
         notes: the last things it did, oldest first.
         memory: how its size went, oldest first.
@@ -99,6 +100,7 @@ class RankSeen:
     is_held: bool = False
     is_asleep: bool = False
     cpu_s: float = 0.0
+    starved: float = 0.0
     follows: tuple[Instruction, ...] = ()
     notes: tuple[Note, ...] = ()
     memory: tuple[Memory, ...] = ()
