@@ -126,7 +126,7 @@ def test_who_waits_for_whom_is_said_down_to_the_tensor():
     index = next(i for i, each in enumerate(world.lists[1]) if describe(each).startswith("forward"))
     run = world.seen(world.stop(1, index))
     said = page("runs/x", run, diagnose(run), width=120, is_whole=False)
-    stuck = describe(world.lists[1][index])
+    stuck = describe(world.lists[1][index]).removesuffix(" keep=all")
     unit = world.program.units_of(2)[0]
     assert f"1. rank 1 hangs in {stuck} of step 7, asleep, while Python runs" in said
     assert f"act u{unit} m0 from rank 1, which is 63 s in {stuck}" in said

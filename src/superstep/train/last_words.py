@@ -21,7 +21,7 @@ def leaving_words(folder: RunFolder, launch: Callable[[], T]) -> T:
     try:
         return launch()
     except Fault as fault:
-        if fault.said:
+        if fault.said and folder.program.is_file():  # a run that has not begun leaves nothing
             try:
                 write_whole(folder.fault, fault.said)
             except Fault:  # the disk is full, say: then that is what was wrong

@@ -71,7 +71,7 @@ def _doing(rank: RankSeen) -> str:
     since = f" for {seconds_text(rank.since_s)}" if rank.since_s else ""
     if rank.doing == "apart":
         return f"{rank.what or 'between its programs'}{since}, after step {rank.step}"
-    at = f"{rank.what} of step {rank.step}"
+    at = f"{rank.brief} of step {rank.step}"
     return f"waits in {at}{since}" if rank.doing == "waits" else f"works on {at}{since}"
 
 
@@ -85,7 +85,7 @@ def _wait(wait: Wait, seen: dict[int, RankSeen]) -> str:
 def _briefly(rank: RankSeen) -> str:
     verb = {"apart": "is in", "waits": "waits in", "works": "is in"}[rank.doing]
     since = f"{seconds_text(rank.since_s)} " if rank.since_s else ""
-    what = rank.what or "no program"
+    what = rank.brief or "no program"
     return verb.replace("is in", f"is {since}in") + f" {what}"
 
 

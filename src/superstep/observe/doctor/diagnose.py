@@ -314,7 +314,7 @@ def _top(seen: RankSeen) -> tuple[str, ...]:
 def _where(seen: RankSeen) -> str:
     if seen.doing == "apart":
         return seen.what or "no program"
-    return f"{seen.what} of step {seen.step}"
+    return f"{seen.brief} of step {seen.step}"
 
 
 def _ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -110,6 +110,11 @@ class RankSeen:
     stacks: tuple[tuple[str, ...], ...] = ()
 
     @property
+    def brief(self) -> str:
+        """What it does, without what only a program's reader wants to know."""
+        return self.what.partition(" keep=")[0]
+
+    @property
     def at(self) -> tuple[int, int]:
         """How far it is: what is less is behind."""
         return (self.run + 1, 0) if self.doing == "apart" else (self.run, self.index)
