@@ -1,7 +1,7 @@
 """What the recorder costs: steps of ranks that note every instruction in their ring, and steps of the same that do not.
 
-    python -m bench.recorder                two ranks, the demo's model, steps taking turns
-    python -m bench.recorder --pairs 400
+    python -m bench.recorder                two ranks, a small model, steps taking turns
+    python -m bench.recorder --pairs 4000
 
 Steps with the recorder and without are done by the same ranks, taking turns. Each is held against the one beside it: by
 the clock, and by what the ranks' processes had of a processor, of which a busy machine changes less. The third figure
@@ -36,7 +36,7 @@ RESULT = Path(__file__).parent / "results" / "recorder.json"
 RANKS = 2
 WARM = 5
 CALLS = 2000
-VOCAB = 4096
+VOCAB = 1024
 
 
 class Switched(Unwatched):
@@ -48,10 +48,12 @@ class Switched(Unwatched):
 
 
 def run_of() -> Resolved:
-    """The demo's layout: ZeRO 2 over two ranks, whose steps have many short instructions."""
+    """The demo's layout, ZeRO 2 over two ranks, of a smaller model: the shorter instructions are, the more of a step is
+    what is noted of them.
+    """
     return resolve(
         RunConfig(
-            model=ModelConfig(name="demo", vocab=VOCAB),
+            model=ModelConfig(name="demo", layers=4, width=128, heads=4, kv_heads=4, head_dim=32, ffn=256, vocab=VOCAB),
             data=DataConfig(sequence_tokens=64),
             train=TrainConfig(batch_sequences=8),
             plan=PlanConfig(dp=RANKS, zero=2, microbatch=2),
@@ -109,7 +111,7 @@ def _calls_s(beats: Beats, instructions: Sequence[Instruction]) -> float:
 def main() -> None:
     """Measure, write, and say it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=1000)
     options = parser.parse_args()
     found: dict[str, Any] = launch_apart("cpu", RANKS, _rank, run_of(), options.pairs)
     off_s = median(found["seconds"]["off"])

@@ -97,7 +97,7 @@ def _slices(note: Note, rank: int, zero_s: float) -> Iterator[dict[str, Any]]:
         yield _slice(rank, WAITS, f"for {note.what}", note.ready_s - zero_s, note.start_s - zero_s, told)
     if note.is_done:
         row = lane(read_instruction(note.what)) if note.index >= 0 else BESIDE
-        told |= {"waited_within_ms": 1e3 * note.within_s} if note.within_s else {}
+        told = told | {"waited_within_ms": 1e3 * note.within_s} if note.within_s else told
         yield _slice(rank, row, note.what, note.start_s - zero_s, note.end_s - zero_s, told)
 
 

@@ -39,11 +39,19 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 def answering(heart: Heart) -> Heart:
     """The heart of a process that says its stacks, from here on, whenever it is asked."""
+    _answer(heart)
+    return heart
+
+
+def _answer(heart: Heart) -> int:
+    """Have this process answer; the descriptor that its stacks go to."""
+    with contextlib.suppress(ValueError):  # what is asked too late is passed over; only the main thread can say so
+        signal.signal(_signal(), signal.SIG_IGN)
     handle = os.memfd_create("superstep-stacks")
     fcntl.fcntl(handle, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(_signal(), file=handle, all_threads=True)
     heart.listens(handle)
-    return heart
+    return handle
 
 
 @contextlib.contextmanager
@@ -53,13 +61,17 @@ def own_heart(rank: int) -> Iterator[Beats]:
     if made is None:
         yield Unwatched()
         return
-    heart = answering(Heart(os.dup(made.handle)))
+    heart = Heart(os.dup(made.handle))
+    handle = _answer(heart)
     try:
         yield heart
     except Fault as fault:
         fault.said = write_box(str(fault), [last_seen(made.view, rank)])
         raise
     finally:
+        heart.listens(0)
+        faulthandler.unregister(_signal())
+        os.close(handle)
         heart.stop()
         made.close()
 
