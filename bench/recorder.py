@@ -115,19 +115,12 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = launch_apart("cpu", RANKS, _rank, run_of(), options.pairs)
     off_s = median(found["seconds"]["off"])
-    told = {
-        "ranks": RANKS,
-        "pairs": options.pairs,
-        "on_over_off": _held(found["seconds"]),
-        "cpu_on_over_off": _held(found["cpu_seconds"]),
-        "calls_over_step": found["calls_s"] / off_s,
-        "step_off_s": off_s,
-    }
-    write_result(RESULT, **told, **found)
-    for name in ("on_over_off", "cpu_on_over_off"):
-        low, middle, high = told[name]  # type: ignore[misc]
+    held = {"on_over_off": _held(found["seconds"]), "cpu_on_over_off": _held(found["cpu_seconds"])}
+    calls = found["calls_s"] / off_s
+    write_result(RESULT, ranks=RANKS, pairs=options.pairs, **held, calls_over_step=calls, step_off_s=off_s, **found)
+    for name, (low, middle, high) in held.items():
         print(f"{name:18} {middle:.4f}   quartiles {low:.4f} to {high:.4f}")
-    print(f"calls over a step  {told['calls_over_step']:.4%} ({found['instructions']} instructions)")
+    print(f"calls over a step  {calls:.4%} ({found['instructions']} instructions)")
 
 
 def _held(seconds: dict[str, list[float]]) -> list[float]:
