@@ -27,6 +27,9 @@ from superstep.runtime.heart import NAME, Beat, Doing, read_beat
 from superstep.runtime.resident import sizes_in
 from superstep.runtime.ring import BYTES, Words, notes_in
 
+MOVES_S, MOVES_TIMES = 0.5, 3.0
+"""How long ago a rank that goes on has done so last, at most; or as many times what its instruction took before."""
+
 HELD_S = 0.75
 """How long a ticker must have been woken in vain."""
 
@@ -92,7 +95,7 @@ def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """A rank when it was first looked at."""
+    """A rank when it was first looked at, or first seen to stand."""
 
     at_s: float
     beat: Beat
@@ -102,7 +105,7 @@ class _First:
 
 
 class Looker:
-    """Looks at ranks again and again; what it says is since the first time.
+    """Looks at ranks again and again; what it says is since the first time, or since they went on last.
 
     Args:
         views: the page of each.
@@ -120,6 +123,7 @@ class Looker:
     ) -> None:
         self._views, self._clock, self._threads, self._system = views, clock, threads, system
         self._first: dict[int, _First] = {}
+        self._stood: dict[int, _First] = {}
 
     def look(self) -> tuple[RankSeen, ...]:
         """Every rank now, without its notes."""
@@ -135,14 +139,18 @@ class Looker:
         found = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None
         ticker = self._threads(beat.process, beat.ticker) if beat.ticker else None
-        first = self._first.setdefault(rank, _First(now_s, beat, found, main, ticker))
-        looked_s = now_s - first.at_s
+        now = _First(now_s, beat, found, main, ticker)
+        begin = self._first.setdefault(rank, now)
+        # A rank may come to stand while it is looked at: how it does so is since it went on last.
+        first = self._stood[rank] if rank in self._stood and self._stood[rank].beat.beats == beat.beats else now
+        self._stood[rank] = first
+        looked_s, since_s = now_s - first.at_s, max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0
         slept = main is not None and first.main is not None and main.switches == first.main.switches
         cpu_s = main.cpu_s - first.main.cpu_s if main is not None and first.main is not None else 0.0
         woken = 0 if ticker is None or first.ticker is None else ticker.switches - first.ticker.switches
         is_held = looked_s >= HELD_S and beat.ticks == first.beat.ticks and woken >= WAKES_PER_S * looked_s
-        ran_ns, queued_ns = found.ran_ns - first.vitals.ran_ns, found.queued_ns - first.vitals.queued_ns
-        faults = found.major_faults - first.vitals.major_faults
+        ran_ns, queued_ns = found.ran_ns - begin.vitals.ran_ns, found.queued_ns - begin.vitals.queued_ns
+        faults = found.major_faults - begin.vitals.major_faults
         return RankSeen(
             rank=rank,
             process=beat.process,
@@ -152,18 +160,18 @@ class Looker:
             run=beat.run,
             step=beat.step,
             index=beat.index,
-            since_s=max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0,
+            since_s=since_s,
             longest_s=beat.longest_s,
-            has_moved=beat.beats != first.beat.beats,
+            has_moved=beat.beats != begin.beat.beats and since_s < max(MOVES_S, MOVES_TIMES * beat.longest_s),
             looked_s=looked_s,
             is_held=is_held,
-            is_asleep=slept and main is not None and main.state in "SD",
+            is_asleep=slept and main is not None and main.state in "SD" and looked_s > 0,
             cpu_s=cpu_s,
             starved=queued_ns / (ran_ns + queued_ns) if queued_ns > 0 and ran_ns >= 0 else 0.0,
             memory=sizes_in(view),
             resident_bytes=found.resident_bytes,
             swapped_bytes=found.swapped_bytes,
-            faults_per_s=faults / looked_s if looked_s > 0 else 0.0,
+            faults_per_s=faults / (now_s - begin.at_s) if now_s > begin.at_s else 0.0,
         )
 
 

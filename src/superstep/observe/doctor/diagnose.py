@@ -112,7 +112,8 @@ def diagnose(run: RunSeen) -> Verdict:
     if run.is_live and not found:
         found += _data(pace)
         # Whether a rank lacks a processor is seen of ranks that run alone.
-        found += [] if stands else _slow(slowest(run), {each.rank for each in found})
+        goes_on = all(rank.has_moved for rank in run.ranks)
+        found += _slow(slowest(run), {each.rank for each in found}) if goes_on else []
     found += [*_swapping(run), *_growing(run), *_disk(run, found)]
     return Verdict(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
 
@@ -223,11 +224,8 @@ def _hang(seen: RankSeen, run: RunSeen) -> Finding:
         what = f"rank {seen.rank} {doing}, for {seen.since_s:.1f} s now"
         return _of(seen, kind, what, waiting, *_top(seen))
     sleeps = seen.is_asleep or seen.looked_s == 0.0
-    how = (
-        "asleep, while Python runs"
-        if sleeps
-        else f"computing: {seen.cpu_s:.1f} s of a processor in {seen.looked_s:.1f}"
-    )
+    busy = f"computing: {seen.cpu_s:.1f} s of a processor in {seen.looked_s:.1f} s"
+    how = "asleep, while Python runs" if sleeps else busy
     took = f"; {seen.longest_s:.2g} s at most before" if seen.longest_s else ""
     if (call := _users_call(seen)) is not None:
         what = f"rank {seen.rank} hangs in {_where(seen)}, in a call of yours: {call}"

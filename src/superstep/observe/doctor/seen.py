@@ -71,7 +71,7 @@ class RankSeen:
         since_s: for how long it has been so.
         longest_s: the longest that it has worked on this instruction before.
         has_moved: whether it went on while it was looked at.
-        looked_s: how long that was; 0.0 where there was one look.
+        looked_s: for how long it was seen to stand; 0.0 where there was one look.
         is_held: some code keeps Python's lock: its other threads do not run.
         is_asleep: its main thread was on no processor while it was looked at.
         cpu_s: that its main thread had of a processor meanwhile.
