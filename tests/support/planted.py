@@ -16,9 +16,7 @@ from pathlib import Path
 import small
 from superstep.model.axes import units
 from superstep.plan.toml import write_config
-from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
-from superstep.runtime.collectives import DONE
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.heart import Heart, Page
@@ -35,9 +33,6 @@ RANK = 1
 UNIT, HELD_UNIT = 2, 1
 """Where. What has taken long before may take long again: so of two that are kept each is elsewhere."""
 
-LEFT_OUT = 0
-"""The sum of a step that this rank leaves out: the last one, before which the two are not out of step."""
-
 SLOW_S, DATA_S, HELD_S = 0.1, 0.05, 6.0
 
 
@@ -47,14 +42,13 @@ class Planted:
     Args:
         place: the folder of the files.
         rank: whose.
-        executor: of its engine, parts of which are stood in for.
+        executor: of its engine, a part of which is stood in for.
     """
 
     def __init__(self, place, rank, executor):
         self._place, self._is_hurt = place, rank == RANK
         self.now, self._done = "", set()
-        self._compute, self._issue, self._flight = executor._compute, executor._issue, lambda: executor._flight
-        executor._compute, executor._issue = self.compute, self.issue
+        self._compute, executor._compute = executor._compute, self.compute
 
     def compute(self, unit, m, x, **how):
         """What a hook of the user's on this unit would do."""
@@ -66,13 +60,6 @@ class Planted:
         if self._is_hurt and unit == HELD_UNIT and self._begins("held"):
             ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         return self._compute(unit, m, x, **how)
-
-    def issue(self, instruction):
-        """A sum that this rank does not take part in."""
-        if self._is_hurt and instruction == Reduce(LEFT_OUT) and self._begins("skipped"):
-            self._flight().reducing[LEFT_OUT] = DONE
-        else:
-            self._issue(instruction)
 
     def batches(self, batch):
         """Without an end; slow to come, where that is planted."""

@@ -13,7 +13,7 @@ from statistics import median
 
 from superstep.observe.doctor.seen import Note, RankSeen, RunSeen
 
-STEPS, WINDOW_S = 30, 4.0
+STEPS, WINDOW_S = 30, 3.0
 """How many steps are looked at, and as many more as make so long: what a busy machine does in a moment says nothing."""
 
 ENOUGH = 5
