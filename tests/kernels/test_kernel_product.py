@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superstep.kernels import product as kernel
-from superstep.kernels.product import linear, prefers_onednn, product, product_into
+from superstep.kernels.product import linear, prefers_fp32, prefers_onednn, product, product_into
 from superstep.numerics.product import add_product
 
 
@@ -30,6 +30,7 @@ def is_onednn(request, monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(kernel, "prefers_onednn", lambda: request.param)
+    monkeypatch.setattr(kernel, "prefers_fp32", lambda: False)
     return request.param
 
 
@@ -51,22 +52,45 @@ def test_both_give_the_same_numbers_of_any_layout(is_onednn, dtype):
     torch.testing.assert_close(total, 1 + 2 * (grad.t() @ rows).float(), rtol=2e-2, atol=close["atol"])
 
 
+@pytest.mark.parametrize("slab", [kernel.SLAB, 72 * 7], ids=["whole", "slabs"])
+def test_bf16_in_fp32_is_rounded_once(monkeypatch, slab):
+    monkeypatch.setattr(kernel, "prefers_fp32", lambda: True)
+    monkeypatch.setattr(kernel, "SLAB", slab)
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((150, 72), (40, 72), (150, 40)))
+    exact = x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()
+    with Noted() as noted:
+        ours = linear(x.view(3, 50, 72), weight).flatten(0, 1), product(grad, weight), product(grad.t(), x)
+    assert noted.names.count("product_by_fp32") == 3
+    for found, wanted in zip(ours, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.01 + 1e-5).all()
+    into = product_into(torch.empty(150, 72, dtype=torch.bfloat16), grad.float(), weight, 0.5)
+    assert ((into.double() - 0.5 * exact[1]).abs() <= exact[1].abs() * 2**-9 * 1.01 + 1e-5).all()
+    total = torch.ones(40, 72)
+    add_product(total, grad.t(), x, 2.0)
+    assert ((total.double() - 1 - 2 * exact[2]).abs() <= 1e-4).all(), "straight into fp32, and not rounded at all"
+
+
 def test_a_rehearsal_sees_plain_products(monkeypatch):
+    monkeypatch.setattr(kernel, "prefers_fp32", lambda: True)
     monkeypatch.setattr(kernel, "prefers_onednn", lambda: True)
     with FakeTensorMode(), Noted() as noted:
         assert linear(torch.empty(4, 8), torch.empty(6, 8)).shape == (4, 6)
         assert product(torch.empty(4, 8), torch.empty(8, 6)).shape == (4, 6)
-    assert noted.names.count("mm") == 2
-    assert "_linear_pointwise" not in noted.names
+        assert product(*(torch.empty(dims, dtype=torch.bfloat16) for dims in ((4, 8), (8, 6)))).shape == (4, 6)
+    assert noted.names.count("mm") == 3
+    assert not {"_linear_pointwise", "product_by_fp32"} & {*noted.names}
 
 
-def test_what_is_faster_is_measured_on_real_numbers_once():
-    prefers_onednn.cache_clear()
+@pytest.mark.parametrize("prefers", [prefers_onednn, prefers_fp32])
+def test_what_is_faster_is_measured_on_real_numbers_once(prefers):
+    prefers.cache_clear()
     with FakeTensorMode(), Noted() as noted:
-        found = prefers_onednn()
+        found = prefers()
     assert noted.names == []
-    assert prefers_onednn() is found
-    assert prefers_onednn.cache_info().misses == 1
+    assert prefers() is found
+    assert prefers.cache_info().misses == 1
 
 
 def test_nothing_is_multiplied_by_no_rows(is_onednn):

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from superstep.kernels import attention as kernel
+from superstep.model.decoder import Sliding
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.split.sequence import places, positions
 from superstep.runtime import documents
 from superstep.runtime.attention import Gathered
-from superstep.runtime.documents import DocumentAttend
+from superstep.runtime.documents import DocumentAttend, WindowAttend
 from superstep.runtime.exact.attention import Alone, ExactAttend
 from superstep.runtime.parallel import flash_parts, ring
 from superstep.runtime.parallel.ring import RingAttend
@@ -283,3 +285,18 @@ def test_a_gpu_computes_what_a_dense_mask_gives(dtype):
     for ours, exact, same in zip(found, reference, plain, strict=True):
         allowed = 2 * error(same, exact) if dtype == torch.bfloat16 else ALLOWED
         assert error(ours.detach().cpu(), exact) <= allowed
+
+
+@pytest.mark.parametrize("window", [1, 5, TOKENS - 1, TOKENS, 100])
+@pytest.mark.parametrize("case", [Case(), Case(head_dim=4)], ids=["in the kernel", "by torch"])
+def test_a_window_in_the_kernel_is_that_of_the_model(case, window):
+    if kernel.compiled().library is None:
+        pytest.skip(kernel.compiled().why)
+    found = []
+    for attend, dtype in ((WindowAttend(window), torch.float32), (Sliding(window), torch.float64)):
+        *qkv, grad = (x.to(dtype) for x in case.inputs())
+        qkv = [x.requires_grad_() for x in qkv]
+        out = attend(*qkv)
+        found.append([x.detach().double() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

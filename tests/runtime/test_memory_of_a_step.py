@@ -61,7 +61,7 @@ class Watch:
 
 def watched(rank, world, layout):
     """Of one rank: bytes by category between steps, and after each instruction of a step what is alive beside them."""
-    run = resolve(small.config(**layout))
+    run = resolve(small.config(**{"kernels": "torch"} | layout))
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1)
@@ -97,7 +97,7 @@ SCALARS = 256
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_alive_after_each_instruction_is_predicted(pool, layout):
-    run = resolve(small.config(**layout))
+    run = resolve(small.config(**{"kernels": "torch"} | layout))
     program, sizes = compile_step(run.plan), unit_bytes(run)
     ranks = rank_bytes(run, program)
     for at, stay, alive, transient in pool.run(run.plan.mesh.world, watched, layout):

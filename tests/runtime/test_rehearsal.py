@@ -14,6 +14,7 @@ from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.memory import has_fused_loss, unit_bytes
 from superstep.cost.program.operation import Attention, Message, Pass, Product, collected, flops
 from superstep.cost.program.work import rank_flops
+from superstep.kernels import fused
 from superstep.model.any import as_units
 from superstep.model.inspect import outline_of
 from superstep.plan.config import LoraConfig
@@ -47,7 +48,8 @@ OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts
 def run_of(**layout):
     model = {name: layout.pop(name) for name in OF_MODEL if name in layout}
     targets = layout.pop("lora", None)
-    config = small.config(**{"layers": 2, "microbatch": 2} | layout)
+    # The formulas are those of plain torch, whatever a machine has a compiler for.
+    config = small.config(**{"layers": 2, "microbatch": 2, "kernels": "torch"} | layout)
     lora = LoraConfig(rank=3, targets=targets) if targets else None
     return resolve(replace(config, model=replace(config.model, **model), lora=lora))
 
@@ -91,6 +93,20 @@ def test_every_unit_keeps_the_bytes_of_the_formulas(rehearsed, layout):
         assert seen.kept_bytes == pytest.approx(sizes.kept_all, rel=0.01)
         assert seen.between_bytes >= 0
         assert seen.peak_bytes + seen.input_bytes >= seen.kept_bytes
+
+
+def test_kernels_keep_no_silu_and_do_fewer_passes():
+    if fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+    plain, ours = (operations_of(run, units_of(run))[1] for run in (run_of(), run_of(kernels="auto")))
+    run = run_of()
+    silu_bytes = 4 * run.plan.microbatch * run.config.data.sequence_tokens * run.shape.ffn
+    assert plain.kept_bytes - ours.kept_bytes == silu_bytes
+    for way in ("forward", "backward"):
+        assert len(getattr(ours, way)) < len(getattr(plain, way))
+        assert sum(o.bytes for o in getattr(ours, way) if isinstance(o, Pass)) < sum(
+            o.bytes for o in getattr(plain, way) if isinstance(o, Pass)
+        )
 
 
 @pytest.mark.parametrize("layout", [{}, {"lora": ("q_proj", "o_proj", "down_proj")}], ids=str)

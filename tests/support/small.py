@@ -21,6 +21,7 @@ def config(
     compute="fp32",
     exact=False,
     qk_norm=True,
+    kernels="auto",
     **plan,
 ):
     return RunConfig(
@@ -39,7 +40,7 @@ def config(
         data=DataConfig(sequence_tokens=TOKENS, packed=packed, document_mask=masked),
         train=TrainConfig(batch_sequences=sequences, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),
         plan=PlanConfig(**plan),
-        numerics=NumericsConfig(compute=compute, exact=exact),
+        numerics=NumericsConfig(compute=compute, exact=exact, kernels=kernels),
     )
 
 

@@ -63,17 +63,16 @@ def compiled() -> Built:
     return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
 
 
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernel has loops for such heads, [..., H]; contiguous ones of them it ``takes``."""
+    return all(
+        x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES and x.shape[-1] % LANES == 0 for x in tensors
+    )
+
+
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernel computes with such tensors, [B, heads, tokens, H]."""
-    return all(
-        x.device.type == "cpu"
-        and x.dtype == tensors[0].dtype in DTYPES
-        and x.shape[-1] % LANES == 0
-        and x.stride(-1) == 1
-        and x.stride(2) % 2 == 0
-        and x.data_ptr() % 4 == 0
-        for x in tensors
-    )
+    return fits(*tensors) and all(x.stride(-1) == 1 and x.stride(2) % 2 == 0 and x.data_ptr() % 4 == 0 for x in tensors)
 
 
 def attend(

@@ -1,7 +1,9 @@
-"""Products of fp32 matrices on a CPU, by the faster of the two libraries that torch has: MKL and oneDNN.
+"""Products on a CPU: of fp32 by the faster of the two libraries that torch has, of bf16 in fp32 where that is faster.
 
 Torch takes MKL, which does not use all that other makers' processors can: on an AMD EPYC with AVX-512 oneDNN has 2.1
-times its speed. Which is faster is measured, once in a process.
+times its speed. And not every processor multiplies bf16 faster than fp32: a core of a Xeon (Emerald Rapids) without AMX
+reaches 75 GFLOP/s with bf16 and 125 with fp32, and those without AVX-512 have no instruction for it. There factors are
+widened before, and the result is rounded once, as it is anyway. What is faster is measured, once in a process.
 
     T  rows    I  inputs    O  outputs
 """
@@ -20,22 +22,33 @@ from torch.utils._python_dispatch import _disable_current_modes
 FASTER = 1.3
 """So many times as fast oneDNN must be: nearer than that a process would take one, and the next one the other."""
 
+SLAB = 2**22
+"""Numbers of a factor that are widened at once: 16 MiB, and a table of 32,000 words never whole."""
+
 _REAL = (Tensor, nn.Parameter)
 """What has numbers: a rehearsal's tensors are of another type."""
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """x [..., I] times a weight: [..., O]."""
+    if by_fp32(x, weight_OI):
+        out: Tensor = _by_fp32(x.flatten(0, -2), weight_OI.t())
+        return out.view(*x.shape[:-1], -1)
     return _onednn(x, weight_OI) if by_onednn(x, weight_OI) else F.linear(x, weight_OI)
 
 
 def product(left_TI: Tensor, right_IO: Tensor) -> Tensor:
-    """left · right: [T, O]."""
+    """left · right: [T, O], in the dtype of the right one."""
+    if by_fp32(left_TI, right_IO):
+        out: Tensor = _by_fp32(left_TI, right_IO)
+        return out
     return _onednn(left_TI, right_IO.t()) if by_onednn(left_TI, right_IO) else left_TI @ right_IO
 
 
 def product_into(out_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float) -> Tensor:
     """out = scale · left · right."""
+    if by_fp32(left_TI, right_IO):
+        return torch.mul(_by_fp32(left_TI, right_IO), scale, out=out_TO)
     if by_onednn(left_TI, right_IO):
         return torch.mul(_onednn(left_TI, right_IO.t()), scale, out=out_TO)
     return out_TO.addmm_(left_TI, right_IO, beta=0, alpha=scale)
@@ -51,6 +64,25 @@ def prefers_onednn() -> bool:
         mkl_s = _least_s(lambda: F.linear(x_TI, weight_OI))
         onednn_s = _least_s(lambda: _onednn(x_TI, weight_OI))
     return onednn_s * FASTER < mkl_s
+
+
+@cache
+def prefers_fp32() -> bool:
+    """Whether products of bf16 are faster in fp32 here."""
+    with _disable_current_modes(), torch.inference_mode():
+        x_TI, weight_OI = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((256, 512), (512, 512)))
+        plain_s = _least_s(lambda: F.linear(x_TI, weight_OI))
+        fp32_s = _least_s(lambda: _by_fp32(x_TI, weight_OI.t()))
+    return fp32_s * FASTER < plain_s
+
+
+@torch.library.custom_op("superstep::product_by_fp32", mutates_args=())
+def _by_fp32(left_TI: Tensor, right_IO: Tensor) -> Tensor:
+    """left · right in the dtype of the right one: an operation of its own, so that a recompute may keep its result."""
+    wide_TI = left_TI.float()
+    slabs = right_IO.split(max(1, SLAB // right_IO.shape[0]), dim=1)
+    parts = [product(wide_TI, slab.float()).to(right_IO.dtype) for slab in slabs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -73,3 +105,10 @@ def by_onednn(left: Tensor, right: Tensor) -> bool:
     """Whether oneDNN multiplies them."""
     is_fp32 = left.dtype == right.dtype == torch.float32 and left.device.type == "cpu"
     return is_fp32 and type(left) in _REAL and type(right) in _REAL and left.numel() > 0 and prefers_onednn()
+
+
+def by_fp32(left: Tensor, right: Tensor) -> bool:
+    """Whether they are multiplied in fp32, the right one being bf16."""
+    is_bf16 = right.dtype == torch.bfloat16 and left.dtype in (torch.float32, torch.bfloat16)
+    is_here = left.device.type == right.device.type == "cpu" and type(left) in _REAL and type(right) in _REAL
+    return is_bf16 and is_here and left.numel() > 0 and right.numel() > 0 and prefers_fp32()

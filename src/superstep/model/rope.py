@@ -40,9 +40,13 @@ class Rope:
             x_BSNH: queries or keys.
             positions: [S] or [B, S]; None means 0, 1, ... S - 1. Not to be written to after it was given.
         """
-        cos, sin = self._whole(x_BSNH) if positions is None else self._at(positions, x_BSNH.dtype)
+        cos, sin = self.tables_of(x_BSNH, positions)
         # sin carries the sign of its half, so that turning is one product, one roll and one multiply-add.
         return torch.addcmul(x_BSNH * cos, x_BSNH.roll(self.head_dim // 2, -1), sin)
+
+    def tables_of(self, x_BSNH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The ``tables`` of what is turned, made where they have not been."""
+        return self._whole(x_BSNH) if positions is None else self._at(positions, x_BSNH.dtype)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, [..., S, 1, H], computed in fp32 and rounded once to ``dtype``."""

@@ -198,8 +198,8 @@ class NumericsConfig:
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
     kernels: Kernels = "auto"
-    """What computes attention on a CPU outside of exact mode: auto is our own kernel, compiled when it is first needed,
-    where a C++ compiler is; torch is torch's."""
+    """What computes attention, norms, rotary embedding, gates and the loss on a CPU outside of exact mode: auto is our
+    own kernels, compiled when they are first needed, where a C++ compiler is; torch is torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

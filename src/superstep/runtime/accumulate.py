@@ -29,6 +29,9 @@ from superstep.numerics.product import add_product
 Sum = Callable[[], object]
 """Adds to a gradient buffer."""
 
+Forward = Callable[..., Tensor]
+"""What a module is called for."""
+
 Adder = Callable[[Tensor], object]
 """Adds what it is given to a gradient buffer."""
 

@@ -21,6 +21,7 @@ from superstep.runtime.attention import Sight, build_sight
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.exact.modules import Exact, build_exact_loss, grid_of
 from superstep.runtime.executor import Machine
+from superstep.runtime.fused import is_fused
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 
@@ -65,6 +66,7 @@ def assemble(
             sequence_parallel=plan.sequence_parallel,
             is_first=unit == 0,
             is_compiled=numerics.compile and plan.recomputed[unit],
+            is_fused=is_fused(run, mesh.device),
             exact=exact,
         )
         for unit in here
@@ -153,7 +155,14 @@ def _loss(
     is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)
-    loss = build_loss(head or torch.nn.Identity(), tp, is_straight=is_straight, vocab=vocab, given=spec.loss)
+    loss = build_loss(
+        head or torch.nn.Identity(),
+        tp,
+        is_straight=is_straight,
+        vocab=vocab,
+        is_fused=is_fused(run, mesh.device),
+        given=spec.loss,
+    )
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss
 
 

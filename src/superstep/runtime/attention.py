@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from superstep.kernels.attention import compiled
-from superstep.model.decoder import Attend, attention_of, flash
+from superstep.model.decoder import Attend, Sliding, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
 from superstep.runtime.device import Device
-from superstep.runtime.documents import DocumentAttend
+from superstep.runtime.documents import DocumentAttend, WindowAttend
 from superstep.runtime.exact.attention import Alone, ExactAttend
+from superstep.runtime.fused import wants_kernels
 from superstep.runtime.mesh import Group, Mesh
 from superstep.runtime.parallel.context import gather_kv, scatter_sum
 from superstep.runtime.parallel.ring import RingAttend
@@ -74,14 +75,12 @@ def kernel_of(run: Resolved, device: Device) -> str:
         return "in exact mode"
     if is_compiled(run, device):
         return "in C++"
-    is_missed = run.config.numerics.kernels == "auto" and device.kind == "cpu"
-    return f"by torch ({compiled().why})" if is_missed else "by torch"
+    return f"by torch ({compiled().why})" if wants_kernels(run, device) else "by torch"
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:
     """Whether ``kernels.attention`` computes it."""
-    wanted = run.plan.grain is None and run.config.numerics.kernels == "auto"
-    return wanted and device.kind == "cpu" and compiled().library is not None
+    return wants_kernels(run, device) and compiled().library is not None
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
@@ -91,8 +90,11 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) ->
         if group is not None and run.plan.context == "ring":
             return RingAttend(group, starts, in_kernel)
         across = flash if run.decoder is None else attention_of(run.decoder)
-        is_fused = starts is not None or (in_kernel and across is flash)
-        whole: Attend = DocumentAttend(starts, in_kernel) if is_fused else across
+        whole = across
+        if starts is not None or (in_kernel and across is flash):
+            whole = DocumentAttend(starts, in_kernel)
+        elif in_kernel and isinstance(across, Sliding):
+            whole = WindowAttend(across.window)
         return whole if group is None else UlyssesAttend(group, whole)
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels import attention as kernel
+from superstep.model.decoder import Sliding
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
 from superstep.runtime.parallel.flash_parts import attend_parts, attend_parts_backward, bounds
 
@@ -38,6 +39,25 @@ class DocumentAttend:
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """The mixed values: [B, S, N, H]."""
         out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.is_compiled)[0]
+        return out_BSNH
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAttend:
+    """``model.decoder.Sliding`` by ``kernels.attention``, which lets each query begin where it likes. Heads that have
+    no place there are left to ``Sliding``.
+    """
+
+    window: int
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """The mixed values: [B, S, N, H]."""
+        if not kernel.fits(q_BSNH, k_BSKH, v_BSKH):
+            return Sliding(self.window)(q_BSNH, k_BSKH, v_BSKH)
+        B, S = q_BSNH.shape[:2]
+        starts_BS = (torch.arange(S) - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
+        whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # these the kernel takes
+        out_BSNH: Tensor = document_attention(*whole, starts_BS, True)[0]  # noqa: FBT003
         return out_BSNH
 
 

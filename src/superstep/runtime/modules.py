@@ -27,6 +27,7 @@ from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
 from superstep.runtime.attention import Sight
 from superstep.runtime.exact.modules import Exact, make_exact
+from superstep.runtime.fused import fuse
 from superstep.runtime.low_rank import adapt_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.expert import split_tokens
@@ -48,11 +49,13 @@ def build_module(  # noqa: PLR0913
     sequence_parallel: bool,
     is_first: bool,
     is_compiled: bool,
+    is_fused: bool = False,
     exact: Exact | None = None,
 ) -> nn.Module:
     """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
 
-    What its layers add to gradient buffers goes through ``sums``.
+    What its layers add to gradient buffers goes through ``sums``. ``is_fused`` has what lies between products computed
+    by ``superstep.kernels``.
     """
     with on_meta():
         module = spec.build()
@@ -66,6 +69,8 @@ def build_module(  # noqa: PLR0913
     else:
         accumulate_straight(module, sums)
         adapt_straight(module, sums)
+        if is_fused:
+            fuse(module)
     if tp is not None:
         seams = OVER_TP if exact is None else EXACT_OVER_TP
         split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
@@ -98,6 +103,7 @@ _SAVED = frozenset(
         _ATEN.addmm.default,
         _ATEN.bmm.default,
         torch.ops.mkldnn._linear_pointwise.default,
+        torch.ops.superstep.product_by_fp32.default,
         _ATEN._grouped_mm.default,
         _ATEN.convolution.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
@@ -130,7 +136,13 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
 
 
 def build_loss(
-    head: nn.Module, tp: Group | None, *, is_straight: bool, vocab: int, given: UnitLoss | None = None
+    head: nn.Module,
+    tp: Group | None,
+    *,
+    is_straight: bool,
+    vocab: int,
+    is_fused: bool = False,
+    given: UnitLoss | None = None,
 ) -> Loss:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens.
 
@@ -143,6 +155,7 @@ def build_loss(
         tp: the group over which its output is cut; None where it is whole.
         is_straight: see above.
         vocab: columns of the whole output, without padding.
+        is_fused: whether ``kernels.cross_entropy`` computes it.
         given: a loss of the unit's own, of its whole output.
     """
     if given is not None:
@@ -166,7 +179,13 @@ def build_loss(
         # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
         return linear_cross_entropy_sum(
-            h, linear.weight, aim.targets, scale=scale, weight_grad_into=into, terms=aim.token_terms
+            h,
+            linear.weight,
+            aim.targets,
+            scale=scale,
+            weight_grad_into=into,
+            terms=aim.token_terms,
+            is_compiled=is_fused,
         )
 
     return fused

@@ -22,7 +22,7 @@ from torch import Tensor
 from superstep.cost.program.operation import Attention, Operation, Pass, Product
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
-from superstep.kernels.product import by_onednn, linear
+from superstep.kernels.product import by_fp32, by_onednn, linear
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import Dtype
 from superstep.runtime.device import Device
@@ -129,7 +129,7 @@ def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
 
     def multiply() -> Tensor:
         rows = next(inputs)
-        if not gauge.is_exact and by_onednn(rows, weight):
+        if not gauge.is_exact and (by_onednn(rows, weight) or by_fp32(rows, weight)):
             return linear(rows, weight)
         return torch.mm(rows, weight.t(), out=next(outs))
 

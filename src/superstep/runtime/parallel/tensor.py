@@ -31,13 +31,11 @@ from torch.autograd.function import FunctionCtx
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, TokenTerms, own_columns
 from superstep.plan.rules import Rules
-from superstep.runtime.accumulate import replace_forward
+from superstep.runtime.accumulate import Forward, replace_forward
 from superstep.runtime.collectives import scatter_sequence
 from superstep.runtime.flat_parameters import is_cut
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.sequence_split import GatherWhole, KeepOwn, part
-
-Forward = Callable[..., Tensor]
 
 
 class _Gather(GatherWhole):

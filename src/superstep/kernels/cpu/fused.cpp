@@ -1,0 +1,49 @@
+// What a step does between its products, each in one pass over memory: norms, the rotary embedding, gates, and the rows
+// of a cross entropy. Plain C to whom calls it; all memory that is told of is the caller's.
+
+#include "cross_entropy.h"
+#include "norm.h"
+#include "rope.h"
+#include "swiglu.h"
+
+using namespace superstep;
+
+extern "C" {
+
+void superstep_norm(int64_t is_bf16, const void* x, const void* w, void* y, float* r, int64_t rows, int64_t width,
+                    float eps, int64_t threads) {
+  (is_bf16 ? norm<true> : norm<false>)(x, w, y, r, rows, width, eps, threads);
+}
+
+void superstep_norm_backward(int64_t is_bf16, const void* g, const void* x, const void* w, const float* r, void* dx,
+                             float* dw, int64_t rows, int64_t width, int64_t threads) {
+  (is_bf16 ? norm_backward<true> : norm_backward<false>)(g, x, w, r, dx, dw, rows, width, threads);
+}
+
+void superstep_turn(int64_t is_bf16, const void* x, int64_t batch_stride, int64_t token_stride, int64_t head_stride,
+                    const void* cos, const void* sin, int64_t tables, void* y, int64_t batch, int64_t tokens,
+                    int64_t heads, int64_t width, float sign, int64_t threads) {
+  const Turning call{x, batch_stride, token_stride, head_stride, cos, sin, tables, y, batch, tokens, heads, width};
+  (is_bf16 ? turn<true> : turn<false>)(call, sign, threads);
+}
+
+void superstep_swiglu(int64_t is_bf16, const void* a, const void* b, void* y, int64_t count, int64_t threads) {
+  (is_bf16 ? swiglu<true> : swiglu<false>)(a, b, y, count, threads);
+}
+
+void superstep_swiglu_backward(int64_t is_bf16, const void* g, const void* a, const void* b, void* da, void* db,
+                               int64_t count, int64_t threads) {
+  (is_bf16 ? swiglu_backward<true> : swiglu_backward<false>)(g, a, b, da, db, count, threads);
+}
+
+void superstep_row_sums(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width, const int64_t* targets,
+                        float* lse, float* score, int64_t threads) {
+  (is_bf16 ? row_sums<true> : row_sums<false>)({x, rows, columns, width, targets}, lse, score, threads);
+}
+
+void superstep_row_gradients(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width,
+                             const int64_t* targets, const float* lse, const float* factor, int64_t threads) {
+  (is_bf16 ? row_gradients<true> : row_gradients<false>)({x, rows, columns, width, targets}, lse, factor, threads);
+}
+
+}  // extern "C"

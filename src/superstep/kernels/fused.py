@@ -1,0 +1,55 @@
+"""What a step does between its products: the library of ``cpu/fused.cpp``, compiled once and called."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.kernels import native
+from superstep.kernels.attention import FLAGS
+from superstep.kernels.native import Built
+
+NAMES = ("fused.cpp", "cross_entropy.h", "norm.h", "numbers.h", "rope.h", "swiglu.h", "vector.h")
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in NAMES)
+
+LANES = 16
+"""Numbers of a register: what rows are a multiple of, where they are not gone through number by number."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@cache
+def compiled() -> Built:
+    """The library. A process asks once."""
+    return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether they are of a kind that the library computes with."""
+    return all(x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES for x in tensors)
+
+
+def run(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call a function; tensors are handed over by their addresses, and are held by the caller."""
+    library = compiled().library
+    assert library is not None, "it was chosen because it is there"
+    function: ctypes._NamedFuncPointer = getattr(library, f"superstep_{name}")
+    function.restype = None
+    function(*map(_told, arguments), c_int64(torch.get_num_threads()))
+
+
+def _told(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float:
+    match argument:
+        case None:
+            return c_void_p(None)
+        case Tensor():
+            return c_void_p(argument.data_ptr())
+        case float():
+            return c_float(argument)
+        case _:
+            return c_int64(argument)

@@ -1,0 +1,78 @@
+"""RMSNorm of rows: what it is, and its kernel for a CPU.
+
+R  rows    D  width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superstep.kernels import fused
+
+
+def reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dim (Zhang 2019)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D
+
+
+def takes(x: Tensor, weight_D: Tensor) -> bool:
+    """Whether the kernel computes it."""
+    return fused.takes(x, weight_D) and x.shape[-1] == weight_D.numel() and x.shape[-1] % fused.LANES == 0
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """As ``reference``, by the kernel: fp32 inside, rounded once. The weight's gradient is fp32."""
+    out: Tensor = _rms_norm(x, weight_D, eps)[0]
+    return out
+
+
+@torch.library.custom_op("superstep::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / rms of each row."""
+    x = x.contiguous()
+    out, r_R = _empty_norm(x, weight, eps)
+    fused.run("norm", x.dtype == torch.bfloat16, x, weight.contiguous(), out, r_R, r_R.numel(), x.shape[-1], eps)
+    return out, r_R
+
+
+@torch.library.custom_op("superstep::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, is_trained: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight, the latter empty where it is not trained."""
+    grad, x = grad.contiguous(), x.contiguous()
+    dx, dweight = _empty_norm_backward(grad, x, weight, r, is_trained)
+    into = dweight if is_trained else None
+    rows, width = r.numel(), x.shape[-1]
+    if rows == 0:
+        return dx, dweight.zero_()
+    fused.run("norm_backward", x.dtype == torch.bfloat16, grad, x, weight.contiguous(), r, dx, into, rows, width)
+    return dx, dweight
+
+
+@_rms_norm.register_fake
+def _empty_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@_rms_norm_backward.register_fake
+def _empty_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, is_trained: bool) -> tuple[Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, weight.new_empty(weight.numel() if is_trained else 0, dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None]:  # noqa: ANN401
+    is_trained = ctx.needs_input_grad[1]
+    dx, dweight = _rms_norm_backward(grad, *ctx.saved_tensors, is_trained)
+    return dx, dweight if is_trained else None, None
+
+
+_rms_norm.register_autograd(_backward, setup_context=_keep)

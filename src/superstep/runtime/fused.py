@@ -1,0 +1,72 @@
+"""Which of a module's own steps a kernel takes over: norms, the rotary embedding and gates of a CPU's fast mode.
+
+The modules stay as they are written; as everywhere in ``runtime``, it is their forward that is replaced. What a kernel
+does not take, a head of 24 numbers say, goes the module's own way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from superstep.kernels import fused, norm, rope, swiglu
+from superstep.model.decoder import Attention
+from superstep.model.feedforward import FeedForward
+from superstep.model.norm import RMSNorm
+from superstep.model.rope import Rope
+from superstep.plan.resolve import Resolved
+from superstep.runtime.accumulate import Forward, replace_forward
+from superstep.runtime.device import Device
+
+
+def wants_kernels(run: Resolved, device: Device) -> bool:
+    """Whether a run is to compute with the kernels of ``superstep.kernels``, where they can be had."""
+    return run.plan.grain is None and run.config.numerics.kernels == "auto" and device.kind == "cpu"
+
+
+def is_fused(run: Resolved, device: Device) -> bool:
+    """Whether it does between products."""
+    return wants_kernels(run, device) and fused.compiled().library is not None
+
+
+def fuse(module: nn.Module) -> None:
+    """Change the forward of the module's layers so."""
+    for layer in module.modules():
+        if type(layer) is RMSNorm:
+            replace_forward(layer, _norm(layer))
+        elif type(layer) is FeedForward:
+            replace_forward(layer, _feed_forward(layer))
+        elif type(layer) is Attention:
+            layer.rope = Turn(layer.rope)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rotary embedding by the kernel, from the tables of the model's own."""
+
+    rope: Rope
+
+    def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
+        """As ``Rope``."""
+        cos, sin = self.rope.tables_of(x_BSNH, positions)
+        return rope.turn(x_BSNH, cos, sin) if rope.takes(x_BSNH, cos, sin) else self.rope(x_BSNH, positions)
+
+
+def _norm(layer: RMSNorm) -> Forward:
+    own = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return norm.rms_norm(x, layer.weight, layer.eps) if norm.takes(x, layer.weight) else own(x)
+
+    return forward
+
+
+def _feed_forward(layer: FeedForward) -> Forward:
+    def forward(x_BSD: Tensor) -> Tensor:
+        gate, up = layer.gate_proj(x_BSD), layer.up_proj(x_BSD)
+        inner = swiglu.swiglu(gate, up) if swiglu.takes(gate, up) else layer.act_fn(gate) * up
+        out_BSD: Tensor = layer.down_proj(inner)
+        return out_BSD
+
+    return forward

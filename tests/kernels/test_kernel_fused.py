@@ -1,0 +1,145 @@
+"""What is computed between products against torch in fp64: values and gradients, rounded once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from superstep.kernels import cross_entropy, fused, native, norm, rope, swiglu
+
+UNITS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["native", "x86-64-v3"])
+def processor(request, monkeypatch, tmp_path_factory):
+    """The library as it is compiled for this processor, and as one without AVX-512 has it."""
+    if request.param != "native":
+        others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}
+        flags = tuple(others.get(flag, flag) for flag in fused.FLAGS)
+        built = native.build(fused.SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
+        monkeypatch.setattr(fused, "compiled", lambda: built)
+    if fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+
+
+def tables(shape, dtype):
+    """Cosine and signed sine of any angles."""
+    angle = torch.rand(*shape[:-1], 1, shape[-1] // 2) * 7
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def cases(dtype):
+    """(name, ours, reference, what has gradients, what has none)."""
+    torch.manual_seed(5)
+
+    def numbers(*shape, scale=1.0):
+        return (torch.randn(shape) * scale).to(dtype)
+
+    for shape in ((3, 50, 48), (1, 1, 16), (2, 130, 4, 64)):
+        given = numbers(*shape, scale=3.0), numbers(shape[-1])
+        yield f"norm {shape}", partial(norm.rms_norm, eps=1e-5), partial(norm.reference, eps=1e-5), given, ()
+    for shape in ((7,), (3, 5, 16), (2, 129, 161)):
+        given = numbers(*shape, scale=4.0), numbers(*shape)
+        yield f"swiglu {shape}", swiglu.swiglu, swiglu.reference, given, ()
+    far = torch.tensor([-200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0]).to(dtype)
+    yield "swiglu far", swiglu.swiglu, swiglu.reference, (far, torch.ones(7, dtype=dtype)), ()
+    for shape, of in (((2, 9, 3, 32), (9, 32)), ((2, 9, 3, 64), (2, 9, 64)), ((1, 1, 1, 128), (1, 128))):
+        yield f"rope {shape}", rope.turn, rope.reference, (numbers(*shape),), tables(of, dtype)
+    whole = numbers(2, 9, 3, 64)  # a slice of something larger
+    yield (
+        "rope of a slice",
+        lambda x, *t: rope.turn(x[..., :32], *t),
+        lambda x, *t: rope.reference(x[..., :32], *t),
+        (whole,),
+        tables((9, 32), dtype),
+    )
+
+
+def both(ours, reference, given, fixed):
+    """Result and gradients of either, those of the reference in fp64 of the same numbers."""
+    found = []
+    for function, of in ((ours, lambda x: x), (reference, lambda x: x.double())):
+        inputs = [of(x.detach()).requires_grad_() for x in given]
+        for x in inputs:
+            x.grad_dtype = None  # a gradient may be of more digits than what it is of
+        out = function(*inputs, *map(of, fixed))
+        grad = torch.linspace(-1, 1.5, out.numel()).view(out.shape).bfloat16()
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))])
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_compute_what_torch_does_in_fp64(processor, dtype):
+    for name, ours, reference, given, fixed in cases(dtype):
+        for found, wanted in zip(*both(ours, reference, given, fixed), strict=True):
+            assert found.shape == wanted.shape
+            size = wanted.abs().mean()
+            allowed = (wanted.abs() * 0.51 + size * 0.02) * UNITS[dtype] + wanted.abs().amax() * 60 * 2.0**-23 / 8
+            assert ((found.double() - wanted).abs() <= allowed).all(), (name, (found.double() - wanted).abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "columns"), [(5, 37, 37), (3, 64, 41), (2, 16, 0), (4, 4096, 4096)])
+def test_rows_of_logits(processor, dtype, rows, width, columns):
+    torch.manual_seed(1)
+    logits = (torch.randn(rows, width) * 8).to(dtype)
+    targets = torch.randint(0, max(1, columns), (rows,))
+    targets[0] = -100
+    factor = torch.linspace(0.0, 2.0, rows)
+    exact = logits.double().requires_grad_()
+    lse, score = cross_entropy.row_sums(logits, targets, columns)
+    if columns == 0:  # a rank whose whole part of the vocabulary is padding
+        assert lse.tolist() == [-torch.inf] * rows
+        assert score.tolist() == [0.0] * rows
+        lse = torch.zeros(rows)
+    else:
+        wanted = cross_entropy.reference(exact, targets, columns)
+        torch.testing.assert_close((lse, score), tuple(x.detach().float() for x in wanted), rtol=1e-6, atol=1e-5)
+        ((wanted[0] - wanted[1]) * factor).sum().backward()
+    cross_entropy.row_gradients_(logits, targets, columns, lse, factor)
+    gradient = torch.zeros_like(exact) if exact.grad is None else exact.grad
+    error = (logits.double() - gradient).abs()
+    assert (error <= gradient.abs() * (0.51 * UNITS[dtype] + 2e-5) + 1e-9).all()
+    assert (logits[0] == 0).all(), "of no factor there is no gradient"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_hidden(processor, bad):
+    x = torch.ones(4, 32)
+    x[1, 3] = bad
+    assert norm.rms_norm(x, torch.ones(32), 1e-5)[1].isnan().any()
+    if bad != bad:
+        assert swiglu.swiglu(x, x)[1].isnan().any()
+    lse, _ = cross_entropy.row_sums(x, torch.zeros(4, dtype=torch.long), 32)
+    assert not lse[1].isfinite()
+    assert lse[0].isfinite()
+
+
+def test_threads_change_no_bit(processor, monkeypatch):
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append([both(*case)[0] for _, *case in cases(torch.bfloat16)])
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_rehearsal_sees_their_shapes(processor):
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 3, 32, requires_grad=True), torch.empty(32, requires_grad=True)
+        out = swiglu.swiglu(norm.rms_norm(x, weight, 1e-5), x)
+        assert [g.shape for g in torch.autograd.grad(out, (x, weight), out)] == [(2, 3, 32), (32,)]
+
+
+def test_other_tensors_are_left_to_torch():
+    assert not norm.takes(torch.ones(2, 24), torch.ones(24))
+    assert not norm.takes(torch.ones(2, 16).double(), torch.ones(16).double())
+    assert not norm.takes(torch.ones(2, 16).bfloat16(), torch.ones(16))
+    assert not swiglu.takes(torch.ones(2, 16), torch.ones(16))
+    cos, sin = tables((4, 16), torch.float32)
+    assert not rope.takes(torch.ones(2, 4, 1, 16), cos, sin)
