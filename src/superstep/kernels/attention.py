@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, whose parts can be put together: what it is, and its kernel for a CPU.
+"""Attention of some queries to some keys, whose parts can be put together: what it is, and its kernels.
 
     B  sequences    N  query heads           S  queries    H  width of one head
                     K  key and value heads   T  keys
@@ -15,11 +15,12 @@ import math
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from superstep.kernels import native
+from superstep.kernels import by_triton, native
 from superstep.kernels.native import Built
 
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("attention.cpp", "product.h", "vector.h"))
@@ -59,19 +60,30 @@ def reference(
 
 @cache
 def compiled() -> Built:
-    """The kernel, compiled where it has not been. A process asks once."""
+    """The kernel for a CPU, compiled where it has not been. A process asks once."""
     return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
 
 
+def missing(device: torch.device) -> str:
+    """Why there is no kernel for a device, in a line; empty where there is one."""
+    if device.type != "cpu":
+        return by_triton.missing(device)
+    return compiled().why if compiled().library is None else ""
+
+
 def fits(*tensors: Tensor) -> bool:
-    """Whether the kernel has loops for such heads, [..., H]; contiguous ones of them it ``takes``."""
+    """Whether the kernel of their device has loops for such heads, [..., H]; contiguous ones of them it ``takes``."""
+    if _of_gpu(tensors[0]) is not None:
+        return takes(*(x.contiguous().transpose(1, 2) for x in tensors))
     return all(
         x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES and x.shape[-1] % LANES == 0 for x in tensors
     )
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernel computes with such tensors, [B, heads, tokens, H]."""
+    """Whether the kernel of their device computes with such tensors, [B, heads, tokens, H]."""
+    if (gpu := _of_gpu(tensors[0])) is not None:
+        return bool(gpu.takes(*tensors))
     return fits(*tensors) and all(x.stride(-1) == 1 and x.stride(2) % 2 == 0 and x.data_ptr() % 4 == 0 for x in tensors)
 
 
@@ -79,6 +91,11 @@ def attend(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``reference``, by the kernel; ``takes`` says of what. A row of ``starts_BS`` never falls."""
+    if (gpu := _of_gpu(q_BNSH)) is not None:
+        seen: tuple[Tensor, Tensor] = gpu.attend(
+            q_BNSH, k_BKTH, v_BKTH, gpu.Sees(is_causal=is_causal, starts=starts_BS)
+        )
+        return seen
     out, lse = _like(q_BNSH), torch.empty(q_BNSH.shape[:3])
     call = _Call(q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=is_causal, starts=starts_BS)
     call.run("superstep_attention")
@@ -105,6 +122,10 @@ def attend_backward(
         starts_BS: see ``reference``.
     """
     q, k, v = inputs
+    if (gpu := _of_gpu(q)) is not None:
+        sees = gpu.Sees(is_causal=is_causal, starts=starts_BS)
+        dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
+        return dq, dk, dv
     found = _like(q), _like(k), _like(v)
     call = _Call(
         q=q,
@@ -118,6 +139,11 @@ def attend_backward(
     )
     call.run("superstep_attention_backward")
     return found
+
+
+def _of_gpu(x: Tensor) -> ModuleType | None:
+    """The kernels of a GPU, where one has the tensor."""
+    return by_triton.module("attention") if x.is_cuda else None
 
 
 def _like(x_BNSH: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Existing = Literal["refuse", "resume", "new"]
 Nulls = Literal["skip", "refuse"]
 Rule = Literal["tp", "ep", "none"]
 DeviceKind = Literal["cpu", "cuda"]
-Kernels = Literal["auto", "torch"]
+Kernels = Literal["auto", "triton", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +198,9 @@ class NumericsConfig:
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
     kernels: Kernels = "auto"
-    """What computes attention, norms, rotary embedding, gates and the loss on a CPU outside of exact mode: auto is our
-    own kernels, compiled when they are first needed, where a C++ compiler is; torch is torch's."""
+    """What computes outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates
+    and the loss, compiled when they are first needed, where a C++ compiler is; on a GPU torch's. triton: on a GPU our
+    own attention, where Triton is, which no GPU has measured yet. torch: torch's everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.kernels.attention import compiled
+from superstep.kernels.attention import missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
@@ -16,7 +16,7 @@ from superstep.plan.split.sequence import positions
 from superstep.runtime.device import Device
 from superstep.runtime.documents import DocumentAttend, WindowAttend
 from superstep.runtime.exact.attention import Alone, ExactAttend
-from superstep.runtime.fused import wants_kernels
+from superstep.runtime.fused import wants_attention
 from superstep.runtime.mesh import Group, Mesh
 from superstep.runtime.parallel.context import gather_kv, scatter_sum
 from superstep.runtime.parallel.ring import RingAttend
@@ -73,14 +73,15 @@ def kernel_of(run: Resolved, device: Device) -> str:
     """What computes attention, in words."""
     if run.plan.grain is not None:
         return "in exact mode"
-    if is_compiled(run, device):
-        return "in C++"
-    return f"by torch ({compiled().why})" if wants_kernels(run, device) else "by torch"
+    if not wants_attention(run, device):
+        return "by torch"
+    why = missing(device.torch)
+    return f"by torch ({why})" if why else "in C++" if device.kind == "cpu" else "in Triton"
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:
     """Whether ``kernels.attention`` computes it."""
-    return wants_kernels(run, device) and compiled().library is not None
+    return wants_attention(run, device) and not missing(device.torch)
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
@@ -91,6 +92,8 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) ->
             return RingAttend(group, starts, in_kernel)
         across = flash if run.decoder is None else attention_of(run.decoder)
         whole = across
+        if starts is not None and in_kernel:  # once for all units
+            starts = starts.to(mesh.device.torch)
         if starts is not None or (in_kernel and across is flash):
             whole = DocumentAttend(starts, in_kernel)
         elif in_kernel and isinstance(across, Sliding):

@@ -1,7 +1,7 @@
 """Attention of whole sequences, and within documents: those of a packed sequence each as if it stood alone.
 
 What is computed is a triangle for each document, so a sequence of many costs less than one of few. Where documents
-start is read off the host's memory: a GPU is not waited for.
+start is read off the host's memory: a GPU is not waited for. Where ``kernels.attention`` computes, it may lie there.
 
     B  sequences    N  query heads           S  positions    H  width of one head
                     K  key and value heads
@@ -29,7 +29,8 @@ class DocumentAttend:
     """Causal attention of whole sequences, or within each of their documents, as ``model.decoder.Attend``.
 
     Attributes:
-        starts: int64 [B, S] on the host: for each position, where in its row its document starts; None for one in each.
+        starts: int64 [B, S], on the host, or where ``kernels.attention`` computes: for each position, where in its row
+            its document starts; None for one in each.
         is_compiled: whether ``kernels.attention`` computes it, where that takes such heads.
     """
 
@@ -55,7 +56,8 @@ class WindowAttend:
         if not kernel.fits(q_BSNH, k_BSKH, v_BSKH):
             return Sliding(self.window)(q_BSNH, k_BSKH, v_BSKH)
         B, S = q_BSNH.shape[:2]
-        starts_BS = (torch.arange(S) - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
+        places = torch.arange(S, device=q_BSNH.device)
+        starts_BS = (places - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
         whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # these the kernel takes
         out_BSNH: Tensor = document_attention(*whole, starts_BS, True)[0]  # noqa: FBT003
         return out_BSNH
@@ -72,7 +74,7 @@ def document_attention(
     elif starts is None:
         out_BNSH, lse = attend_block(*qkv, is_causal=True)
     else:
-        out_BNSH, lse = attend_parts(*qkv, bounds(starts))
+        out_BNSH, lse = attend_parts(*qkv, bounds(starts.cpu()))
     return out_BNSH.transpose(1, 2).contiguous(), lse
 
 
@@ -88,7 +90,7 @@ def _document_attention_backward(  # noqa: PLR0913
     elif starts is None:
         found = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
     else:
-        found = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts))
+        found = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts.cpu()))
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in found)
     return dq, dk, dv
 

@@ -21,8 +21,14 @@ from superstep.runtime.device import Device
 
 
 def wants_kernels(run: Resolved, device: Device) -> bool:
-    """Whether a run is to compute with the kernels of ``superstep.kernels``, where they can be had."""
-    return run.plan.grain is None and run.config.numerics.kernels == "auto" and device.kind == "cpu"
+    """Whether a run is to compute with the kernels of ``superstep.kernels`` for CPUs, where they can be had."""
+    return run.plan.grain is None and run.config.numerics.kernels != "torch" and device.kind == "cpu"
+
+
+def wants_attention(run: Resolved, device: Device) -> bool:
+    """Whether it is to attend with one of them, a GPU's with those that were asked for by name."""
+    by_name = run.plan.grain is None and run.config.numerics.kernels == "triton"
+    return by_name or wants_kernels(run, device)
 
 
 def is_fused(run: Resolved, device: Device) -> bool:

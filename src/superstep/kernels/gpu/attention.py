@@ -1,0 +1,221 @@
+"""Flash attention on a GPU: what it takes, and its calls (``kernels.attention`` for what it computes).
+
+B  sequences    N  query heads           S  queries    H  width of one head
+                K  key and value heads   T  keys
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import triton
+from torch import Tensor
+
+from superstep.kernels.gpu.attention_backward import (
+    attention_delta,
+    attention_keys_backward,
+    attention_queries_backward,
+)
+from superstep.kernels.gpu.attention_forward import attention_forward
+from superstep.kernels.gpu.attention_scores import BY_DISTANCE, NONE, SLOPES
+from superstep.kernels.gpu.language import padded
+from superstep.kernels.position_bias import Bias, ByDistance, Slopes
+
+DTYPES = (torch.float32, torch.bfloat16)
+WIDEST = 256
+"""Numbers of a head, of which a program holds a tile of each operand."""
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sees:
+    """Which keys a query sees, and what is added to their scores.
+
+    Attributes:
+        is_causal: whether it sees none behind its own place.
+        starts: int64 [B, S], the first key that each query sees; None for 0. A row never falls.
+        window: of how many keys up to its own place it sees the last ones alone; None for all.
+        ahead: the place of the first query among the keys: 0 or more.
+        bias: of distances, from the query's place backwards.
+    """
+
+    is_causal: bool = True
+    starts: Tensor | None = None
+    window: int | None = None
+    ahead: int = 0
+    bias: Bias | None = None
+
+    def __post_init__(self) -> None:
+        assert self.ahead >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Of a tile of scores: queries, keys, and the warps that compute it."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+Part = Literal["forward", "queries", "keys"]
+
+SIDES: Mapping[Part, Mapping[int, Sides]] = {
+    "forward": {64: Sides(128, 64, 4), 128: Sides(128, 64, 8), 256: Sides(64, 32, 8)},
+    "queries": {64: Sides(64, 64, 4), 128: Sides(64, 64, 8), 256: Sides(32, 32, 8)},
+    "keys": {64: Sides(64, 64, 8), 128: Sides(32, 64, 8), 256: Sides(32, 32, 8)},
+}
+"""For 16-bit heads up to a width: the largest of those tried that an H100 has registers and shared memory for."""
+
+
+def sides_of(part: Part, width: int, dtype: torch.dtype) -> Sides:
+    """The tiles of a kernel. Numbers of fp32 take twice the room, and each product of theirs is three."""
+    if dtype == torch.float32:
+        return Sides(32, 32, 8)
+    return next(sides for limit, sides in SIDES[part].items() if width <= limit)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels compute with such tensors, [B, heads, tokens, H]: what they count has no more bits."""
+    return all(
+        x.is_cuda
+        and x.dtype == tensors[0].dtype in DTYPES
+        and x.shape[-1] <= WIDEST
+        and x.stride(-1) == 1
+        and x.shape[2] * x.stride(2) < 2**31
+        and x.shape[0] * x.shape[1] < 2**16
+        for x in tensors
+    )
+
+
+def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    """The output [B, N, S, H] and its log-sum-exp [B, N, S], fp32. Queries that see no key get 0 and -inf."""
+    (B, N, S, H), sides = q_BNSH.shape, sides_of("forward", q_BNSH.shape[3], q_BNSH.dtype)
+    out, lse = _like(q_BNSH), q_BNSH.new_empty(B, N, S, dtype=torch.float32)
+    told = _told(q_BNSH, k_BKTH, sees)
+    attention_forward[triton.cdiv(S, sides.rows), B * N](
+        *(q_BNSH, k_BKTH, v_BKTH, out, lse),
+        *(told.starts, told.bias, *told.numbers),
+        *(x.stride()[:3] for x in (q_BNSH, k_BKTH, v_BKTH, out)),
+        **told.constants(H, sides),
+    )
+    return out, lse
+
+
+def attend_backward(
+    grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, sees: Sees
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The keys' share of the gradients of ``inputs`` (q, k, v), and that of a bias by distance, fp32.
+
+    Args:
+        grad_BNSH: the gradient of the whole output, as are the next two of all keys and not of these alone.
+        inputs: as they went forward.
+        out_BNSH: the output.
+        lse_BNS: its lse.
+        sees: as it went forward.
+    """
+    q, k, v = inputs
+    (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
+    told, lse = _told(q, k, sees), lse_BNS.contiguous()
+    rows, columns = sides_of("queries", H, q.dtype), sides_of("keys", H, q.dtype)
+    dq, dk, dv, delta = _like(q), _like(k), _like(v), torch.empty_like(lse)
+    dbias = torch.zeros_like(told.bias) if told.kind == BY_DISTANCE.value else None
+    attention_delta[triton.cdiv(S, rows.rows), B * N](
+        *(grad_BNSH, out_BNSH, delta, N, S, grad_BNSH.stride()[:3], out_BNSH.stride()[:3]),
+        WIDTH=H,
+        WIDE=padded(H),
+        ROWS=rows.rows,
+    )
+    given, strides = (grad_BNSH, q, k, v, lse, delta), tuple(x.stride()[:3] for x in (grad_BNSH, q, k, v))
+    attention_queries_backward[triton.cdiv(S, rows.rows), B * N](
+        *(*given, dq, told.starts, told.bias, told.bias if dbias is None else dbias, *told.numbers),
+        *(*strides, dq.stride()[:3]),
+        **told.constants(H, rows),
+    )
+    tiles = triton.cdiv(T, columns.columns)
+    attention_keys_backward[tiles, B * K](
+        *(*given, dk, dv, told.starts, _stops(sees, tiles, columns.columns, told.starts), told.bias, *told.numbers),
+        *(*strides, dk.stride()[:3], dv.stride()[:3]),
+        **told.constants(H, columns),
+    )
+    return dq, dk, dv, dbias
+
+
+def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> Tensor:
+    """``attend``'s output; gradients reach q, k, v, and a bias by distance."""
+    bias = sees.bias.table if isinstance(sees.bias, ByDistance) else None
+    return cast(Tensor, _Attention.apply(q_BNSH, k_BKTH, v_BKTH, bias, sees))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias_ND: Tensor | None, sees: Sees) -> Tensor:
+        sees = sees if bias_ND is None else replace(sees, bias=ByDistance(bias_ND))
+        out, lse = attend(q, k, v, sees)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sees = sees
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return *attend_backward(grad, (q, k, v), out, lse, ctx.sees), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What all kernels are told, in their order."""
+
+    starts: Tensor
+    bias: Tensor
+    numbers: tuple[int | float, ...]
+    kind: int
+    sees: Sees
+
+    def constants(self, width: int, sides: Sides) -> dict[str, Any]:
+        return {
+            "WIDTH": width,
+            "WIDE": padded(width),
+            "ROWS": sides.rows,
+            "COLUMNS": sides.columns,
+            "CAUSAL": self.sees.is_causal,
+            "STARTS": self.sees.starts is not None,
+            "WINDOW": self.sees.window is not None,
+            "BIAS": self.kind,
+            "num_warps": sides.warps,
+        }
+
+
+def _told(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
+    """An address is told of what is not there too; nothing is read from it."""
+    N, S, H = q_BNSH.shape[1:]
+    starts = q_BNSH if sees.starts is None else sees.starts.to(q_BNSH.device).contiguous()
+    match sees.bias:
+        case None:
+            kind, bias, last = NONE.value, q_BNSH, 0
+        case Slopes(slopes=slopes):
+            kind, bias, last = SLOPES.value, slopes.contiguous(), 0
+        case ByDistance(table=table):
+            kind, bias, last = BY_DISTANCE.value, table.detach().contiguous(), table.shape[1] - 1
+    sizes = N, N // k_BKTH.shape[1], S, k_BKTH.shape[2], sees.ahead, sees.window or 0, last
+    return _Told(starts, bias, (*sizes, 1 / math.sqrt(H)), kind, sees)
+
+
+def _stops(sees: Sees, tiles: int, columns: int, starts: Tensor) -> Tensor:
+    """Behind the last query that sees any key of a tile, where documents end them: int64 [B, tiles]."""
+    if sees.starts is None:
+        return starts
+    last = torch.arange(1, tiles + 1, device=starts.device) * columns - 1
+    return torch.searchsorted(starts, last.expand(starts.shape[0], -1).contiguous(), right=True)
+
+
+def _like(x_BNSH: Tensor) -> Tensor:
+    """Empty, and laid out as a model has it: [B, S, N, H] in memory."""
+    B, N, S, H = x_BNSH.shape
+    return x_BNSH.new_empty(B, S, N, H).transpose(1, 2)

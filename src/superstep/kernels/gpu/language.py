@@ -1,0 +1,32 @@
+"""Words that all kernels of this folder use.
+
+A kernel is a function of Triton's language, of which many copies run, each with a ``program_id`` of its own. Its
+arguments are addresses, numbers, and constants that it is compiled for; none of them has a type of Python's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = 16
+"""Of each side of a tile in a product."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run as Python, by TRITON_INTERPRET=1: that has no products of bf16."""
+
+
+@triton.jit
+def dot(left, right, total):
+    """total + left · right, summed in fp32. One of fp32 is three of TF32, which keep 22 bits of each factor."""
+    if IS_INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)  # exact, as every number of bf16 is one of fp32
+    return tl.dot(left, right, total, input_precision="tf32x3")
+
+
+def padded(count: int) -> int:
+    """The least power of two that has room for so many, as sides of tiles are; ``LEAST`` or more."""
+    return max(LEAST, 1 << (count - 1).bit_length())

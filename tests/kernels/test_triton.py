@@ -1,0 +1,52 @@
+"""The kernels for GPUs where there is none: run by Triton's interpreter, and compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import superstep
+
+PACKAGE = Path(superstep.__file__).parent
+TESTS = Path(__file__).parent / "gpu"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(
+    not HAS_TRITON, reason="Triton is not installed: pip install triton (198 MB; the dev extra has it on Linux)"
+)
+
+
+@needs_triton
+def test_kernels_compute_the_same_in_the_interpreter():
+    """In a process of its own, as Triton asks once whether it interprets; their tests are in ``gpu``."""
+    asked = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", str(TESTS)]
+    done = subprocess.run(
+        asked, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def imported(path):
+    """The modules that a file imports, and those that it imports names from."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (found.name for found in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "", *(f"{node.module}.{found.name}" for found in node.names))
+
+
+@pytest.mark.parametrize("name", ["triton", "superstep.kernels.gpu"])
+def test_a_run_on_a_cpu_imports_neither_triton_nor_kernels_of_it(name):
+    """Files of that folder import them, and are imported by name where a GPU computes."""
+    found = {
+        path.parent
+        for path in PACKAGE.rglob("*.py")
+        if any(f"{module}.".startswith(f"{name}.") for module in imported(path))
+    }
+    assert found == {PACKAGE / "kernels" / "gpu"}

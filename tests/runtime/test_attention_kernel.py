@@ -1,0 +1,98 @@
+"""Which kernel computes attention, as a run says when it begins, and where it takes tensors to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import small
+from superstep.kernels import attention, by_triton
+from superstep.kernels.native import Built
+from superstep.plan.resolve import resolve
+from superstep.runtime.attention import is_compiled, kernel_of
+from superstep.runtime.device import Device
+
+GPU, CPU = Device("cuda", 0), Device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    forget = by_triton.missing.cache_clear
+    forget()
+    yield
+    forget()
+
+
+def run(*, kernels="auto", exact=False):
+    config = small.config(packed=False, exact=exact)
+    return resolve(replace(config, numerics=replace(config.numerics, kernels=kernels)))
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Of the GPU that is not there, with Triton installed."""
+    monkeypatch.setattr(by_triton.importlib.util, "find_spec", lambda name: object())
+
+    def has(*found):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+
+    return has
+
+
+def test_a_gpu_with_triton_has_tritons(capability):
+    capability(9, 0)
+    assert kernel_of(run(), GPU) == "in Triton"
+    assert is_compiled(run(), GPU)
+
+
+def test_an_older_gpu_has_torchs(capability):
+    capability(7, 5)
+    assert kernel_of(run(), GPU) == "by torch (compute capability 7.5 is below 8.0)"
+    assert not is_compiled(run(), GPU)
+
+
+def test_without_triton_a_gpu_has_torchs(monkeypatch):
+    monkeypatch.setattr(by_triton.importlib.util, "find_spec", lambda name: None)
+    assert kernel_of(run(), GPU) == "by torch (Triton is not installed)"
+    assert not is_compiled(run(), GPU)
+
+
+def test_who_asks_for_torchs_gets_it_and_nothing_is_looked_for(monkeypatch):
+    monkeypatch.setattr(attention, "compiled", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr(by_triton, "missing", lambda device: pytest.fail("it was looked for"))
+    for device in (GPU, CPU):
+        assert kernel_of(run(kernels="torch"), device) == "by torch"
+        assert not is_compiled(run(kernels="torch"), device)
+        assert kernel_of(run(exact=True), device) == "in exact mode"
+        assert not is_compiled(run(exact=True), device)
+
+
+def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
+    monkeypatch.setattr(attention, "compiled", lambda: Built(None, "there is no compiler"))
+    assert kernel_of(run(), CPU) == "by torch (there is no compiler)"
+    monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
+    assert kernel_of(run(), CPU) == "in C++"
+
+
+def test_tensors_of_a_gpu_go_to_tritons(monkeypatch):
+    told = []
+    gpu = SimpleNamespace(
+        Sees=lambda **how: how,
+        takes=lambda *tensors: len(tensors) == 3,
+        attend=lambda q, k, v, sees: told.append(sees) or (q, q),
+        attend_backward=lambda grad, inputs, out, lse, sees: told.append(sees) or (*inputs, None),
+    )
+    monkeypatch.setattr(by_triton, "module", {"attention": gpu}.__getitem__)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 8, 7, device="cuda") for _ in range(3))
+        starts = torch.zeros(1, 8, dtype=torch.int64)
+        assert attention.takes(q, k, v)
+        assert not attention.takes(q)
+        assert attention.attend(q, k, v, is_causal=True, starts_BS=starts)[0] is q
+        given = attention.attend_backward(q, (q, k, v), q, q, is_causal=False)
+        assert all(a is b for a, b in zip(given, (q, k, v), strict=True))
+    assert told == [{"is_causal": True, "starts": starts}, {"is_causal": False, "starts": None}]
