@@ -6,6 +6,7 @@
     train        the same decoder for a few steps, and superstep view of what was recorded
     attention    blocks of attention against torch's own: heads of 64, 80 and 128, odd lengths, grouped queries
     experts      the one kernel for all experts against one product each, where some have no rows
+    kernels      Triton's kernels beside torch's and torch.compile's, at 128 to 8,192 tokens
     recompute    a step's peak memory against its prediction, for what the backward computes again
     compile      a compiled step's time over an eager one's
     overlap      zero 3 over all GPUs: how much of each lane lies under compute (needs two)
@@ -18,6 +19,7 @@ A piece that fails is noted with its last words, and the next one runs. Without 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from bench.machine import write_result
 from superstep.cost.program.memory import rank_bytes
+from superstep.kernels import by_triton
 from superstep.model import experts as grouped
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
@@ -207,6 +210,13 @@ def experts(device: Device, width: int, ffn: int, counts: Sequence[int], nobodys
     }
 
 
+def triton_kernels(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Figures:
+    """Those of ``bench.gpu_kernels``, imported where Triton is there."""
+    if why := by_triton.missing(pick(0).torch):
+        return {"skipped": why}
+    return importlib.import_module("bench.gpu_kernels").kernels(pick(0), lengths, dtypes)  # type: ignore[no-any-return]
+
+
 class Driven:
     """An engine with a batch of random tokens."""
 
@@ -304,6 +314,7 @@ def pieces(size: Size) -> dict[str, Callable[[], Figures]]:
         "overlap": lambda: overlap(size, gpus()),
         "attention": lambda: attention(pick(0), (64, 80, 128), (2048, 1999, 37), halves),
         "experts": lambda: experts(pick(0), 512, 1024, (0, 640, 0, 1, 383, 0, 1016, 0)),
+        "kernels": lambda: triton_kernels((128, 512, 2048, 8192), halves),
         "recompute": lambda: recompute(pick(0), size),
         "compile": lambda: compiled(pick(0), size),
     }
