@@ -43,22 +43,28 @@ def capability(monkeypatch):
     return has
 
 
-def test_a_gpu_with_triton_has_tritons(capability):
+def test_a_gpu_with_triton_has_tritons_where_asked_for(capability):
     capability(9, 0)
-    assert kernel_of(run(), GPU) == "in Triton"
-    assert is_compiled(run(), GPU)
+    assert kernel_of(run(kernels="triton"), GPU) == "in Triton"
+    assert is_compiled(run(kernels="triton"), GPU)
+
+
+def test_a_gpu_has_torchs_unless_tritons_are_asked_for(monkeypatch):
+    monkeypatch.setattr(by_triton, "missing", lambda device: pytest.fail("it was looked for"))
+    assert kernel_of(run(), GPU) == "by torch"
+    assert not is_compiled(run(), GPU)
 
 
 def test_an_older_gpu_has_torchs(capability):
     capability(7, 5)
-    assert kernel_of(run(), GPU) == "by torch (compute capability 7.5 is below 8.0)"
-    assert not is_compiled(run(), GPU)
+    assert kernel_of(run(kernels="triton"), GPU) == "by torch (compute capability 7.5 is below 8.0)"
+    assert not is_compiled(run(kernels="triton"), GPU)
 
 
 def test_without_triton_a_gpu_has_torchs(monkeypatch):
     monkeypatch.setattr(by_triton.importlib.util, "find_spec", lambda name: None)
-    assert kernel_of(run(), GPU) == "by torch (Triton is not installed)"
-    assert not is_compiled(run(), GPU)
+    assert kernel_of(run(kernels="triton"), GPU) == "by torch (Triton is not installed)"
+    assert not is_compiled(run(kernels="triton"), GPU)
 
 
 def test_who_asks_for_torchs_gets_it_and_nothing_is_looked_for(monkeypatch):
@@ -75,7 +81,7 @@ def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
     monkeypatch.setattr(attention, "compiled", lambda: Built(None, "there is no compiler"))
     assert kernel_of(run(), CPU) == "by torch (there is no compiler)"
     monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
-    assert kernel_of(run(), CPU) == "in C++"
+    assert kernel_of(run(), CPU) == kernel_of(run(kernels="triton"), CPU) == "in C++"
 
 
 def test_tensors_of_a_gpu_go_to_tritons(monkeypatch):
