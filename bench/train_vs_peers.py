@@ -63,9 +63,19 @@ PAIRS: dict[str, tuple[dict, dict, int]] = {
         {"peer": "pipelining", "schedule": "1f1b"},
         2,
     ),
+    "pipelining 1F1B bf16": (
+        {"pp": 2, "dp": 1, "schedule": "1f1b", "compute": "bf16"},
+        {"peer": "pipelining", "schedule": "1f1b", "dtype": "bf16"},
+        2,
+    ),
     "one process bf16": (
         {"dp": 1, "compute": "bf16", "threads": 2},
         {"peer": "one_process", "threads": 2, "dtype": "bf16"},
+        1,
+    ),
+    "one process bf16 compiled": (
+        {"dp": 1, "compute": "bf16", "threads": 2},
+        {"peer": "one_process", "threads": 2, "dtype": "bf16", "compile": True},
         1,
     ),
 }
