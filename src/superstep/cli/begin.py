@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from superstep.cli.arguments import post_training, prove, serve, train, tune
+from superstep.cli.options import asks_for_hosts
 from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
@@ -18,8 +19,9 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     Raises:
         ConfigError: a file cannot be used, or a flag is wrong.
     """
-    if verb == "train" and "RANK" not in os.environ:
-        if _ranks(train.read(argv).config.plan) > 1:
+    if verb == "train" and ("RANK" not in os.environ or asks_for_hosts(argv)):
+        asked = train.read(argv)
+        if asked.hosts is not None or _ranks(asked.config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
     elif verb == "tune" and not (argv and argv[0] in tune.APART) and "RANK" not in os.environ:
         if _ranks(post_training.read(argv).plan) > 1:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import superstep
-from superstep.cli.options import asks_for_help
+from superstep.cli.options import asks_for_help, asks_for_hosts
 from superstep.errors import SuperstepError, UserError, did_you_mean
 
 
@@ -197,8 +197,9 @@ def reported(call: Callable[[], int]) -> int:
 
 def settle() -> None:
     """What the process of a command has before its verb."""
-    # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves.
-    if "RANK" not in os.environ:
+    # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves,
+    # and those of several launchers are told.
+    if "RANK" not in os.environ and not asks_for_hosts(sys.argv):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for

@@ -137,6 +137,11 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
+def asks_for_hosts(argv: Sequence[str]) -> bool:
+    """Whether several hosts have a launcher each, be they started by torchrun."""
+    return any(word.partition("=")[0] == "--hosts" for word in argv)
+
+
 def _hints(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Each field's dotted name and its type."""
     hints = typing.get_type_hints(cls)

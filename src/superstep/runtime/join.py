@@ -13,8 +13,9 @@ import torch.distributed as dist
 from superstep.errors import SuperstepError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import pick
-from superstep.runtime.launch import TIMEOUT, World
+from superstep.runtime.launch import World
 from superstep.runtime.leaving import FAILED, PeerWatch, abandon, status_of
+from superstep.runtime.meeting import TIMEOUT
 from superstep.runtime.stacks import own_heart
 from superstep.runtime.stop import Stop
 from superstep.runtime.trouble import is_echo

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -40,6 +39,7 @@ from superstep.errors import Fault, Lost
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.heart import Beats, Heart, Unwatched, page
+from superstep.runtime.meeting import TIMEOUT, Meeting, Seat
 from superstep.runtime.pulse import LOOK_S
 from superstep.runtime.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on, said_by
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
@@ -50,8 +50,6 @@ from superstep.runtime.trouble import Trouble, trouble_of
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-TIMEOUT = timedelta(minutes=10)
 
 GRACE_S = 1.0
 """Once a rank has failed, how long the others have to report too: they notice within milliseconds, or never."""
@@ -132,10 +130,11 @@ class Party:
     """Ranks that are a world of their own, launched beside those of others.
 
     Attributes:
-        size: how many.
+        size: how many are launched here.
         worker: what each of them does.
         args, kwargs: what it is given beside its ``World``.
         name: what a fault of theirs begins with.
+        meeting: where more ranks of their world are met, which other hosts launch.
     """
 
     size: int
@@ -143,6 +142,14 @@ class Party:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    meeting: Meeting | None = None
+
+    def seat(self, number: int, file: Path) -> Seat:
+        """Where one that is launched here, by its number among these, meets the others."""
+        if self.meeting is None:
+            return Seat(number, self.size, f"file://{file}", None)
+        meeting = self.meeting
+        return Seat(meeting.first + number, meeting.world, "", meeting.store)
 
 
 def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -> Any:  # noqa: ANN401
@@ -162,11 +169,44 @@ def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -
     ):
         stop = Stop()
         with listening(stop, lambda: pass_on(ranks)):
-            return _collect(ranks, stop)
+            value, trouble = _collect(ranks)
+            if trouble is None:
+                return value
+            if stop.is_asked and trouble.order == 1:
+                raise SystemExit(STOPPED)
+            raise trouble.error
+
+
+def launch_here(
+    kind: DeviceKind, party: Party, cut: Connection, troubled: Callable[[Trouble], None]
+) -> tuple[Any, bool]:
+    """Launch the ranks of this host, of a party that meets others.
+
+    Args:
+        kind: of device.
+        party: has a meeting.
+        cut: ends the ranks as soon as something can be read from it.
+        troubled: told why ranks have to be ended, if that is known here, before they are.
+
+    Returns:
+        What rank 0 returned, None on other hosts; and whether all ranks of this host have come to their end.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
+        _ranks([party], kind, Path(folder)) as ranks,
+    ):
+        stop = Stop()
+        with listening(stop, lambda: pass_on(ranks)):
+            value, trouble = _collect(ranks, cut)
+            if trouble is not None:
+                if stop.is_asked and trouble.order == 1:
+                    raise SystemExit(STOPPED)
+                troubled(trouble)
+    return value, trouble is None and not cut.poll()
 
 
 @contextlib.contextmanager
-def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int) -> Iterator[list[RankProcess]]:
+def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int = 0) -> Iterator[list[RankProcess]]:
     """The processes of all ranks; none is left when the block ends."""
     context = context_of(parties[0].worker)
     calls = [pickle.dumps((party.worker, party.args, party.kwargs)) for party in parties]
@@ -189,37 +229,46 @@ def _start(
     context: BaseContext, party: Party, number: int, kind: DeviceKind, store: Path, nth: int, first: int
 ) -> RankProcess:
     """The process of a rank: of its party, and the ``nth`` of all."""
+    seat = party.seat(number, store)
     ours, theirs = context.Pipe()
-    heart = page(f"{party.name}:{number}")
+    heart = page(f"{party.name}:{seat.rank}")
     place = place_at(store.with_name(f"stderr-{nth}"), None if heart is None else heart.handle)
     process = context.Process(  # type: ignore[attr-defined]
         target=_serve,
-        args=(theirs, place, number, party.size, kind, store, first + nth - number),
-        name=f"{party.name} rank {number}".strip(),
+        args=(theirs, place, seat, kind, store.parent, first + nth),
+        name=f"{party.name} rank {seat.rank}".strip(),
     )
     try:
         with stderr_away():
             process.start()
     except (OSError, EOFError) as error:
-        raise Fault(f"the process cannot be started: {error}.", rank=number) from error
+        raise Fault(f"the process cannot be started: {error}.", rank=seat.rank) from error
     theirs.close()
-    return RankProcess(party.name, number, nth == 0, process, ours, place.stderr, heart)
+    host = os.uname().nodename if party.meeting is None else party.meeting.host
+    return RankProcess(party.name, seat.rank, host, nth == 0, process, ours, place.stderr, heart)
 
 
-def _collect(ranks: Sequence[RankProcess], stop: Stop) -> Any:  # noqa: ANN401
-    """Wait for every report; what rank 0 returned, or else the first cause is raised."""
+def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tuple[Any, Trouble | None]:
+    """Wait for every report: what rank 0 returned, and the first cause why one did not. When something can be read from
+    ``cut``, only what is just being said is waited for.
+    """
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
     deadline_s = float("inf")
     attending = Attending()
     value = None
+    ends: list[Connection] = [] if cut is None else [cut]
     while waiting and time.monotonic() < deadline_s:
         lost = attending.look(list(waiting.values()))
         if lost is not None:
             troubles.append(lost)
             break
-        for pipe in wait(list(waiting), min(LOOK_S, max(0.0, deadline_s - time.monotonic()))):
+        for pipe in wait([*waiting, *ends], min(LOOK_S, max(0.0, deadline_s - time.monotonic()))):
             assert isinstance(pipe, Connection)
+            if pipe is cut:
+                ends.clear()
+                deadline_s = min(deadline_s, time.monotonic() + LOST_GRACE_S)
+                continue
             rank = waiting.pop(pipe)
             try:
                 report = pickle.loads(pipe.recv_bytes())
@@ -233,42 +282,40 @@ def _collect(ranks: Sequence[RankProcess], stop: Stop) -> Any:  # noqa: ANN401
                 (value,) = report
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
-        if stop.is_asked and first.order == 1:
-            raise SystemExit(STOPPED)
         if isinstance(first.error, Fault):
             first.error.said = said_by(ranks, first.error)
-        raise first.error
+        return value, first
+    if waiting:
+        return value, None
     # A rank that has reported ends by itself: its groups are given back in an order that all keep.
     for rank in ranks:
         rank.process.join(END_S)
-    return value
+    return value, None
 
 
-def _serve(pipe: Connection, place: Place, rank: int, world: int, kind: DeviceKind, store: Path, first: int) -> None:
-    """What a rank's process does: one call, one report."""
+def _serve(pipe: Connection, place: Place, seat: Seat, kind: DeviceKind, folder: Path, number: int) -> None:
+    """What a rank's process does: one call, one report. ``number`` says which GPU of the host is its own."""
     place.take()
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_launcher, args=((store.parent, place.sockets),), daemon=True).start()
+    threading.Thread(target=_follow_launcher, args=((folder, place.sockets),), daemon=True).start()
     # Cores are shared out by running one rank on each; more threads would only fight over them.
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # a launcher that has gone wants no report
         try:
             worker, args, kwargs = pickle.loads(pipe.recv_bytes())
-            device = pick(first + rank, kind)
-            dist.init_process_group(
-                device.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
-            )
-            if rank == 0:
+            device = pick(number, kind)
+            seat.take(device)
+            if seat.rank == 0:
                 signal.signal(END, _leave)
             heart = Unwatched() if place.heart is None else answering(Heart(place.heart))
-            value = worker(World(rank, world, device, folder=store.parent, heart=heart), *args, **kwargs)
+            value = worker(World(seat.rank, seat.world, device, folder=folder, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
             # Reported before this process ends, and with it the connections that others will miss.
-            pipe.send_bytes(pickle.dumps(trouble_of(rank, error)))
+            pipe.send_bytes(pickle.dumps(trouble_of(seat.rank, error)))
         else:
-            pipe.send_bytes(pickle.dumps((value if rank == 0 else None,)))
+            pipe.send_bytes(pickle.dumps((value if seat.rank == 0 else None,)))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -37,6 +37,7 @@ class RankProcess:
     Attributes:
         party: the name of its world, where it has one.
         number: its rank.
+        host: what its host is called.
         is_first: whether it may hold a terminal.
         process: that it is.
         pipe: by which it reports.
@@ -46,6 +47,7 @@ class RankProcess:
 
     party: str
     number: int
+    host: str
     is_first: bool
     process: BaseProcess
     pipe: Connection
@@ -95,7 +97,7 @@ class RankProcess:
         error = kind(why, rank=self.number)
         if beat is not None:
             at = beat.instruction if beat.doing is not Doing.OTHER else ""
-            error = kind(why, rank=self.number, host=os.uname().nodename, step=beat.step, instruction=at)
+            error = kind(why, rank=self.number, host=self.host, step=beat.step, instruction=at)
         if isinstance(error, Lost):
             error.at_s = at_s
         return Trouble(at_s=at_s, order=order, error=error)

@@ -48,14 +48,16 @@ class Handles:
     Attributes:
         owner: the number of the process that did, and lives.
         numbers: its descriptors, by rank.
+        first: the first of the ranks; others are another host's.
     """
 
     owner: int
     numbers: tuple[int, ...]
+    first: int = 0
 
     def of(self, rank: int) -> Memory:
         """A rank's memory."""
-        return Memory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank]}", os.O_RDWR))
+        return Memory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank - self.first]}", os.O_RDWR))
 
 
 class Memory:
@@ -152,10 +154,10 @@ class Memory:
         _WORD.pack_into(self.view, at, value)
 
 
-def made(ranks: int) -> tuple[Handles, list[Memory]]:
-    """Memory for so many ranks, owned by this process."""
-    handles = [os.memfd_create(f"superstep-rank-{rank}") for rank in range(ranks)]
-    return Handles(os.getpid(), tuple(handles)), [Memory(handle) for handle in handles]
+def made(ranks: int, first: int = 0) -> tuple[Handles, list[Memory]]:
+    """Memory for so many ranks, from a first one on, owned by this process."""
+    handles = [os.memfd_create(f"superstep-rank-{first + rank}") for rank in range(ranks)]
+    return Handles(os.getpid(), tuple(handles), first), [Memory(handle) for handle in handles]
 
 
 def common(memories: Sequence[Memory]) -> int | None:

@@ -21,6 +21,8 @@ class Copies:
         self._every = every or 1
         self._wanted: int | None = None
         self.snapshots: Snapshots | None = None
+        self.is_flushed = True
+        """Whether who owns the memory writes checkpoints from it."""
 
     def begin(self, position: Position) -> None:
         """Have the next step copy the state as it is now, where that is due.
@@ -34,9 +36,11 @@ class Copies:
             self.snapshots.begin(position, is_for_disk=is_wanted)
 
     def want(self, position: Position) -> bool:
-        """Have the state as it is now written to disk while training goes on; False where there are no snapshots."""
+        """Have the state as it is now written to disk while training goes on; False where nobody does so."""
+        if self.snapshots is None or not self.is_flushed:
+            return False
         self._wanted = position.step
-        return self.snapshots is not None
+        return True
 
     def flushed(self) -> list[Flushed]:
         """What has come to the disk since this was last asked."""

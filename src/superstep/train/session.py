@@ -163,17 +163,19 @@ class Session:
         self._engine.loaded(position.step)
         return position
 
-    def keep_snapshots(self, memory: Memory, recovered: int | None) -> Position | None:
+    def keep_snapshots(self, memory: Memory, recovered: int | None, *, is_flushed: bool = True) -> Position | None:
         """Copy the state into a memory that outlives this rank, from here on.
 
         Args:
             memory: of this rank.
             recovered: the step whose state is in it and shall be gone on from, if any.
+            is_flushed: whether checkpoints are written from it; else all ranks write them.
 
         Returns:
             Where training stands, if that.
         """
         self.copies.snapshots = snapshots = self._engine.keep_snapshots(memory)
+        self.copies.is_flushed = is_flushed
         if recovered is None:
             snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._beside, self.folder.checkpoints)
             return None
@@ -197,7 +199,7 @@ class Session:
 
     def want(self, position: Position) -> bool:
         """Have the state as it is now written to disk while training goes on, and the trace of the last step now; False
-        where there are no snapshots. Every rank calls this together.
+        where nobody does so. Every rank calls this together.
         """
         if is_wanted := self.copies.want(position):
             self._settle(position.step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from superstep.cli.options import DEMO, flags, read_run, settled
+from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, run_of
+from superstep.cli.options import COMMON, DEMO, read_flags, read_run, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
@@ -22,11 +23,13 @@ class Asked:
         yields_to: the flags, where they change settings that the user has not written himself: those of the demo, or
             of a run that goes on; None where a file says what to do.
         is_demo: whether it is the demo's model and text.
+        hosts: those that share its ranks; None where there is one.
     """
 
     config: RunConfig
     yields_to: tuple[str, ...] | None
     is_demo: bool
+    hosts: Hosts | None = None
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
         """The run, with what nobody asked for out of the way of what was; raises as ``resolve`` does."""
@@ -41,12 +44,17 @@ def read(argv: Sequence[str]) -> Asked:
         SystemExit: help was asked for, and has been given.
     """
     if argv and not argv[0].startswith("-"):
-        config = flags("train", read_run(Path(argv[0])), argv[1:], description=DESCRIPTION)
-        return Asked(config, None, is_demo=False)
-    config = flags("train", DEMO, argv, description=DESCRIPTION)
-    saved = Path(config.state.dir) / "run.toml"
-    if config.state.existing == "resume" and saved.is_file():
+        options = _flags(read_run(Path(argv[0])), argv[1:])
+        return Asked(run_of(options), None, is_demo=False, hosts=hosts_of(options))
+    options = _flags(DEMO, argv)
+    saved = Path(options.state.dir) / "run.toml"
+    if options.state.existing == "resume" and saved.is_file():
         # A run that goes on keeps its own settings; flags still change them.
-        config = flags("train", read_config(saved), argv, description=DESCRIPTION)
-    is_demo = config.model == DEMO.model and config.data.corpus == DEMO.data.corpus
-    return Asked(config, tuple(argv), is_demo)
+        options = _flags(read_config(saved), argv)
+    is_demo = options.model == DEMO.model and options.data.corpus == DEMO.data.corpus
+    return Asked(run_of(options), tuple(argv), is_demo, hosts_of(options))
+
+
+def _flags(base: RunConfig, argv: Sequence[str]) -> Options:
+    options = Options(**{section.name: getattr(base, section.name) for section in fields(base)})
+    return read_flags(options, argv, prog="superstep train [run.toml]", description=DESCRIPTION, common=COMMON)

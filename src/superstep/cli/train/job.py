@@ -69,15 +69,15 @@ Length = Callable[[Resolved, Path], Resolved]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A snapshot that a run goes on from.
+    """That a run goes on, and from which snapshot.
 
     Attributes:
-        step: finished steps.
+        step: finished steps; None where nobody has a snapshot, and it goes on from the newest checkpoint.
         lost: the rank that was lost, and how.
         lost_at_s: when that was seen, in seconds of the host's clock.
     """
 
-    step: int
+    step: int | None
     lost: str
     lost_at_s: float
 
@@ -104,7 +104,9 @@ class Job:
     snapshots: Handles | None = None
     """The ranks' memories that outlive them, where there are any."""
     recovered: Recovered | None = None
-    """The snapshot to go on from, in the place of the checkpoint."""
+    """What was lost, where something was, and the snapshot to go on from in the place of the checkpoint."""
+    hosts: int = 1
+    """With more, no launcher has all memories, and ranks write checkpoints."""
     began_at_s: float = 0.0
     """When the launch began, in seconds since 1970."""
     earlier_s: float = 0.0
@@ -188,9 +190,10 @@ def prepared_job(
     files: Mapping[str, str] | None = None,
     lesson: Lesson | None = None,
     length: Length | None = None,
+    hosts: int = 1,
 ) -> Iterator[Job | None]:
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
-    nothing left to do.
+    nothing left to do. With several hosts this is for the first one's launcher to do.
     """
     if run.config.state.snapshot_every is not None and ("RANK" in os.environ or sys.platform != "linux"):
         raise ConfigError(
@@ -203,11 +206,12 @@ def prepared_job(
     if checkpoint is None:
         check_start(run)
     seen = operations(run)
+    here = run.plan.mesh.world // hosts
     # torchrun says how many of its ranks are on this host, srun does not.
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" in os.environ else run.plan.mesh.world)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1" if "RANK" in os.environ else here)
     if choose(run.config.plan.device, int(local)) == "cpu":
         # What a GPU has left its rank alone can tell: to ask takes a part of it.
-        require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.mesh.world)))
+        require_fit(run, Device("cpu"), seen, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", here)))
     with hold(folder), mirrored(folder.checkpoints, store, run.config.state.keep):
         if store is not None and run.config.state.existing == "resume":
             for told in fetch_newest(store, folder.checkpoints):
@@ -242,6 +246,7 @@ def prepared_job(
                 verb=verb,
                 files=files or {},
                 lesson=lesson,
+                hosts=hosts,
                 began_at_s=began_at_s,
                 earlier_s=spent_s(folder.metrics),
             )
@@ -312,21 +317,23 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
     """Where training stands: at the start, after the newest checkpoint, or after a snapshot; and what is told of it."""
     memory = None if job.snapshots is None else job.snapshots.of(world.rank)
     lost = job.recovered
+    step = None if lost is None else lost.step
     # Frozen weights and a lesson's reference are in no snapshot.
     is_all_there = job.run.config.lora is None and job.lesson is None
     start = None
     position = Position()
-    if lost is None or not is_all_there:
+    if step is None or not is_all_there:
         start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
         position = session.begin() if start is None else start.position
     if memory is not None:
-        position = session.keep_snapshots(memory, lost.step if lost else None) or position
+        position = session.keep_snapshots(memory, step, is_flushed=job.hosts == 1) or position
+    told = Resumed(step=position.step, path="")
     if lost is not None:
-        return position, Resumed(step=position.step, path="", lost=lost.lost, lost_at_s=lost.lost_at_s)
-    if start is None:
-        return position, None
+        told = replace(told, lost=lost.lost, lost_at_s=lost.lost_at_s)
+    if start is None or step is not None:
+        return position, None if lost is None else told
     passed_over = start.set_damaged_aside() if world.rank == 0 else ()
-    return position, Resumed(step=position.step, path=str(start.path), passed_over=passed_over)
+    return position, replace(told, path=str(start.path), passed_over=passed_over)
 
 
 def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
@@ -381,7 +388,8 @@ def _foreseen(job: Job, step: int, step_s: float) -> float:
     left = max(1, config.train.steps - step)
     # A forward pass is a third of a step's work; a snapshot is saved beside training, all but the last.
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
-    saves = 1 if config.state.snapshot_every is not None else -(-left // config.state.save_every)
+    is_flushed = config.state.snapshot_every is not None and job.hosts == 1
+    saves = 1 if is_flushed else -(-left // config.state.save_every)
     save_s = STATE_BYTES * job.run.outline.numel / DISK_BYTES_PER_S
     elapsed_s = time.time() - job.began_at_s
     return unhurt(elapsed_s=elapsed_s, steps_s=left * step_s, validations_s=validations_s, saves_s=saves * save_s)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from superstep.cli import sample
 from superstep.cli.arguments.train import Asked, read
+from superstep.cli.options import asks_for_hosts
 from superstep.cli.preparing import prepared
 from superstep.cli.prove import verb as prove
 from superstep.cli.train.ending import ended
+from superstep.cli.train.hosts import on_hosts
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.tokens import is_whole
@@ -26,6 +28,10 @@ from superstep.train.run_folder import RunFolder
 
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
+    if asks_for_hosts(argv):
+        asked = read(argv)
+        if asked.hosts is not None:
+            return on_hosts(_run(asked), asked.hosts, _tokens)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return join(lambda ranks: prepared_job(_run(read(argv), ranks), _tokens), rank_of_torchrun, asked_device)
     asked = read(argv)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from superstep.hardware.cluster import Collective, CollectiveRate
 from superstep.runtime.collectives import reduce_scatter, stack_ranks
-from superstep.runtime.launch import TIMEOUT, World, gather
+from superstep.runtime.launch import World, gather
 from superstep.runtime.measure.kernels import Gauge
+from superstep.runtime.meeting import TIMEOUT
 from superstep.runtime.mesh import Group
 from superstep.runtime.transport import reach
 

@@ -1,0 +1,118 @@
+"""How a run of several hosts is asked for: flags beside those of the run, the same on each host but for its number."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from superstep.errors import ConfigError, UserError
+from superstep.plan.config import RunConfig
+
+SECRET = "SUPERSTEP_SECRET"
+FEWEST_BYTES = 16
+PORT = 29600
+"""Where host 0 is asked under torchrun, whose own port is taken."""
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(RunConfig):
+    """A run, and on how many hosts."""
+
+    hosts: str | None = None
+    """How many hosts share the ranks, each with a launcher that is started by the same command; torchrun takes their
+    number, and this one's, from its environment, with one process for each host."""
+    host: int | None = None
+    """The number of this host; host 0 leads."""
+    meet: str | None = None
+    """The address and port where host 0 is asked by the others, as 10.0.0.1:29400."""
+    secret_file: str | None = None
+    """A file with the run's secret, 16 bytes or more; none takes the environment's SUPERSTEP_SECRET."""
+    patience: float = 600.0
+    """Seconds that a host which is lost, or has not come yet, is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The hosts of a run, seen from one of them.
+
+    Attributes:
+        number: of this one.
+        count: how many there are.
+        meet: where host 0 is asked.
+        secret: of the run.
+        patience_s: how long a host is waited for.
+    """
+
+    number: int
+    count: int
+    meet: tuple[str, int]
+    secret: bytes
+    patience_s: float
+
+
+def run_of(options: Options) -> RunConfig:
+    """The run alone."""
+    return RunConfig(**{section.name: getattr(options, section.name) for section in fields(RunConfig)})
+
+
+def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> Hosts | None:
+    """The hosts; None where there is one.
+
+    Raises:
+        ConfigError: a flag is wrong, or missing.
+    """
+    if options.hosts is None:
+        for flag, value in (("host", options.host), ("meet", options.meet), ("secret-file", options.secret_file)):
+            if value is not None:
+                raise ConfigError(f"--{flag} = {value} needs --hosts; say how many hosts there are, as --hosts 2.")
+        return None
+    number, count, meet = _places(options, environment)
+    if count < 2 or not 0 <= number < count:
+        raise ConfigError(
+            f"--hosts = {count}, --host = {number}: there are two hosts or more, and they count from 0; leave both out "
+            "for one host."
+        )
+    if options.patience <= 0:
+        raise ConfigError(f"--patience = {options.patience:g} must be above 0; it is in seconds.")
+    secret = _secret(options.secret_file, environment)
+    return Hosts(number=number, count=count, meet=meet, secret=secret, patience_s=options.patience)
+
+
+def _places(options: Options, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:
+    if options.hosts == "torchrun":
+        if missing := [name for name in TORCHRUN if name not in environment]:
+            raise ConfigError(f"--hosts torchrun needs torchrun's environment, which has no {missing[0]}.")
+        if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
+            raise ConfigError("--hosts torchrun needs one process for each host: torchrun --nproc-per-node 1.")
+        meet = options.meet or f"{environment['MASTER_ADDR']}:{PORT}"
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"]), _meet(meet)
+    if not str(options.hosts).isdecimal():
+        raise ConfigError(f"--hosts = {options.hosts} is no number; give how many there are, or torchrun.")
+    if options.host is None or options.meet is None:
+        flag = "--host, the number of this one" if options.host is None else "--meet, where host 0 is asked"
+        raise ConfigError(f"--hosts = {options.hosts} needs {flag}: --hosts 2 --host 1 --meet 10.0.0.1:29400.")
+    return options.host, int(str(options.hosts)), _meet(options.meet)
+
+
+def _meet(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"--meet = {text} is no address and port; write it as 10.0.0.1:29400.")
+    return host.strip("[]"), int(port)
+
+
+def _secret(file: str | None, environment: Mapping[str, str]) -> bytes:
+    mend = f"make one by openssl rand -hex 32, and give all hosts the same by --secret-file or {SECRET}."
+    if file is None and SECRET not in environment:
+        raise ConfigError(f"several hosts need a secret that nobody else knows; {mend}")
+    try:
+        found = environment[SECRET].encode() if file is None else Path(file).read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"--secret-file = {file} cannot be read ({error.strerror}); {mend}") from error
+    if len(found) < FEWEST_BYTES:
+        raise ConfigError(f"the run's secret has {len(found)} bytes, and {FEWEST_BYTES} is the fewest; {mend}")
+    return found

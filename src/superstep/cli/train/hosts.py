@@ -1,0 +1,261 @@
+"""superstep train on several hosts: a launcher on each, of which host 0's leads and prepares, and all others follow.
+
+host 0      the run directory, the tokens ─ Lead ─┐
+                                                  ├─ attend: ranks of this host, again and again, until it is over
+host 1, ..  ────────────────────────────  Member ─┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import superstep
+from superstep.cli.arguments.hosts import TORCHRUN, Hosts
+from superstep.cli.train.display import restore
+from superstep.cli.train.ending import ended, stopped
+from superstep.cli.train.job import Job, Recovered, Tokens, prepared_job, rank
+from superstep.errors import ConfigError, SuperstepError, UserError
+from superstep.plan.resolve import Resolved
+from superstep.plan.toml import write_config
+from superstep.runtime.device import choose
+from superstep.runtime.hosts.attend import attend, raised
+from superstep.runtime.hosts.door import Door
+from superstep.runtime.hosts.interface import address_to, interface_of
+from superstep.runtime.hosts.keeping import Keeper, Steer
+from superstep.runtime.hosts.lead import Lead
+from superstep.runtime.hosts.member import Member
+from superstep.runtime.hosts.messages import Address, Fetching, Hello, Message, Orders
+from superstep.runtime.hosts.store import Store
+from superstep.runtime.hosts.table import Cause, Go, Held, Over, Table
+from superstep.runtime.launch import Party, launch_here
+from superstep.runtime.meeting import Meeting
+from superstep.runtime.trouble import Trouble
+from superstep.state.snapshot import Handles, Memory, made
+from superstep.state.verify import newest
+from superstep.train.model import flops_per_token, operations
+from superstep.train.run_folder import RunFolder
+
+
+def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens) -> int:
+    """Train on the ranks of several hosts; the exit status of this one's launcher.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out to so many hosts.
+        SuperstepError: why the run has ended before its last step.
+    """
+    run = _settled(run, hosts)
+    try:
+        address = address_to(hosts.meet)
+    except OSError as error:
+        raise UserError(f"--meet = {hosts.meet[0]}:{hosts.meet[1]} cannot be reached ({error}).") from error
+    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # these launchers are what is launched by torchrun
+        os.environ.pop(name, None)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    _say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
+    here = _Here(run, hosts, address)
+    return _led(here, tokens) if hosts.number == 0 else _followed(here)
+
+
+def _settled(run: Resolved, hosts: Hosts) -> Resolved:
+    world = run.plan.mesh.world
+    if world % hosts.count:
+        fits = [count for count in range(2, world + 1) if world % count == 0]
+        raise ConfigError(
+            f"--hosts = {hosts.count} does not divide the plan's {world} ranks; "
+            + (f"give one of {fits}, or change the plan." if fits else "one rank needs one host: leave --hosts out.")
+        )
+    if sys.platform != "linux":
+        raise ConfigError("--hosts needs Linux; start the run by torchrun.")
+    return run
+
+
+class _Here:
+    """This host of the run: its part of the ranks, and the memory that outlives them."""
+
+    def __init__(self, run: Resolved, hosts: Hosts, address: str) -> None:
+        self.resolved, self.hosts, self.address = run, hosts, address
+        self.size = run.plan.mesh.world // hosts.count
+        self.first = self.size * hosts.number
+        self.name = f"{hosts.number} ({os.uname().nodename})"
+        self.job: Job | None = None
+        self.is_stopped = False
+        self._handles: Handles | None = None
+        memories: list[Memory] = []
+        if run.config.state.snapshot_every is not None:
+            self._handles, memories = made(self.size, self.first)
+        self.keeper = Keeper(memories)
+
+    def hello(self, port: int) -> Hello:
+        """Who it is, for other launchers."""
+        # Where the run is gone on with may differ: it is host 0 that looks.
+        config = self.resolved.config
+        text = write_config(replace(config, state=replace(config.state, existing="refuse")))
+        return Hello(
+            purpose="join",
+            host=self.hosts.number,
+            hosts=self.hosts.count,
+            run=hashlib.sha256(text.encode()).hexdigest(),
+            version=superstep.__version__,
+            process=secrets.token_hex(16),
+            port=port,
+        )
+
+    def held(self) -> Held:
+        """States that are whole in the memory of this host."""
+        return self.keeper.held()
+
+    def fetch(self, order: Fetching) -> None:
+        """Get a state of its ranks back from another host."""
+        self.keeper.fetch(order)
+
+    def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
+        """Start its ranks, and wait for them; whether all have come to their end."""
+        if self.job is None:
+            self.job = _job(self.resolved, given.facts, self.hosts.count)
+        kind = choose(self.job.run.config.plan.device, self.size)
+        world = self.resolved.plan.mesh.world
+        meeting = Meeting(store=given.store, first=self.first, world=world, host=self.name)
+        party = Party(size=self.size, worker=rank, args=(self._told(self.job, given),), meeting=meeting)
+        self.keeper.begin(given)
+        try:
+            value, is_done = launch_here(kind, party, cut, troubled)
+        finally:
+            self.keeper.rest()
+            restore(sys.stdout)
+        self.is_stopped = bool(value)
+        return is_done
+
+    def _told(self, job: Job, given: Orders) -> Job:
+        go, found = given.go, given.facts["checkpoint"]
+        recovered = None
+        if go.lost is not None:
+            recovered = Recovered(None if go.state is None else go.state[0], go.lost.text, go.lost.at_s)
+        return replace(
+            job, checkpoint=None if found is None else Path(found), snapshots=self._handles, recovered=recovered
+        )
+
+
+def _facts(job: Job, go: Go) -> Message:
+    """What ranks of other hosts are told of the run, all paths whole."""
+    checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
+    return {
+        "dir": str(job.folder.root.resolve()),
+        "corpus": str(job.corpus.resolve()),
+        "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+        "was_complete": job.was_complete,
+        "began_at_s": job.began_at_s,
+        "earlier_s": job.earlier_s,
+    }
+
+
+def _job(run: Resolved, facts: Message, hosts: int) -> Job:
+    """What the ranks of a host are told that does not lead."""
+    state = replace(run.config.state, dir=facts["dir"])
+    run, seen = replace(run, config=replace(run.config, state=state)), operations(run)
+    return Job(
+        run=run,
+        folder=RunFolder(root=Path(facts["dir"])),
+        corpus=Path(facts["corpus"]),
+        checkpoint=None,
+        was_complete=facts["was_complete"],
+        operations=seen,
+        flops_per_token=flops_per_token(run, seen),
+        began_at_s=facts["began_at_s"],
+        earlier_s=facts["earlier_s"],
+        hosts=hosts,
+    )
+
+
+def _led(here: _Here, tokens: Tokens) -> int:
+    """Host 0: it can be asked before it has prepared, which may take its time."""
+    hosts, config = here.hosts, here.resolved.config
+    stores: list[Store] = []
+
+    def prepare(go: Go) -> tuple[Address, Message]:
+        assert here.job is not None
+        stores[:] = [Store(here.address)]
+        return stores[0].address, _facts(here.job, go)
+
+    table = Table(
+        seats=(None,) * hosts.count,
+        can_recover=config.state.snapshot_every is not None,
+        patience_s=hosts.patience_s,
+        since_s=time.time(),
+    )
+    try:
+        lead = Lead(
+            (here.address, hosts.meet[1]),
+            hosts.secret,
+            mine=here.hello(hosts.meet[1]),
+            table=table,
+            prepare=prepare,
+            copies=(here.keeper, Steer()),
+            tell=_say,
+        )
+    except OSError as error:
+        raise UserError(
+            f"--meet = {hosts.meet[0]}:{hosts.meet[1]} is where host 0 is asked, and that is here, but it cannot be: "
+            f"{error.strerror}; give an address of this host and a free port."
+        ) from error
+    last = Over(Cause("host 0 has left the run"))
+    try:
+        with prepared_job(here.resolved, tokens, hosts=hosts.count) as job:
+            if job is None:
+                last = Over()
+                return 0
+            here.job = job
+            lead.begin()
+            try:
+                over = attend(0, here.name, lead.orders, lead.told, here, _say)
+            except BaseException as error:
+                if (status := ended(error, job.folder, job.verb)) is not None:
+                    return status
+                raise
+            return _ending(over, here)
+    except SuperstepError as error:
+        last = Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError)))
+        raise
+    finally:
+        lead.close(last)
+
+
+def _followed(here: _Here) -> int:
+    """Any other host."""
+    hosts = here.hosts
+    door = Door((here.address, 0), hosts.secret, here.keeper.enters, _say)
+    member = Member(
+        hosts.meet,
+        hosts.secret,
+        mine=here.hello(door.address[1]),
+        patience_s=hosts.patience_s,
+        copies=here.keeper,
+    )
+    try:
+        return _ending(attend(hosts.number, here.name, member.orders, member.told, here, _say), here)
+    finally:
+        member.close()
+        door.close()
+
+
+def _ending(over: Over, here: _Here) -> int:
+    """The exit status."""
+    if over.cause is not None:
+        raise raised(over.cause)
+    if here.is_stopped and here.job is not None:
+        return stopped(here.job.folder, here.job.verb)
+    if here.job is not None:
+        _say(f"\nResults: {here.job.folder.root}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

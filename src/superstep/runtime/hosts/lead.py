@@ -1,0 +1,260 @@
+"""The lead: host 0's launcher, which knows who is here and decides for all (``runtime.hosts.table``).
+
+    wires of members ──► events ──► one thread: after(table, event) ──► orders ──► wires of members
+    host 0's own ranks ──┘                                             └──────────► host 0's own queue
+
+Four times a second it says to each member that it is there; a member that says nothing for SILENT_S is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from typing import Protocol
+
+from superstep.runtime.hosts.door import Door
+from superstep.runtime.hosts.messages import (
+    BEAT_S,
+    Address,
+    Fetching,
+    Hello,
+    Message,
+    Met,
+    Order,
+    Orders,
+    Silence,
+    event_of,
+    ordered,
+)
+from superstep.runtime.hosts.table import Event, Fetch, Go, Left, Over, Phase, Table, Tick, after
+from superstep.runtime.hosts.table import Order as Decision
+from superstep.runtime.hosts.wire import Wire
+
+
+class Keeping(Protocol):
+    """A host's copies: what it says of them with each beat, what it is told, and who brings or fetches some."""
+
+    def progress(self) -> Message:
+        """How far its own are."""
+
+    def steer(self, told: Message) -> None:
+        """What all are to do next."""
+
+    def enters(self, wire: Wire, hello: Hello) -> None:
+        """Another host brings copies, or fetches some."""
+
+
+class Steering(Protocol):
+    """What all hosts are told of copies, with each beat."""
+
+    def after(self, progress: dict[int, Message]) -> Message:
+        """Given how far each is that is here."""
+
+    def begin(self) -> None:
+        """Ranks start anew."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One that is here."""
+
+    wire: Wire
+    there: str
+    hello: Hello
+    silence: Silence
+    progress: Message
+
+
+class Lead:
+    """Leads until it is closed; its own ranks are told by ``orders``.
+
+    Args:
+        at: where it is asked.
+        secret: of the run.
+        mine: who it is itself; members must be alike.
+        table: whom it expects.
+        prepare: makes the store of an epoch, and tells the facts of the run.
+        copies: host 0's, and what all are told of theirs.
+        tell: told in a line what the user should know.
+
+    Raises:
+        OSError: it cannot be asked there.
+    """
+
+    def __init__(
+        self,
+        at: Address,
+        secret: bytes,
+        *,
+        mine: Hello,
+        table: Table,
+        prepare: Callable[[Go], tuple[Address, Message]],
+        copies: tuple[Keeping, Steering],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._mine, self._table, self._prepare, self._tell = mine, table, prepare, tell
+        self._own, self._steering = copies
+        self._members: dict[int, _Member] = {}
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._one = threading.Lock()
+        self._is_closed = threading.Event()
+        self.orders, self._orders = Pipe(duplex=False)
+        self._door = Door(at, secret, self._enters, tell)
+        self.address = self._door.address
+        self._thread = threading.Thread(target=self._run, name="superstep-lead", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Host 0 has prepared: from here on it is there, too."""
+        self._orders.send(Met())
+
+    def told(self, event: Event) -> None:
+        """Host 0's launcher says what happens there, or anybody that the run is over."""
+        self._events.put(event)
+
+    def close(self, last: Over) -> None:
+        """Tell all that the run is over, where that is news to them, and be asked no more."""
+        self._is_closed.set()
+        self._thread.join()
+        if self._table.phase is not Phase.OVER:
+            self._send(range(1, len(self._table.seats)), last)
+        self._door.close()
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        while not self._is_closed.is_set():
+            with suppress(queue.Empty):
+                self._apply(self._events.get(timeout=max(0.0, next_s - time.monotonic())))
+                continue
+            next_s = time.monotonic() + BEAT_S
+            self._beat()
+            self._apply(Tick())
+
+    def _apply(self, event: Event) -> None:
+        found = after(self._table, event, time.time())
+        before, self._table = self._table, found.table
+        for order in found.orders:
+            self._do(order)
+        if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
+            missing = ", ".join(map(str, self._table.missing))
+            patience = f"{self._table.patience_s:g} s"
+            self._tell(f"Waiting for host {missing}, {patience} at most: start the same command there again ...")
+
+    def _do(self, order: Decision) -> None:
+        everyone = range(len(self._table.seats))
+        match order:
+            case Go():
+                self._steering.begin()
+                store, facts = self._prepare(order)
+                for host in everyone:
+                    self._send([host], Orders(go=order, store=store, facts=facts, next=self._next(host)))
+            case Fetch(host, source, state):
+                address = self._address(source)
+                if address is not None:
+                    self._send([host], Fetching(state, address))
+            case _:
+                self._send(everyone, order)
+
+    def _next(self, host: int) -> Address | None:
+        return self._address((host + 1) % len(self._table.seats))
+
+    def _address(self, host: int) -> Address | None:
+        """Where a host is asked for copies."""
+        if host == 0:
+            return self.address
+        with self._one:
+            member = self._members.get(host)
+        return None if member is None else (member.there, member.hello.port)
+
+    def _send(self, hosts: range | list[int], order: Order) -> None:
+        for host in hosts:
+            if host == 0:
+                self._orders.send(order)
+                continue
+            with self._one:
+                member = self._members.get(host)
+            if member is not None:
+                with suppress(OSError):  # it is gone, as who receives from it says
+                    member.wire.say(ordered(order))
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        with self._one:
+            members = dict(self._members)
+        told = self._steering.after({0: self._own.progress()} | {h: m.progress for h, m in members.items()})
+        self._own.steer(told)
+        for member in members.values():
+            if member.silence.look(now_s):
+                member.wire.close()
+            else:
+                with suppress(OSError):
+                    member.wire.say({"say": "beat"} | told)
+
+    def _enters(self, wire: Wire, hello: Hello) -> None:
+        if (why := unlike(hello, self._mine)) is not None:
+            wire.say({"say": "refused", "why": why})
+        elif hello.purpose != "join":
+            self._own.enters(wire, hello)
+        elif self._is_seated(wire, hello):
+            self._listen(hello.host)
+
+    def _is_seated(self, wire: Wire, hello: Hello) -> bool:
+        """Whether a host could be given its seat; it is told."""
+        with self._one:
+            before = self._members.get(hello.host)
+            if before is None:
+                wire.say({"say": "welcome"})
+                self._members[hello.host] = _Member(wire, wire.there, hello, Silence(time.monotonic()), {})
+            elif before.hello.process == hello.process or before.silence.seconds > 4 * BEAT_S:
+                before.wire.close()  # it is that one, or takes the place of one that is gone
+                wire.say({"say": "not now", "why": "its last connection is just ended"})
+            else:
+                why = f"host {hello.host} is here already, from {before.there}; give each host its own --host."
+                wire.say({"say": "refused", "why": why})
+        if before is None:
+            self._tell(f"Host {hello.host} of {hello.hosts} is here, from {wire.there}.")
+        return before is None
+
+    def _listen(self, host: int) -> None:
+        """Hand on what a member says, until it is gone."""
+        member = self._members[host]
+        why = "its connection was ended"
+        try:
+            while True:
+                message = member.wire.hear()
+                member.silence.heard()
+                if message.get("say") == "beat":
+                    member.progress = message
+                else:
+                    self._events.put(event_of(host, message))
+        except OSError as error:
+            is_silent = member.silence.seconds > 4 * BEAT_S
+            why = f"it has said nothing for {member.silence.seconds:.1f} s" if is_silent else f"{why} ({error})"
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"it said what nobody understands ({error!r})"
+        finally:
+            there = member.there
+            with self._one:  # who comes next comes after this one has left
+                self._events.put(Left(host, f"host {host} ({there}): it is lost, {why}"))
+                del self._members[host]
+
+
+def unlike(hello: Hello, mine: Hello) -> str | None:
+    """Why a launcher has no place in a run; None where it has one."""
+    if hello.version != mine.version:
+        return f"host {hello.host} has version {hello.version} of superstep, and host 0 {mine.version}; install one."
+    if hello.hosts != mine.hosts:
+        return f"--hosts = {hello.hosts} on host {hello.host}, and {mine.hosts} on host 0; give all the same."
+    if hello.purpose == "join" and not 0 < hello.host < mine.hosts:
+        return f"--host = {hello.host} is not one of 1 to {mine.hosts - 1}, which host 0 waits for."
+    if hello.run != mine.run:
+        return (
+            f"host {hello.host} was started with another configuration than host 0; start all with the same run.toml "
+            "and the same flags, but for --host."
+        )
+    return None

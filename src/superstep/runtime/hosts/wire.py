@@ -1,0 +1,208 @@
+"""wire: frames between the launchers of several hosts, over TCP, each with a proof of who sent it.
+
+    asks     MAGIC | nonce a ──────────────────────────────────────►
+             ◄────────── MAGIC | nonce b | HMAC(secret, "answers" a b)   answers: it knows the run's secret
+             HMAC(secret, "asks" a b) ─────────────────────────────►     and so does who asks
+    frames   length 4 | kind 1 | number 8 | payload | HMAC-SHA256(key, all of that)
+
+Each way has a key of its own, made of the secret and both nonces, and numbers its frames: one that was changed, left
+out, repeated, or taken from another connection is not authentic, and ends the connection. Until both sides have shown
+that they know the secret, what is read has a fixed size. A payload is JSON or bytes of a state, and never a pickle.
+Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
+
+MAGIC = b"superstep-hosts-1\n"
+NONCE = 32
+PROOF = hashlib.sha256().digest_size
+MOST_BYTES = 2**20
+"""Of one payload; a longer one is refused before there is room for it."""
+
+GREETING_S = 3.0
+"""How long the other side may take to show that it knows the secret."""
+
+SEND_S = 10.0
+"""How long it may take nothing of what is sent."""
+
+_HEAD = struct.Struct("<IBQ")
+
+
+class Stranger(ConnectionError):
+    """The other side does not know the run's secret."""
+
+
+class Unlike(ConnectionError):
+    """The other side speaks something else."""
+
+
+class Kind(IntEnum):
+    """What a payload is."""
+
+    MESSAGE = 1
+    BLOCK = 2
+
+
+class Wire:
+    """A connection whose other side knows the secret. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
+        self._socket = sock
+        self._sends, self._receives = sends, receives
+        self._sent = self._received = 0
+        self._one = threading.Lock()
+
+    @property
+    def here(self) -> str:
+        """This side's address."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def there(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message; raises OSError where the connection is gone."""
+        self.send(Kind.MESSAGE, json.dumps(message).encode())
+
+    def send(self, kind: Kind, payload: bytes | memoryview) -> None:
+        """Send a frame; raises OSError where the connection is gone."""
+        if len(payload) > MOST_BYTES:
+            raise ValueError(f"a frame of {len(payload)} bytes; {MOST_BYTES} is the most")
+        with self._one:
+            head = _HEAD.pack(len(payload), kind, self._sent)
+            self._sent += 1
+            proof = _proof(self._sends, head, payload)
+            if kind is Kind.MESSAGE:
+                self._socket.sendall(head + payload + proof)
+                return
+            for part in (head, payload, proof):
+                self._socket.sendall(part)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next frame.
+
+        Raises:
+            OSError: the connection is gone, or what came over it is not authentic.
+        """
+        head = _exactly(self._socket, _HEAD.size)
+        length, kind, number = _HEAD.unpack(head)
+        if length > MOST_BYTES:
+            raise ConnectionError(f"a frame claims {length} bytes, and {MOST_BYTES} is the most")
+        payload = _exactly(self._socket, length)
+        proof = _exactly(self._socket, PROOF)
+        is_right = hmac.compare_digest(proof, _proof(self._receives, head, payload))
+        if not is_right or number != self._received or kind not in tuple(Kind):
+            raise ConnectionError("a frame is not what the other side sent")
+        self._received += 1
+        return Kind(kind), payload
+
+    def hear(self) -> dict[str, Any]:
+        """The next message; raises OSError as ``receive`` does, and where it is none."""
+        kind, payload = self.receive()
+        try:
+            found = json.loads(payload) if kind is Kind.MESSAGE else None
+        except ValueError as error:
+            raise ConnectionError("a message is no JSON") from error
+        if not isinstance(found, dict):
+            raise ConnectionError("a frame is no message")
+        return found
+
+    def limit(self, seconds: float | None) -> None:
+        """How long ``receive`` waits before it raises OSError; None means for ever."""
+        # Python's own time limit would hold for what another thread sends, too.
+        _set_limit(self._socket, socket.SO_RCVTIMEO, seconds or 0.0)
+
+    def close(self) -> None:
+        """End the connection; a thread that receives is woken."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_S) -> Wire:
+    """Connect to a launcher.
+
+    Raises:
+        Stranger: it has another secret.
+        Unlike: what listens there speaks something else.
+        OSError: nobody listens there, or does not answer in time.
+    """
+    sock = socket.create_connection(address, timeout=timeout_s)
+    try:
+        ours = secrets.token_bytes(NONCE)
+        sock.sendall(MAGIC + ours)
+        answer = _exactly(sock, len(MAGIC) + NONCE + PROOF)
+        _require_magic(answer)
+        theirs, proof = answer[len(MAGIC) : len(MAGIC) + NONCE], answer[-PROOF:]
+        if not hmac.compare_digest(proof, _proof(secret, b"answers", ours + theirs)):
+            raise Stranger("the other side has another secret")
+        sock.sendall(_proof(secret, b"asks", ours + theirs))
+        return _wire(sock, secret, ours + theirs, asks=True)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def answer(sock: socket.socket, secret: bytes) -> Wire:
+    """Make a connection that was accepted a wire; raises as ``ask``, and closes it then."""
+    try:
+        sock.settimeout(GREETING_S)
+        question = _exactly(sock, len(MAGIC) + NONCE)
+        _require_magic(question)
+        theirs, ours = question[len(MAGIC) :], secrets.token_bytes(NONCE)
+        sock.sendall(MAGIC + ours + _proof(secret, b"answers", theirs + ours))
+        if not hmac.compare_digest(_exactly(sock, PROOF), _proof(secret, b"asks", theirs + ours)):
+            raise Stranger("the other side has another secret")
+        return _wire(sock, secret, theirs + ours, asks=False)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _wire(sock: socket.socket, secret: bytes, nonces: bytes, *, asks: bool) -> Wire:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _set_limit(sock, socket.SO_SNDTIMEO, SEND_S)
+    keys = [_proof(secret, name, nonces) for name in (b"key of who asks", b"key of who answers")]
+    return Wire(sock, *(keys if asks else reversed(keys)))
+
+
+def _set_limit(sock: socket.socket, which: int, seconds: float) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", int(seconds), int(1e6 * (seconds % 1))))
+
+
+def _require_magic(found: bytes) -> None:
+    if not found.startswith(MAGIC):
+        raise Unlike("the other side is no launcher of this version")
+
+
+def _proof(key: bytes, *parts: bytes | memoryview) -> bytes:
+    made = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        made.update(part)
+    return made.digest()
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    found = bytearray(count)
+    view, at = memoryview(found), 0
+    while at < count:
+        came = sock.recv_into(view[at:])
+        if came == 0:
+            raise ConnectionResetError("the other side has gone")
+        at += came
+    return bytes(found)
