@@ -28,6 +28,7 @@ from superstep.cli.plan import serve as plan_serve
 from superstep.cli.plan import verb as plan_verb
 from superstep.cli.prove import verb as prove
 from superstep.cli.scaling import verb as scaling
+from superstep.cli.train import verb as train
 from superstep.cli.tune import learn as tune
 from superstep.cli.tune import merge as tune_merge
 from superstep.cli.tune import reinforce
@@ -117,7 +118,7 @@ class Command:
     @property
     def world(self):
         """The ranks that torchrun launches; None where superstep does."""
-        if self.words[0] != "torchrun":
+        if self.words[0] != "torchrun" or "--hosts" in self.words:
             return None
         parser = argparse.ArgumentParser(allow_abbrev=False)
         parser.add_argument("--nnodes", type=int, default=1)
@@ -158,6 +159,7 @@ def place(tmp_path, monkeypatch):
     report = {"event": "router", "step": 10, "steps": 10, "chosen": counts, "dropped": counts}
     (tmp_path / "runs" / "moe" / "metrics.jsonl").write_text(json.dumps(report) + "\n", encoding="utf-8")
     (tmp_path / "runs" / "rl").mkdir()
+    (tmp_path / "runs" / "secret").write_text("that of the hosts of a run", encoding="utf-8")
     (tmp_path / "runs" / "rl" / "recipe.toml").touch()
     drawn = {"group": 0, "version": 0, "answers": [], "took_s": [1.0, 2.0]}
     (tmp_path / "runs" / "rl" / "rollouts.jsonl").write_text(json.dumps(drawn) + "\n", encoding="utf-8")
@@ -210,6 +212,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     monkeypatch.setattr(tune, "started", begin)
+    monkeypatch.setattr(train, "on_hosts", begin)
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.
     monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 1_000)
@@ -227,13 +230,16 @@ def call(place, monkeypatch):
 
 
 @pytest.mark.parametrize("command", OURS, ids=str)
-def test_a_command_of_a_page_is_accepted(command, call, capsys):
+def test_a_command_of_a_page_is_accepted(command, call, capsys, monkeypatch):
     verb, *argv = command.argv
     argv = argv[1:] if verb == "tune" else argv
     toml = Path(argv[0]) if argv and argv[0].endswith(".toml") else None
     if toml and not toml.exists():
         assert command.toml is not None, f"{toml} is neither in the repository nor on the page"
         toml.write_text(command.toml, encoding="utf-8")
+    if "torchrun" in argv:  # as the value of --hosts: its environment says the rest
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "host0")):
+            monkeypatch.setenv(name, value)
     status, run = call(command.argv)
     assert status == 0, capsys.readouterr().err
     if verb != "train":

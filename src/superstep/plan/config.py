@@ -257,6 +257,11 @@ class StateConfig:
     snapshot_every: int | None = None
     """Steps between copies of the state in the host's memory, which a killed rank is recovered from, and from which
     checkpoints are written while training goes on; none makes no copies."""
+    peers: int | None = None
+    """Other hosts that have a copy of each host's snapshots, 0 or 1, so that a run survives a whole host; none takes 1
+    where there are several hosts and snapshots, else 0."""
+    peer_bytes_per_s: float | None = None
+    """The most that a host sends of these copies; none sends as fast as the link goes, and training shares it."""
     fingerprint_every: int | None = None
     """Steps between checks of the state and the gradients for silent corruption; what is saved is checked too. 1 sees
     what changes in memory between any two steps; none makes no checks."""

@@ -223,6 +223,8 @@ def _check_ranges(config: RunConfig) -> None:
         "state.save_every": (config.state.save_every, 1),
         "state.keep": (config.state.keep, 1),
         "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
+        "state.peers": (config.state.peers or 0, 0),
+        "state.peer_bytes_per_s": (1 if config.state.peer_bytes_per_s is None else config.state.peer_bytes_per_s, 1),
         "state.fingerprint_every": (1 if config.state.fingerprint_every is None else config.state.fingerprint_every, 1),
         "state.recompute_every": (1 if config.state.recompute_every is None else config.state.recompute_every, 1),
         "observe.log_every": (config.observe.log_every, 1),

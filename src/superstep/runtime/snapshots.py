@@ -24,7 +24,6 @@ from superstep.runtime.device import Device
 from superstep.state.manifest import Position
 from superstep.state.piece import Piece
 from superstep.state.snapshot import (
-    EMPTY,
     FAILED,
     KEPT,
     ON_DISK,
@@ -92,6 +91,8 @@ class Snapshots:
         self._watched: list[int] = []
         self._found: list[Flushed] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
+        self.turn = 0
+        """The same on all ranks: states of one step, and one turn, belong together."""
 
     def lay_out(
         self,
@@ -99,6 +100,7 @@ class Snapshots:
         shapes: Mapping[str, tuple[int, ...]],
         beside: Mapping[str, str],
         folder: Path,
+        slots: int = SLOTS,
     ) -> None:
         """Say in the memory what it will hold: ``pieces`` are views of the buffers."""
         placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
@@ -110,6 +112,7 @@ class Snapshots:
                 "folder": str(folder.resolve()),
             },
             self.bytes,
+            slots,
         )
         self._pin()
 
@@ -131,7 +134,7 @@ class Snapshots:
         """
         position = self.fill(step)
         self.forget_after(step)
-        for slot in range(SLOTS):
+        for slot in self._memory.slots:
             if self._memory.get(slot, "disk") in {WANTED, ON_DISK}:  # nobody has told of it yet
                 self._watched.append(slot)
         self._pin()
@@ -150,12 +153,10 @@ class Snapshots:
 
     def forget_after(self, step: int) -> None:
         """Void what is of later steps, and what is not whole."""
-        for slot in range(SLOTS):
-            if self._memory.get(slot, "state") != WHOLE or self._memory.get(slot, "step") > step:
-                self._memory.put(slot, "state", EMPTY)
-                self._memory.put(slot, "disk", KEPT)
-                if slot in self._watched:
-                    self._watched.remove(slot)
+        self.turn += 1
+        for slot in self._memory.forget_after(step):
+            if slot in self._watched:
+                self._watched.remove(slot)
 
     def begin(self, position: Position, *, is_for_disk: bool) -> None:
         """The next step copies the state that it finds, which is that of ``position``.
@@ -169,7 +170,10 @@ class Snapshots:
             time.sleep(POLL_S)
             self._see()
         memory = self._memory
+        is_asked = position.step == memory.asked and position.step not in memory.whole()
         memory.put(slot, "state", WRITING)
+        memory.put(slot, "turn", self.turn)
+        memory.put(slot, "is_held", int(is_asked))
         for name in ("step", "samples", "tokens"):
             memory.put(slot, name, getattr(position, name))
         memory.put(slot, "disk", WANTED if is_for_disk else KEPT)
@@ -241,7 +245,7 @@ class Snapshots:
         Raises:
             Fault: one has; who owns the memory knows why.
         """
-        if any(self._memory.get(slot, "disk") == FAILED for slot in range(SLOTS)):
+        if any(self._memory.get(slot, "disk") == FAILED for slot in self._memory.slots):
             raise Fault("the checkpoint cannot be written from its snapshot.")
 
     def close(self) -> None:

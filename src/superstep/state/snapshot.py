@@ -8,6 +8,7 @@ nothing of it is left once all processes have ended, however they did.
     slot 0      weights and moments, as the rank's own buffers have them
     slot 1      the next snapshot goes into a slot that holds neither the newest whole one
     slot 2      nor one that is on its way to the disk
+    slot 3      nor those that are on their way to another host, where there are several: only there is a fourth
 
 A rank writes a slot's state last, so what a kill interrupts is never taken for whole. While a rank copies the state of
 step k, all ranks have done step k, and so each holds that of an earlier step, whole: k - ``snapshot_every``, if not k.
@@ -30,14 +31,20 @@ from superstep.state.manifest import Position
 from superstep.state.piece import Piece
 
 SLOTS = 3
+HOSTS_SLOTS = 4
+"""Where states go to another host: the one that every other host has, and the next."""
+
 EMPTY, WRITING, WHOLE = 0, 1, 2
 KEPT, WANTED, ON_DISK, FAILED = 0, 1, 2, 3
 """Whether the disk shall have a slot: no; yes; it has; it cannot."""
 
-Field = Literal["state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds"]
+State = tuple[int, int]
+"""A state that was copied: after which step, and in which turn of the run. One that goes back takes another turn."""
+
+Field = Literal["state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds", "turn", "is_held"]
 _FIELDS: tuple[Field, ...] = get_args(Field)
 _WORD = struct.Struct("<Q")
-_LAID_OUT, _TABLE_BYTES, _SLOT_BYTES, _SLOTS_AT, _FIRST = 0, 8, 16, 24, 32
+_LAID_OUT, _TABLE_BYTES, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _ASKED, _FIRST = 0, 8, 16, 24, 32, 40, 48
 PAGE = 4096
 
 
@@ -67,15 +74,19 @@ class Memory:
         self.handle = handle
         self._map: mmap.mmap | None = None
 
-    def lay_out(self, table: Mapping[str, Any], slot_bytes: int) -> None:
+    def lay_out(self, table: Mapping[str, Any], slot_bytes: int, slots: int = SLOTS) -> None:
         """Give it its size and its table; the slots are empty. A table that is there already must be this one."""
-        text = json.dumps(table).encode()
+        self.lay_out_text(json.dumps(table).encode(), slot_bytes, slots)
+
+    def lay_out_text(self, text: bytes, slot_bytes: int, slots: int) -> None:
+        """``lay_out``, of a table that is text already."""
         at = -(-(PAGE + len(text)) // PAGE) * PAGE
         room = -(-slot_bytes // PAGE) * PAGE
-        os.ftruncate(self.handle, at + SLOTS * room)
+        os.ftruncate(self.handle, at + slots * room)
         self._put(_TABLE_BYTES, len(text))
         self._put(_SLOT_BYTES, room)
         self._put(_SLOTS_AT, at)
+        self._put(_SLOTS, slots)
         self.view[PAGE : PAGE + len(text)] = text
         self._put(_LAID_OUT, 1)
 
@@ -91,9 +102,32 @@ class Memory:
             self._map = mmap.mmap(self.handle, os.fstat(self.handle).st_size)
         return self._map
 
+    @property
+    def slots(self) -> range:
+        """Their numbers."""
+        return range(self._get(_SLOTS))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of each slot."""
+        return self._get(_SLOT_BYTES)
+
+    @property
+    def asked(self) -> int:
+        """The step whose state another host shall have; 0 while there is none."""
+        return self._get(_ASKED)
+
+    def ask(self, step: int) -> None:
+        """Have the state of a step held for another host, once it is copied."""
+        self._put(_ASKED, step)
+
+    def text(self) -> bytes:
+        """The table as it is written."""
+        return self.view[PAGE : PAGE + self._get(_TABLE_BYTES)]
+
     def table(self) -> dict[str, Any]:
         """What its rank wrote there."""
-        found: dict[str, Any] = json.loads(self.view[PAGE : PAGE + self._get(_TABLE_BYTES)])
+        found: dict[str, Any] = json.loads(self.text())
         return found
 
     def get(self, slot: int, field: Field) -> int:
@@ -120,22 +154,46 @@ class Memory:
         """The slot of each step whose state is whole."""
         if not self.is_laid_out:
             return {}
-        return {self.get(slot, "step"): slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE}
+        return {self.get(slot, "step"): slot for slot in self.slots if self.get(slot, "state") == WHOLE}
+
+    def states(self, *, held: bool = False) -> dict[State, int]:
+        """The slot of each state that is whole; of those alone that are held for another host, if so asked."""
+        if not self.is_laid_out:
+            return {}
+        slots = [s for s in self.slots if self.get(s, "state") == WHOLE and (self.get(s, "is_held") or not held)]
+        return {(self.get(slot, "step"), self.get(slot, "turn")): slot for slot in slots}
+
+    def hold_only(self, steps: Iterable[int]) -> None:
+        """Hold no state of another step for another host."""
+        kept = set(steps)
+        for slot in self.slots if self.is_laid_out else ():
+            if self.get(slot, "step") not in kept:
+                self.put(slot, "is_held", 0)
+
+    def forget_after(self, step: int) -> list[int]:
+        """Void what is of later steps, and what is not whole; the slots that it was in."""
+        slots = self.slots if self.is_laid_out else ()
+        gone = [s for s in slots if self.get(s, "state") != WHOLE or self.get(s, "step") > step]
+        for slot in gone:
+            self.put(slot, "state", EMPTY)
+            self.put(slot, "disk", KEPT)
+            self.put(slot, "is_held", 0)
+        return gone
 
     def waiting(self) -> dict[int, int]:
         """The whole slot of each step that the disk shall have. Another slot may hold the same step, copied again."""
         if not self.is_laid_out:
             return {}
-        slots = [slot for slot in range(SLOTS) if self.get(slot, "state") == WHOLE]
+        slots = [slot for slot in self.slots if self.get(slot, "state") == WHOLE]
         return {self.get(slot, "step"): slot for slot in slots if self.get(slot, "disk") == WANTED}
 
     def free_slot(self) -> int | None:
-        """Where the next snapshot may go; None while the disk is behind, or nobody has noted that it is not, or that a
-        slot could not be written.
+        """Where the next snapshot may go; None while the disk or another host is behind, or nobody has noted that it is
+        not, or that a slot could not be written.
         """
         whole = self.whole()
         newest = whole[max(whole)] if whole else None
-        slots = (s for s in range(SLOTS) if s != newest and self.get(s, "disk") == KEPT)
+        slots = (s for s in self.slots if s != newest and self.get(s, "disk") == KEPT and not self.get(s, "is_held"))
         return next(slots, None)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
-from superstep.state.snapshot import Memory
+from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory
 from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.state.verify import require_newest, verify_weights
@@ -163,21 +163,24 @@ class Session:
         self._engine.loaded(position.step)
         return position
 
-    def keep_snapshots(self, memory: Memory, recovered: int | None, *, is_flushed: bool = True) -> Position | None:
+    def keep_snapshots(self, memory: Memory, recovered: int | None, *, epoch: int = 0) -> Position | None:
         """Copy the state into a memory that outlives this rank, from here on.
 
         Args:
             memory: of this rank.
             recovered: the step whose state is in it and shall be gone on from, if any.
-            is_flushed: whether checkpoints are written from it; else all ranks write them.
+            epoch: how often launchers of several hosts have started ranks: none of them has all memories, and ranks
+                write checkpoints. 0 where one launcher does.
 
         Returns:
             Where training stands, if that.
         """
         self.copies.snapshots = snapshots = self._engine.keep_snapshots(memory)
-        self.copies.is_flushed = is_flushed
+        self.copies.is_flushed = epoch == 0
+        snapshots.turn = epoch << 32
+        slots = HOSTS_SLOTS if epoch else SLOTS
         if recovered is None:
-            snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._beside, self.folder.checkpoints)
+            snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._beside, self.folder.checkpoints, slots)
             return None
         position = snapshots.restore(recovered)
         self._engine.loaded(position.step)

@@ -29,10 +29,11 @@ from superstep.runtime.device import choose
 from superstep.runtime.hosts.attend import attend, raised
 from superstep.runtime.hosts.door import Door
 from superstep.runtime.hosts.interface import address_to, interface_of
-from superstep.runtime.hosts.keeping import Keeper, Steer
+from superstep.runtime.hosts.keeping import Keeper
 from superstep.runtime.hosts.lead import Lead
 from superstep.runtime.hosts.member import Member
 from superstep.runtime.hosts.messages import Address, Fetching, Hello, Message, Orders
+from superstep.runtime.hosts.steer import Steer
 from superstep.runtime.hosts.store import Store
 from superstep.runtime.hosts.table import Cause, Go, Held, Over, Table
 from superstep.runtime.launch import Party, launch_here
@@ -75,7 +76,14 @@ def _settled(run: Resolved, hosts: Hosts) -> Resolved:
         )
     if sys.platform != "linux":
         raise ConfigError("--hosts needs Linux; start the run by torchrun.")
-    return run
+    state = run.config.state
+    peers = state.peers if state.peers is not None else int(state.snapshot_every is not None)
+    if peers > 1 or (peers and state.snapshot_every is None):
+        raise ConfigError(
+            f"state.peers = {peers}: one other host has copies of snapshots, or none; set 0, or 1 and "
+            "state.snapshot_every."
+        )
+    return replace(run, config=replace(run.config, state=replace(state, peers=peers)))
 
 
 class _Here:
@@ -92,14 +100,15 @@ class _Here:
         memories: list[Memory] = []
         if run.config.state.snapshot_every is not None:
             self._handles, memories = made(self.size, self.first)
-        self.keeper = Keeper(memories)
+        state = run.config.state
+        self.keeper = Keeper(memories, hosts.secret, peers=state.peers or 0, bytes_per_s=state.peer_bytes_per_s)
 
     def hello(self, port: int) -> Hello:
         """Who it is, for other launchers."""
         # Where the run is gone on with may differ: it is host 0 that looks.
         config = self.resolved.config
         text = write_config(replace(config, state=replace(config.state, existing="refuse")))
-        return Hello(
+        self.keeper.hello = Hello(
             purpose="join",
             host=self.hosts.number,
             hosts=self.hosts.count,
@@ -108,6 +117,7 @@ class _Here:
             process=secrets.token_hex(16),
             port=port,
         )
+        return self.keeper.hello
 
     def held(self) -> Held:
         """States that are whole in the memory of this host."""
@@ -120,7 +130,7 @@ class _Here:
     def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
         """Start its ranks, and wait for them; whether all have come to their end."""
         if self.job is None:
-            self.job = _job(self.resolved, given.facts, self.hosts.count)
+            self.job = _job(self.resolved, given.facts)
         kind = choose(self.job.run.config.plan.device, self.size)
         world = self.resolved.plan.mesh.world
         meeting = Meeting(store=given.store, first=self.first, world=world, host=self.name)
@@ -140,7 +150,11 @@ class _Here:
         if go.lost is not None:
             recovered = Recovered(None if go.state is None else go.state[0], go.lost.text, go.lost.at_s)
         return replace(
-            job, checkpoint=None if found is None else Path(found), snapshots=self._handles, recovered=recovered
+            job,
+            checkpoint=None if found is None else Path(found),
+            snapshots=self._handles,
+            recovered=recovered,
+            epoch=go.epoch,
         )
 
 
@@ -157,7 +171,7 @@ def _facts(job: Job, go: Go) -> Message:
     }
 
 
-def _job(run: Resolved, facts: Message, hosts: int) -> Job:
+def _job(run: Resolved, facts: Message) -> Job:
     """What the ranks of a host are told that does not lead."""
     state = replace(run.config.state, dir=facts["dir"])
     run, seen = replace(run, config=replace(run.config, state=state)), operations(run)
@@ -171,7 +185,6 @@ def _job(run: Resolved, facts: Message, hosts: int) -> Job:
         flops_per_token=flops_per_token(run, seen),
         began_at_s=facts["began_at_s"],
         earlier_s=facts["earlier_s"],
-        hosts=hosts,
     )
 
 
@@ -192,13 +205,14 @@ def _led(here: _Here, tokens: Tokens) -> int:
         since_s=time.time(),
     )
     try:
+        mine = here.hello(hosts.meet[1])
         lead = Lead(
             (here.address, hosts.meet[1]),
             hosts.secret,
-            mine=here.hello(hosts.meet[1]),
+            mine=mine,
             table=table,
             prepare=prepare,
-            copies=(here.keeper, Steer()),
+            copies=(here.keeper, Steer(hosts.count, config.state.snapshot_every or 1)),
             tell=_say,
         )
     except OSError as error:

@@ -105,8 +105,9 @@ class Job:
     """The ranks' memories that outlive them, where there are any."""
     recovered: Recovered | None = None
     """What was lost, where something was, and the snapshot to go on from in the place of the checkpoint."""
-    hosts: int = 1
-    """With more, no launcher has all memories, and ranks write checkpoints."""
+    epoch: int = 0
+    """How often launchers of several hosts have started ranks: none of them has all memories, and ranks write
+    checkpoints. 0 where one launcher does."""
     began_at_s: float = 0.0
     """When the launch began, in seconds since 1970."""
     earlier_s: float = 0.0
@@ -200,6 +201,8 @@ def prepared_job(
             f"state.snapshot_every = {run.config.state.snapshot_every} needs ranks that superstep launches itself, on "
             "Linux; leave it out, or start the run without torchrun and srun."
         )
+    if run.config.state.peers and hosts == 1:
+        raise ConfigError(f"state.peers = {run.config.state.peers} needs several hosts; start it by --hosts, or set 0.")
     began_at_s = time.time()
     run, folder, checkpoint = rundir.choose(run)
     store = store_of(run, checkpoint)
@@ -246,7 +249,6 @@ def prepared_job(
                 verb=verb,
                 files=files or {},
                 lesson=lesson,
-                hosts=hosts,
                 began_at_s=began_at_s,
                 earlier_s=spent_s(folder.metrics),
             )
@@ -326,7 +328,7 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
         start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
         position = session.begin() if start is None else start.position
     if memory is not None:
-        position = session.keep_snapshots(memory, step, is_flushed=job.hosts == 1) or position
+        position = session.keep_snapshots(memory, step, epoch=job.epoch) or position
     told = Resumed(step=position.step, path="")
     if lost is not None:
         told = replace(told, lost=lost.lost, lost_at_s=lost.lost_at_s)
@@ -388,7 +390,7 @@ def _foreseen(job: Job, step: int, step_s: float) -> float:
     left = max(1, config.train.steps - step)
     # A forward pass is a third of a step's work; a snapshot is saved beside training, all but the last.
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
-    is_flushed = config.state.snapshot_every is not None and job.hosts == 1
+    is_flushed = config.state.snapshot_every is not None and job.epoch == 0
     saves = 1 if is_flushed else -(-left // config.state.save_every)
     save_s = STATE_BYTES * job.run.outline.numel / DISK_BYTES_PER_S
     elapsed_s = time.time() - job.began_at_s

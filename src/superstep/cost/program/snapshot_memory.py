@@ -2,6 +2,8 @@
 
 weights and moments, fp32               3 · 4 · this rank's share of what is trained
 slots                                   3: the newest whole one, the next, and one on its way to the disk
+with a copy on another host             4: the newest, the next, the one that other hosts have, the one they have next;
+                                        and 3 for copies of a rank of another host
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation
 
 SLOTS = 3
+PEER_SLOTS = 4
+"""More, with a copy on another host: one of its own, three for another's."""
 
 
 def snapshot_bytes(run: Resolved) -> int:
@@ -25,7 +29,8 @@ def snapshot_bytes(run: Resolved) -> int:
 
 def slots_bytes(run: Resolved) -> int:
     """What it would be with snapshots."""
+    slots = SLOTS + PEER_SLOTS * (run.config.state.peers or 0)
     # Who holds what is the same in the shortest program.
     program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)
     shares = [sum(share_numel(run, owned[u]) for u in program.held_by(rank)) for rank in range(program.pp)]
-    return SLOTS * 3 * FP32 * max(shares)
+    return slots * 3 * FP32 * max(shares)

@@ -1,52 +1,192 @@
-"""Copies of a host's states that the next host keeps."""
+"""What a host keeps: the states of its own ranks, which it sends to the next host, and copies of the one before's.
+
+    host 0 ── states of its ranks ──► host 1 ── ... ──► host n - 1 ── ... ──► host 0
+
+A host that has lost its memory fetches them back before its ranks start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from superstep.runtime.hosts.messages import Fetching, Hello, Message, Orders
+from superstep.runtime.hosts.copying import Rate, Void, receive, send
+from superstep.runtime.hosts.door import knock
+from superstep.runtime.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
 from superstep.runtime.hosts.table import Held
 from superstep.runtime.hosts.wire import Wire
-from superstep.state.snapshot import Memory
+from superstep.state.flush import NICE
+from superstep.state.snapshot import Memory, State, made
+
+LOOK_S = 0.02
+"""How often it is looked whether there is something to send."""
 
 
 class Keeper:
-    """What a host keeps."""
+    """A host's.
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
-        self._memories = memories
+    Args:
+        memories: of its own ranks; none without snapshots.
+        secret: of the run.
+        peers: how many other hosts have copies of them: 0 or 1.
+        bytes_per_s: the most that is sent; None sends as fast as the link goes.
+    """
+
+    def __init__(self, memories: Sequence[Memory], secret: bytes, *, peers: int, bytes_per_s: float | None) -> None:
+        self._memories, self._secret = memories, secret
+        self._has_peer = peers > 0 and bool(memories)
+        self._copies = made(len(memories))[1] if self._has_peer else []
+        self._bytes_per_s = bytes_per_s
+        self._one = threading.Lock()
+        self._epoch = 0
+        self._copied: State = (0, 0)
+        self._sender: _Sender | None = None
+        self.hello: Hello | None = None
+        """Who this host is, once that is known."""
 
     def held(self) -> Held:
         """States that are whole here."""
-        own = [frozenset((step, 0) for step in memory.whole()) for memory in self._memories]
-        return Held(own=frozenset.intersection(*own) if own else frozenset())
+        with self._one:
+            return Held(own=_common(self._memories), copies=_common(self._copies))
 
     def fetch(self, order: Fetching) -> None:
-        """Get a state back."""
+        """Get a state of its own ranks back from the host that has the copy."""
+        assert self.hello is not None
+        with suppress(OSError):
+            wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
+            try:
+                wire.say({"say": "fetch", "state": order.state})
+                receive(wire, self._memories, lambda state, epoch, mark: mark())
+            finally:
+                wire.close()
 
     def begin(self, given: Orders) -> None:
-        """Ranks start."""
+        """Ranks start, from a state or from none: what is of later ones is void."""
+        step = -1 if given.go.state is None else given.go.state[0]
+        with self._one:
+            self._epoch, self._copied = given.go.epoch, (0, 0)
+            for memory in (*self._memories, *self._copies):
+                memory.forget_after(step)
+            for memory in self._memories:
+                if memory.is_laid_out:
+                    memory.ask(0)
+                for state, slot in memory.states().items():
+                    memory.put(slot, "is_held", int(state == given.go.state))
+        if self._has_peer and given.next is not None:
+            there, epoch = given.next, given.go.epoch
+            self._sender = _Sender(lambda sender: self._send(there, epoch, sender))
 
     def rest(self) -> None:
         """They have ended."""
+        if self._sender is not None:
+            self._sender.stop()
+            self._sender = None
 
     def progress(self) -> Message:
-        """How far its own are."""
-        return {}
+        """How far its own are copied."""
+        if not self._has_peer or self._sender is None:
+            return {}
+        held = _common(self._memories, held=True)
+        own = _common(self._memories)
+        return {
+            "newest": max(own, default=(0, 0))[0],
+            "copied": self._copied[0],
+            "held": max(held, default=(0, 0))[0],
+        }
 
     def steer(self, told: Message) -> None:
-        """What all are to do next."""
+        """Hold for the next host what all copy next, and what all have copied last."""
+        if not self._has_peer or "next" not in told:
+            return
+        steps = {int(told["copied"]), int(told["next"])}
+        with self._one:
+            for memory in self._memories:
+                if memory.is_laid_out:
+                    memory.hold_only(steps)
+                    memory.ask(int(told["next"]))
+            for memory in self._copies:
+                memory.hold_only(steps)
 
     def enters(self, wire: Wire, hello: Hello) -> None:
-        """Another host brings copies, or fetches some."""
+        """The host before brings copies, or fetches them back."""
+        wire.say({"say": "welcome"})
+        _gently()
+        if hello.purpose == "fetch":
+            asked = wire.hear()["state"]
+            with suppress(Void):
+                send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, Rate(None))
+            return
+        wire.say({"say": "has", "states": sorted(_common(self._copies))})
+        while True:
+            receive(wire, self._copies, self._keep)
+
+    def _keep(self, state: State, epoch: int, mark: Callable[[], None]) -> None:
+        with self._one:
+            if epoch >= self._epoch:
+                mark()
+
+    def _send(self, there: Address, epoch: int, sender: _Sender) -> None:
+        """Send what is held for the next host, until the ranks have ended."""
+        assert self.hello is not None
+        wire = sender.opened(knock(there, self._secret, replace(self.hello, purpose="copy")))
+        has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
+        rate = Rate(self._bytes_per_s)
+        while not sender.is_over.wait(LOOK_S):
+            state = max(_common(self._memories, held=True), default=(0, 0))
+            if state <= self._copied:
+                continue
+            if state not in has:
+                try:
+                    send(wire, self._memories, state, epoch, rate)
+                except Void:
+                    continue
+            self._copied = state
 
 
-class Steer:
-    """What all hosts are told of copies."""
+class _Sender:
+    """A thread that sends, and begins again where the connection is lost."""
 
-    def after(self, progress: dict[int, Message]) -> Message:
-        """Given how far each is."""
-        return {}
+    def __init__(self, work: Callable[[_Sender], None]) -> None:
+        self.is_over = threading.Event()
+        self._work = work
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name="superstep-copies", daemon=True)
+        self._thread.start()
 
-    def begin(self) -> None:
-        """Ranks start anew."""
+    def opened(self, wire: Wire) -> Wire:
+        """Note what is to be closed at the end."""
+        self._wire = wire
+        if self.is_over.is_set():
+            wire.close()
+        return wire
+
+    def stop(self) -> None:
+        """End it, in the middle of a state if need be."""
+        self.is_over.set()
+        if self._wire is not None:
+            self._wire.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        _gently()
+        while not self.is_over.is_set():
+            with suppress(OSError):
+                self._work(self)
+            if self._wire is not None:
+                self._wire.close()
+            self.is_over.wait(BEAT_S)
+
+
+def _gently() -> None:
+    """This thread comes after training."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _common(memories: Sequence[Memory], *, held: bool = False) -> frozenset[State]:
+    """States that are whole in all of them."""
+    found = [frozenset(memory.states(held=held)) for memory in memories]
+    return frozenset.intersection(*found) if found else frozenset()

@@ -31,9 +31,15 @@ from superstep.runtime.hosts.messages import (
     event_of,
     ordered,
 )
+from superstep.runtime.hosts.steer import Steer
 from superstep.runtime.hosts.table import Event, Fetch, Go, Left, Over, Phase, Table, Tick, after
 from superstep.runtime.hosts.table import Order as Decision
 from superstep.runtime.hosts.wire import Wire
+
+LEAVING_S = 2.0
+"""How long members have to hear that the run is over."""
+
+POLL_S = 0.01
 
 
 class Keeping(Protocol):
@@ -47,16 +53,6 @@ class Keeping(Protocol):
 
     def enters(self, wire: Wire, hello: Hello) -> None:
         """Another host brings copies, or fetches some."""
-
-
-class Steering(Protocol):
-    """What all hosts are told of copies, with each beat."""
-
-    def after(self, progress: dict[int, Message]) -> Message:
-        """Given how far each is that is here."""
-
-    def begin(self) -> None:
-        """Ranks start anew."""
 
 
 @dataclass(slots=True)
@@ -94,7 +90,7 @@ class Lead:
         mine: Hello,
         table: Table,
         prepare: Callable[[Go], tuple[Address, Message]],
-        copies: tuple[Keeping, Steering],
+        copies: tuple[Keeping, Steer],
         tell: Callable[[str], None],
     ) -> None:
         self._mine, self._table, self._prepare, self._tell = mine, table, prepare, tell
@@ -123,6 +119,10 @@ class Lead:
         self._thread.join()
         if self._table.phase is not Phase.OVER:
             self._send(range(1, len(self._table.seats)), last)
+        # They leave when they have heard it; to end their connections before might keep it from them.
+        deadline_s = time.monotonic() + LEAVING_S
+        while self._members and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
         self._door.close()
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class Lead:
         everyone = range(len(self._table.seats))
         match order:
             case Go():
-                self._steering.begin()
+                self._steering.begin(0 if order.state is None else order.state[0])
                 store, facts = self._prepare(order)
                 for host in everyone:
                     self._send([host], Orders(go=order, store=store, facts=facts, next=self._next(host)))

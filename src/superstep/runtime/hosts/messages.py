@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superstep.runtime.hosts.table import Abort, Came, Cause, Done, Event, Go, Held, Holds, Over, State, Troubled
+from superstep.runtime.hosts.table import Abort, Came, Cause, Done, Event, Go, Held, Holds, Over, Troubled
+from superstep.state.snapshot import State
 
 BEAT_S = 0.25
 """How often each side says that it is there."""

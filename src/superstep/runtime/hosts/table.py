@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-State = tuple[int, int]
-"""A state that was copied: after which step, and in which turn of the run. One that goes back takes another turn."""
+from superstep.state.snapshot import State
 
 MOST_TRIES = 3
 """How often a run is recovered after one and the same state, where ranks are lost."""

@@ -1,0 +1,76 @@
+"""What is wrong with the flags of several hosts is told in a line."""
+
+import pytest
+
+import runs
+from superstep.cli.arguments.hosts import PORT
+from superstep.cli.arguments.train import read
+from superstep.cli.main import main
+from superstep.errors import UserError
+
+TWO = ["--hosts", "2", "--host", "1", "--meet", "10.0.0.1:29400"]
+SECRET = {"SUPERSTEP_SECRET": "sixteen bytes or more"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(*next(iter(SECRET.items())))
+    return tmp_path
+
+
+def test_they_say_which_host_this_is_and_where_host_0_is_asked(place):
+    hosts = read(["run.toml", *TWO]).hosts
+    assert (hosts.number, hosts.count, hosts.meet) == (1, 2, ("10.0.0.1", 29400))
+    assert hosts.secret == SECRET["SUPERSTEP_SECRET"].encode()
+    (place / "secret").write_text("another one of sixteen bytes\n")
+    assert read(["run.toml", *TWO, "--secret-file", "secret"]).hosts.secret == b"another one of sixteen bytes"
+    assert read(["run.toml"]).hosts is None
+
+
+def test_torchrun_may_say_so(place, monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "node0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    hosts = read(["run.toml", "--hosts", "torchrun"]).hosts
+    assert (hosts.number, hosts.count, hosts.meet) == (1, 4, ("node0", PORT))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="one process for each host"):
+        read(["run.toml", "--hosts", "torchrun"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host", "1"], "--host = 1 needs --hosts"),
+        (["--hosts", "2"], "--hosts = 2 needs --host"),
+        (["--hosts", "2", "--host", "0"], "--hosts = 2 needs --meet"),
+        (["--hosts", "two"], "--hosts = two is no number"),
+        (["--hosts", "torchrun"], "--hosts torchrun needs torchrun's environment"),
+        ([*TWO, "--host", "2"], "--hosts = 2, --host = 2"),
+        ([*TWO, "--meet", "10.0.0.1"], "--meet = 10.0.0.1 is no address and port"),
+        ([*TWO, "--patience", "0"], "--patience = 0 must be above 0"),
+        ([*TWO, "--secret-file", "nowhere"], "--secret-file = nowhere cannot be read"),
+        ([*TWO, "--hosts", "3"], "--hosts = 3 does not divide the plan's 2 ranks; give one of [2]"),
+        ([*TWO, "--state.peers", "1"], "state.peers = 1: one other host has copies of snapshots"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(flags, says, place, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "run.toml", "--plan.dp", "2", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("secret", "says"), [(None, "several hosts need a secret"), ("short", "has 5 bytes")])
+def test_a_secret_must_be_one(secret, says, place, monkeypatch, capsys):
+    monkeypatch.delenv("SUPERSTEP_SECRET")
+    if secret is not None:
+        monkeypatch.setenv("SUPERSTEP_SECRET", secret)
+    assert main(["train", "run.toml", "--plan.dp", "2", *TWO]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_copies_on_another_host_need_one(place, capsys):
+    assert main(["train", "run.toml", "--state.snapshot-every", "1", "--state.peers", "1"]) == 2
+    assert "state.peers = 1 needs several hosts" in capsys.readouterr().err

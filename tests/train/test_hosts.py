@@ -1,0 +1,169 @@
+"""Several hosts, as network namespaces with a launcher in each: what one is, the other survives, with the same bits."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+import runs
+import several
+from superstep.cli.main import main
+
+pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc, several.needs_namespaces()]
+
+PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40", "--plan.dp", "2",
+        "--plan.zero", "1", "--data.cache", "tokens"]  # fmt: skip
+COPIED = ["--state.dir", "two", "--state.existing", "resume", "--state.snapshot-every", "1"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Run:
+    """Two hosts that train, beside what one host has trained."""
+
+    def __init__(self, place, steps):
+        plan = [*PLAN, "--train.steps", str(steps)]
+        assert main(["train", "run.toml", *plan, "--state.dir", "one"]) == 0
+        self.one, self.two = several.losses(place / "one"), place / "two"
+        self.hosts = several.Several(place, [*plan, *COPIED])
+
+    def steps(self):
+        return len(several.told(self.two, "step"))
+
+    def until_step(self, step):
+        self.hosts.until(lambda: self.steps() >= step)
+
+    def until_resumed(self, times):
+        self.hosts.until(lambda: len(several.told(self.two, "resumed")) == times)
+
+    def ends_as_one(self):
+        assert self.hosts.wait() == [0, 0], self.hosts.output()
+        assert several.losses(self.two) == self.one, self.hosts.output()
+        return several.told(self.two, "resumed")
+
+
+def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_was_not(place):
+    run = Run(place, steps=160)
+    with run.hosts as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        run.until_step(20)
+        (rank,) = hosts.ranks(1)
+        os.kill(rank, signal.SIGKILL)
+        run.until_resumed(1)
+        run.until_step(run.steps() + 40)
+        hosts.kill(1)
+        hosts.start(1)
+        run.until_resumed(2)
+        rank, host = run.ends_as_one()
+    assert re.match(r"rank 1, host 1 \(.*\), step \d+.*: the process was killed by SIGKILL", rank["lost"])
+    assert host["lost"].startswith("host 1 (10.77.0.2): it is lost")
+    for line in (rank, host):
+        assert line["path"] == "", "from memory, not from a checkpoint"
+        assert line["step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["link down", "blackhole"])
+def test_a_partition_is_named_within_three_seconds_and_the_run_goes_on_when_it_heals(how, place):
+    run = Run(place, steps=120)
+    with run.hosts as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        run.until_step(20)
+        cut_s = time.time()
+        hosts.cut(1) if how == "link down" else hosts.blackhole(1)
+        hosts.until(lambda: "Waiting for host 1" in hosts.said[1].read_text(), 10)
+        here = run.steps()
+        time.sleep(4.0)
+        assert run.steps() == here
+        assert all(not hosts.ranks(host) for host in range(2)), "ranks are ended on both sides"
+        hosts.heal(1) if how == "link down" else hosts.find_again(1)
+        run.until_resumed(1)
+        (line,) = run.ends_as_one()
+    assert line["lost"].startswith("host 1 (10.77.0.2): it is lost, it has said nothing for"), line
+    assert line["lost_at_s"] - cut_s <= 3.0
+    assert line["path"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "its launcher is stopped"])
+def test_what_is_stopped_is_found_wherever_it_is(how, place):
+    run = Run(place, steps=120)
+    with run.hosts as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        run.until_step(20)
+        if how == "stopped":
+            os.kill(hosts.ranks(1)[0], signal.SIGSTOP)
+        else:
+            launcher = hosts.launchers[1].pid
+            os.kill(launcher, signal.SIGSTOP)
+            hosts.until(lambda: "Waiting for host 1" in hosts.said[1].read_text(), 10)
+            os.kill(launcher, signal.SIGCONT)
+        run.until_resumed(1)
+        (line,) = run.ends_as_one()
+    assert ("was stopped" if how == "stopped" else "it has said nothing for") in line["lost"]
+
+
+@pytest.mark.slow
+def test_the_lead_is_lost_with_its_memory_and_comes_back(place):
+    run = Run(place, steps=120)
+    with run.hosts as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        run.until_step(40)
+        hosts.kill(0)
+        hosts.start(0)
+        (line,) = (run.until_resumed(1), run.ends_as_one())[1]
+        assert "host 0 at 10.77.0.1:29400 is lost" in hosts.said[0].read_text()
+    assert line["lost"] == "host 0: its launcher was started again"
+    assert line["path"] == ""
+    assert line["step"] > 0
+
+
+@pytest.mark.slow
+def test_where_both_lose_their_memory_the_newest_checkpoint_is_gone_on_from(place):
+    run = Run(place, steps=120)
+    with run.hosts as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        run.until_step(60)
+        hosts.kill(0)
+        hosts.kill(1)
+        hosts.start(1)
+        hosts.start(0)
+        (line,) = (run.until_resumed(1), run.ends_as_one())[1]
+    assert line["path"].endswith("step-000040")
+
+
+@pytest.mark.slow
+def test_where_patience_ends_the_run_ends_with_the_host_s_name_and_nothing_is_left(place):
+    run = Run(place, steps=400)
+    with run.hosts as hosts:
+        hosts.start(1, "--patience", "3")
+        lead = hosts.start(0, "--patience", "3")
+        run.until_step(10)
+        hosts.kill(1)
+        assert lead.wait(30) == 1
+        assert "superstep: fault: host 1 has not come within 3 s; it was lost: host 1 (10.77.0.2)" in hosts.output()
+        assert hosts.pids(0) == []
+
+
+@pytest.mark.slow
+def test_another_secret_is_refused_and_the_run_goes_on(place):
+    run = Run(place, steps=60)
+    with run.hosts as hosts:
+        hosts.start(0)
+        wrong = hosts.start(1, secret="not the one of the others")
+        assert wrong.wait(60) == 2
+        assert "has another secret than this host" in hosts.said[1].read_text()
+        hosts.start(1)
+        assert run.ends_as_one() == []
