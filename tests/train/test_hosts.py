@@ -4,18 +4,33 @@ import os
 import re
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 
 import runs
-import several
+import small_launcher
+from bench import several
 from superstep.cli.main import main
 
-pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc, several.needs_namespaces()]
+WHY_NOT = several.why_not()
+NEEDS_ROOT = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc, NEEDS_ROOT]
 
-PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40", "--plan.dp", "2",
-        "--plan.zero", "1", "--data.cache", "tokens"]  # fmt: skip
-COPIED = ["--state.dir", "two", "--state.existing", "resume", "--state.snapshot-every", "1"]
+PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40",
+        "--plan.microbatch", "2", "--data.cache", "tokens"]  # fmt: skip
+COPIED = [
+    "--plan.dp",
+    "2",
+    "--plan.zero",
+    "1",
+    "--state.dir",
+    "two",
+    "--state.existing",
+    "resume",
+    "--state.snapshot-every",
+    "1",
+]
 
 
 @pytest.fixture
@@ -26,19 +41,34 @@ def place(tmp_path, monkeypatch):
 
 
 class Run:
-    """Two hosts that train, beside what one host has trained."""
+    """Two hosts that train, beside what one process has trained."""
 
     def __init__(self, place, steps):
         plan = [*PLAN, "--train.steps", str(steps)]
-        assert main(["train", "run.toml", *plan, "--state.dir", "one"]) == 0
+        assert main(["train", "run.toml", *plan, "--plan.dp", "1", "--state.dir", "one"]) == 0
         self.one, self.two = several.losses(place / "one"), place / "two"
-        self.hosts = several.Several(place, [*plan, *COPIED])
+        self.hosts = several.Several(place, [*plan, *COPIED], [small_launcher.__file__])
+
+    @contextmanager
+    def begun(self, *flags):
+        """Both train."""
+        with self.hosts:
+            self.hosts.start(1, *flags)
+            self.hosts.start(0, *flags)
+            self.until_step(20)
+            yield self.hosts
 
     def steps(self):
         return len(several.told(self.two, "step"))
 
     def until_step(self, step):
         self.hosts.until(lambda: self.steps() >= step)
+
+    def trains(self):
+        """Long enough for a copy to be with the other host."""
+        here = self.steps()
+        self.until_step(here + 10)
+        time.sleep(1.5)
 
     def until_resumed(self, times):
         self.hosts.until(lambda: len(several.told(self.two, "resumed")) == times)
@@ -50,15 +80,12 @@ class Run:
 
 
 def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_was_not(place):
-    run = Run(place, steps=160)
-    with run.hosts as hosts:
-        hosts.start(1)
-        hosts.start(0)
-        run.until_step(20)
+    run = Run(place, steps=240)
+    with run.begun() as hosts:
         (rank,) = hosts.ranks(1)
         os.kill(rank, signal.SIGKILL)
         run.until_resumed(1)
-        run.until_step(run.steps() + 40)
+        run.trains()
         hosts.kill(1)
         hosts.start(1)
         run.until_resumed(2)
@@ -73,11 +100,8 @@ def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_w
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["link down", "blackhole"])
 def test_a_partition_is_named_within_three_seconds_and_the_run_goes_on_when_it_heals(how, place):
-    run = Run(place, steps=120)
-    with run.hosts as hosts:
-        hosts.start(1)
-        hosts.start(0)
-        run.until_step(20)
+    run = Run(place, steps=200)
+    with run.begun() as hosts:
         cut_s = time.time()
         hosts.cut(1) if how == "link down" else hosts.blackhole(1)
         hosts.until(lambda: "Waiting for host 1" in hosts.said[1].read_text(), 10)
@@ -96,11 +120,8 @@ def test_a_partition_is_named_within_three_seconds_and_the_run_goes_on_when_it_h
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "its launcher is stopped"])
 def test_what_is_stopped_is_found_wherever_it_is(how, place):
-    run = Run(place, steps=120)
-    with run.hosts as hosts:
-        hosts.start(1)
-        hosts.start(0)
-        run.until_step(20)
+    run = Run(place, steps=200)
+    with run.begun() as hosts:
         if how == "stopped":
             os.kill(hosts.ranks(1)[0], signal.SIGSTOP)
         else:
@@ -115,11 +136,9 @@ def test_what_is_stopped_is_found_wherever_it_is(how, place):
 
 @pytest.mark.slow
 def test_the_lead_is_lost_with_its_memory_and_comes_back(place):
-    run = Run(place, steps=120)
-    with run.hosts as hosts:
-        hosts.start(1)
-        hosts.start(0)
-        run.until_step(40)
+    run = Run(place, steps=200)
+    with run.begun() as hosts:
+        run.trains()
         hosts.kill(0)
         hosts.start(0)
         (line,) = (run.until_resumed(1), run.ends_as_one())[1]
@@ -131,10 +150,8 @@ def test_the_lead_is_lost_with_its_memory_and_comes_back(place):
 
 @pytest.mark.slow
 def test_where_both_lose_their_memory_the_newest_checkpoint_is_gone_on_from(place):
-    run = Run(place, steps=120)
-    with run.hosts as hosts:
-        hosts.start(1)
-        hosts.start(0)
+    run = Run(place, steps=200)
+    with run.begun() as hosts:
         run.until_step(60)
         hosts.kill(0)
         hosts.kill(1)
@@ -147,14 +164,12 @@ def test_where_both_lose_their_memory_the_newest_checkpoint_is_gone_on_from(plac
 @pytest.mark.slow
 def test_where_patience_ends_the_run_ends_with_the_host_s_name_and_nothing_is_left(place):
     run = Run(place, steps=400)
-    with run.hosts as hosts:
-        hosts.start(1, "--patience", "3")
-        lead = hosts.start(0, "--patience", "3")
-        run.until_step(10)
+    with run.begun("--patience", "3") as hosts:
         hosts.kill(1)
-        assert lead.wait(30) == 1
+        assert hosts.launchers[0].wait(30) == 1
         assert "superstep: fault: host 1 has not come within 3 s; it was lost: host 1 (10.77.0.2)" in hosts.output()
-        assert hosts.pids(0) == []
+        hosts.launchers.clear()
+        hosts.until(lambda: hosts.pids(0) == [], 5)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Resumed:
     passed_over: tuple[str, ...] = ()
     """What is wrong with each newer checkpoint, and where it is now."""
     lost: str = ""
-    """Which rank was lost, where the run goes on from a snapshot in memory; then there is no checkpoint to name."""
+    """Which rank or host was lost; where the run goes on from a snapshot in memory there is no checkpoint to name."""
     lost_at_s: float | None = None
     """When that was seen, in seconds of the host's clock."""
 

@@ -226,7 +226,8 @@ def _led(here: _Here, tokens: Tokens) -> int:
             if job is None:
                 last = Over()
                 return 0
-            here.job = job
+            where = f"--hosts {hosts.count} --host 0 --meet {hosts.meet[0]}:{hosts.meet[1]}"
+            here.job = job = replace(job, verb=f"{job.verb} {where}")
             lead.begin()
             try:
                 over = attend(0, here.name, lead.orders, lead.told, here, _say)

@@ -35,11 +35,12 @@ def _corrupted(event: Corrupted) -> str:
 
 
 def _resumed(event: Resumed) -> list[str]:
+    passed = [f"passed over: {why}" for why in event.passed_over]
     if event.lost:
-        return [f"lost {event.lost}", f"recovered after step {event.step}, from memory"]
+        whence = event.path or ("memory" if event.step else "the start")
+        return [f"lost {event.lost}", *passed, f"recovered after step {event.step}, from {whence}"]
     if not event.path:
         return ["started again: the run had no checkpoint yet"]
-    passed = [f"passed over: {why}" for why in event.passed_over]
     return [*passed, f"resumed after step {event.step} from {event.path}"]
 
 

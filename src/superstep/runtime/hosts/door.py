@@ -16,6 +16,10 @@ WAITING = 64
 """How many may be at the door at once; more are turned away unheard."""
 
 
+MEANINGLESS = (KeyError, TypeError, ValueError)
+"""What is raised over a message that says something else than it should."""
+
+
 class Refused(UserError):
     """A launcher does not let this one in."""
 
@@ -77,7 +81,7 @@ class Door:
             sock.close()
         else:
             self._open.add(wire)
-            with suppress(OSError):
+            with suppress(OSError, *MEANINGLESS):
                 self._enters(wire, hello)
             wire.close()
             self._open.discard(wire)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from superstep.runtime.hosts.copying import Rate, Void, receive, send
-from superstep.runtime.hosts.door import knock
+from superstep.runtime.hosts.door import MEANINGLESS, Refused, knock
 from superstep.runtime.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
 from superstep.runtime.hosts.table import Held
 from superstep.runtime.hosts.wire import Wire
@@ -40,7 +40,8 @@ class Keeper:
         self._has_peer = peers > 0 and bool(memories)
         self._copies = made(len(memories))[1] if self._has_peer else []
         self._bytes_per_s = bytes_per_s
-        self._one = threading.Lock()
+        self._one, self._receives = threading.Lock(), threading.Lock()
+        self._guest: Wire | None = None
         self._epoch = 0
         self._copied: State = (0, 0)
         self._sender: _Sender | None = None
@@ -55,7 +56,7 @@ class Keeper:
     def fetch(self, order: Fetching) -> None:
         """Get a state of its own ranks back from the host that has the copy."""
         assert self.hello is not None
-        with suppress(OSError):
+        with suppress(OSError, Refused, *MEANINGLESS):
             wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
             try:
                 wire.say({"say": "fetch", "state": order.state})
@@ -119,9 +120,14 @@ class Keeper:
             with suppress(Void):
                 send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, Rate(None))
             return
-        wire.say({"say": "has", "states": sorted(_common(self._copies))})
-        while True:
-            receive(wire, self._copies, self._keep)
+        with self._one:
+            before, self._guest = self._guest, wire
+        if before is not None:  # one of the same host, which it has lost
+            before.close()
+        with self._receives:
+            wire.say({"say": "has", "states": sorted(_common(self._copies))})
+            while True:
+                receive(wire, self._copies, self._keep)
 
     def _keep(self, state: State, epoch: int, mark: Callable[[], None]) -> None:
         with self._one:
@@ -173,7 +179,7 @@ class _Sender:
     def _run(self) -> None:
         _gently()
         while not self.is_over.is_set():
-            with suppress(OSError):
+            with suppress(OSError, Refused, *MEANINGLESS):
                 self._work(self)
             if self._wire is not None:
                 self._wire.close()

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from typing import Protocol
 
-from superstep.runtime.hosts.door import Door
+from superstep.errors import SuperstepError, UserError
+from superstep.runtime.hosts.door import MEANINGLESS, Door
 from superstep.runtime.hosts.messages import (
     BEAT_S,
     Address,
@@ -32,7 +33,7 @@ from superstep.runtime.hosts.messages import (
     ordered,
 )
 from superstep.runtime.hosts.steer import Steer
-from superstep.runtime.hosts.table import Event, Fetch, Go, Left, Over, Phase, Table, Tick, after
+from superstep.runtime.hosts.table import Cause, Event, Fetch, Go, Left, Over, Phase, Table, Tick, after
 from superstep.runtime.hosts.table import Order as Decision
 from superstep.runtime.hosts.wire import Wire
 
@@ -138,8 +139,12 @@ class Lead:
     def _apply(self, event: Event) -> None:
         found = after(self._table, event, time.time())
         before, self._table = self._table, found.table
-        for order in found.orders:
-            self._do(order)
+        try:
+            for order in found.orders:
+                self._do(order)
+        except (SuperstepError, OSError) as error:  # the run directory cannot be read, say
+            self._table = replace(found.table, phase=Phase.OVER)
+            self._do(Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
         if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
             missing = ", ".join(map(str, self._table.missing))
             patience = f"{self._table.patience_s:g} s"
@@ -235,7 +240,7 @@ class Lead:
         except OSError as error:
             is_silent = member.silence.seconds > 4 * BEAT_S
             why = f"it has said nothing for {member.silence.seconds:.1f} s" if is_silent else f"{why} ({error})"
-        except (KeyError, TypeError, ValueError) as error:
+        except MEANINGLESS as error:
             why = f"it said what nobody understands ({error!r})"
         finally:
             there = member.there

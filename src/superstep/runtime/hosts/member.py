@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from multiprocessing import Pipe
 
-from superstep.runtime.hosts.door import Refused, knock
+from superstep.runtime.hosts.door import MEANINGLESS, Refused, knock
 from superstep.runtime.hosts.lead import Keeping
 from superstep.runtime.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, order_of, told
 from superstep.runtime.hosts.table import Cause, Event, Over
@@ -100,7 +100,7 @@ class Member:
                 self._orders.send(order)
                 if isinstance(order, Over):
                     return True
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, *MEANINGLESS) as error:
             is_silent = silence.seconds > 4 * BEAT_S
             why = f"it has said nothing for {silence.seconds:.1f} s" if is_silent else str(error)
             self._wire = None

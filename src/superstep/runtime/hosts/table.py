@@ -209,7 +209,9 @@ def after(table: Table, event: Event, now_s: float) -> Next:
         return Next(table)
     match event:
         case Came(host, epoch):
-            table = replace(_with(table, host, Seat()), epoch=max(table.epoch, epoch))
+            # Others are waited for from when host 0 has prepared.
+            since_s = now_s if host == 0 else table.since_s
+            table = replace(_with(table, host, Seat()), epoch=max(table.epoch, epoch), since_s=since_s)
         case Left(host, why):
             return _left(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
         case Holds(host, held):

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import pytest
 
 SECRET = "a secret that only these hosts know"
 PORT = 29400
@@ -33,12 +32,6 @@ def why_not() -> str:
         _ip("netns", "del", name, check=False)
 
 
-def needs_namespaces():
-    """Skips a test where there can be none."""
-    why = why_not()
-    return pytest.mark.skipif(bool(why), reason=why)
-
-
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess:
     return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
 
@@ -49,10 +42,11 @@ class Several:
     Args:
         folder: where launchers work.
         flags: of each launcher.
+        command: what Python is to run; the launcher as it is, or one for tests.
     """
 
-    def __init__(self, folder: Path, flags: list[str]) -> None:
-        self.folder, self.flags = folder, flags
+    def __init__(self, folder: Path, flags: list[str], command: Sequence[str] = ("-m", "superstep")) -> None:
+        self.folder, self.flags, self.command = folder, flags, command
         self.names = [f"ss{os.getpid()}h{host}" for host in range(2)]
         self.links = [f"ss{os.getpid()}v{host}" for host in range(2)]
         self.launchers: dict[int, subprocess.Popen] = {}
@@ -84,8 +78,7 @@ class Several:
         """Start the launcher of a host."""
         number = len(self.said)
         self.said.append(self.folder / f"said-{number}")
-        launcher = Path(__file__).with_name("small_launcher.py")
-        command = [sys.executable, str(launcher), "train", "run.toml", *self.flags, "--hosts", "2"]
+        command = [sys.executable, *self.command, "train", "run.toml", *self.flags, "--hosts", "2"]
         command += ["--host", str(host), "--meet", f"10.77.0.1:{PORT}", *more]
         inside = ["ip", "netns", "exec", self.names[host], *command]
         environment = os.environ | {"SUPERSTEP_SECRET": secret, "OMP_NUM_THREADS": "1"}
@@ -139,7 +132,7 @@ class Several:
         """What all launchers have said."""
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in self.said)
 
-    def until(self, is_so, seconds: float = 120) -> float:
+    def until(self, is_so: Callable[[], bool], seconds: float = 120) -> float:
         """Wait for something; the seconds since 1970 when it was so."""
         deadline_s = time.monotonic() + seconds
         while not is_so():
