@@ -11,7 +11,19 @@ from superstep.errors import Fault
 from superstep.state.checkpoint import load
 from superstep.state.flush import Flusher
 from superstep.state.folders import checkpoints
-from superstep.state.snapshot import FAILED, ON_DISK, SLOTS, WANTED, WHOLE, WRITING, common, described, made, wanted
+from superstep.state.snapshot import (
+    FAILED,
+    HOSTS_SLOTS,
+    ON_DISK,
+    SLOTS,
+    WANTED,
+    WHOLE,
+    WRITING,
+    common,
+    described,
+    made,
+    wanted,
+)
 from superstep.state.verify import Alone
 
 SHAPES = saved.SHAPES
@@ -104,6 +116,32 @@ def test_a_second_copy_of_a_step_does_not_hide_the_one_that_the_disk_shall_have(
     assert [memory.whole()[3] for memory in memories] != held
     assert wanted(memories).position.step == 3
     assert wanted(memories).slots == tuple(held)
+
+
+def test_what_another_host_shall_have_stays_until_something_else_is_held(tmp_path):
+    (memory,) = made(1, 3)[1]
+    memory.lay_out({"pieces": []}, 4096, HOSTS_SLOTS)
+    for step in range(1, 4):
+        slot = _begin(memory, step)
+        memory.put(slot, "turn", 7)
+        memory.put(slot, "is_held", int(step == 2))
+        memory.put(slot, "state", WHOLE)
+    held = memory.states(held=True)
+    assert list(held) == [(2, 7)]
+    for step in range(4, 9):
+        slot = _begin(memory, step)
+        assert slot != held[2, 7]
+        memory.put(slot, "turn", 7)
+        memory.put(slot, "state", WHOLE)
+    memory.hold_only({2, 9})
+    assert memory.states(held=True) == held
+    memory.hold_only({9})
+    assert memory.states(held=True) == {}
+    memory.forget_after(7)
+    assert max(memory.states()) == (7, 7)
+    memory.forget_after(-1)
+    assert memory.states() == {}
+    memory.close()
 
 
 def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memories, tmp_path):

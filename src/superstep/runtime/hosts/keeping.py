@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -63,6 +64,8 @@ class Keeper:
                 receive(wire, self._memories, lambda state, epoch, mark: mark())
             finally:
                 wire.close()
+        if order.state not in self.held().own:
+            time.sleep(BEAT_S)  # the lead asks for it again
 
     def begin(self, given: Orders) -> None:
         """Ranks start, from a state or from none: what is of later ones is void."""
