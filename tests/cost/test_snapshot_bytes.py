@@ -1,5 +1,7 @@
 """What snapshots take of a host: three slots of weights and moments of what a rank trains, whoever holds it."""
 
+from dataclasses import replace
+
 import pytest
 
 from superstep.cost.program.memory import share_numel
@@ -41,3 +43,9 @@ def test_without_snapshots_nothing_is_taken_and_sharding_shares_it():
     assert snapshot_bytes(_run(dp=4)) == 0
     assert snapshot_bytes(whole) == 36 * whole.outline.numel
     assert snapshot_bytes(_run(1, dp=4, zero=1)) == pytest.approx(snapshot_bytes(whole) / 4, rel=0.01)
+
+
+def test_copies_on_another_host_take_a_slot_more_and_three_for_the_other_s():
+    run = _run(1, dp=4, zero=1)
+    copied = replace(run, config=replace(run.config, state=replace(run.config.state, peers=1)))
+    assert snapshot_bytes(copied) == snapshot_bytes(run) * 7 / 3
