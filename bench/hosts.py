@@ -65,8 +65,8 @@ def config(folder: Path) -> RunConfig:
     return replace(DEMO, data=data, train=train, plan=plan, state=state)
 
 
-def measured(folder: Path, repeats: int) -> dict[str, dict[str, Any]]:
-    """Of each fault, the seconds of each time."""
+def measure(folder: Path, repeats: int) -> None:
+    """Have each fault happen so many times; after each round the figures are written."""
     run = config(folder)
     prepared(run.data, vocab_of(resolved(run)), folder / "tokens", sys.stdout)
     (folder / "run.toml").write_text(write_config(run), encoding="utf-8")
@@ -74,15 +74,18 @@ def measured(folder: Path, repeats: int) -> dict[str, dict[str, Any]]:
     with Several(folder, []) as hosts:
         hosts.start(1)
         hosts.start(0)
-        for _ in range(repeats):
+        for number in range(1, repeats + 1):
             for name, fault in FAULTS.items():
                 for key, value in _times(hosts, folder / "run", fault).items():
                     found[name][key].append(value)
-                print(f"{name:28}" + "".join(f"{key} {each[-1]:8.2f}  " for key, each in found[name].items()))
-    return {
-        name: {key: {"median": median(each), "most": max(each), "all": each} for key, each in times.items()}
-        for name, times in found.items()
-    }
+                print(
+                    f"{name:28}" + "".join(f"{key} {each[-1]:8.2f}  " for key, each in found[name].items()), flush=True
+                )
+            write_result(RESULT, repeats=number, faults={name: _told(times) for name, times in found.items()})
+
+
+def _told(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {key: {"median": median(each), "most": max(each), "all": each} for key, each in times.items()}
 
 
 def _times(hosts: Several, run: Path, fault: Fault) -> dict[str, float]:
@@ -121,9 +124,9 @@ def main() -> None:
     options = parser.parse_args()
     if why := why_not():
         raise SystemExit(f"bench.hosts: {why}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was made is unmade
     with tempfile.TemporaryDirectory(prefix="hosts-") as name:
-        found = measured(Path(name), options.repeats)
-    write_result(RESULT, repeats=options.repeats, faults=found)
+        measure(Path(name), options.repeats)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,9 @@ def settle() -> None:
     # and those of several launchers are told.
     if "RANK" not in os.environ and not asks_for_hosts(sys.argv):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if asks_for_hosts(sys.argv):
+        # The store of the ranks warns of each address that has no name. Torch reads this when it is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
             signal.signal(number, _terminate)
