@@ -54,9 +54,10 @@ class Ranks:
 class Host(threading.Thread):
     """A launcher that attends; ``over`` is how it ended."""
 
-    def __init__(self, number, side):
+    def __init__(self, number, side, *states):
         super().__init__(daemon=True)
         self.number, self.side, self.ranks, self.said, self.over = number, side, Ranks(), [], None
+        self.ranks.states.update(states)
         self.start()
 
     def run(self):
@@ -105,8 +106,7 @@ def test_both_start_together_are_told_the_same_and_end_together(lead):
 
 
 def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for(lead):
-    host = Host(0, lead)
-    host.ranks.states.add((4, 0))
+    host = Host(0, lead, (4, 0))
     lead.begin()
     wire = knock(lead.address, SECRET, replace(HELLO, process="silent"))
     wire.say({"say": "came", "epoch": 0})
@@ -114,8 +114,7 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
     _until(lambda: host.ranks.given)
     took_s = _until(lambda: any("Waiting for host 1" in line for line in lead.said))
     assert 2.0 < took_s < 3.25, "its last word came up to a beat before"
-    again = Host(1, _member(lead))
-    again.ranks.states.add((4, 0))
+    again = Host(1, _member(lead), (4, 0))
     _until(lambda: again.ranks.given)
     go = again.ranks.given[0].go
     assert (go.epoch, go.state) == (2, (4, 0))

@@ -95,9 +95,9 @@ def test_a_lead_that_has_lost_its_memory_learns_the_epoch_and_fetches_too():
     table = Table(seats=(None, None), can_recover=True, patience_s=60)
     table, orders = _told(table, Came(0), Holds(0, Held()), Came(1, 4), Holds(1, _held((9,), copies=(9,))))
     assert orders == [Fetch(0, 1, (9, 0))]
-    _, (go,) = _told(table, Holds(0, _held((9,))))
+    _, (go,) = _told(table, Holds(0, _held((9,))), at=7.0)
     assert (go.epoch, go.state) == (5, (9, 0))
-    assert go.lost is not None
+    assert go.lost == Cause("host 0: its launcher was started again", is_lost=True, at_s=7.0)
 
 
 def test_where_nobody_has_a_state_the_disk_has_it():

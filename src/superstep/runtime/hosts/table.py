@@ -295,7 +295,8 @@ def _gathered(table: Table, now_s: float) -> Next:
     tries = table.tries + 1 if table.epoch and table.state == state and table.lost is not None else 1
     if tries > MOST_TRIES:
         return Next(replace(table, phase=Phase.OVER), (Over(table.lost),))
-    lost = table.lost if state is None else table.lost or Cause("host 0: its launcher was started again", is_lost=True)
+    again = Cause("host 0: its launcher was started again", is_lost=True, at_s=now_s)
+    lost = table.lost if state is None else table.lost or again
     go = Go(table.epoch + 1, state, lost)
     seats = tuple(Seat() for _ in told)
     gone = replace(table, seats=seats, epoch=go.epoch, phase=Phase.RUNS, state=state, tries=tries, lost=None)
