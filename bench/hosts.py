@@ -95,11 +95,11 @@ def _times(hosts: Several, run: Path, fault: Fault) -> dict[str, float]:
     first, resumed = steps(), len(told(run, "resumed"))
     hosts.until(lambda: steps() >= first + APART)
     time.sleep(1.0)
+    waits = hosts.said[1].read_text().count("Waiting for host 1")
     last, hurt_s = told(run, "step")[-1]["step"], time.time()
     fault.hurt(hosts)
     began_s = hurt_s
     if fault.mend is not None:
-        waits = hosts.said[1].read_text().count("Waiting for host 1")
         hosts.until(lambda: hosts.said[1].read_text().count("Waiting for host 1") > waits or _is_back(run, resumed))
         began_s = time.time()
         fault.mend(hosts)
