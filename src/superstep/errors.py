@@ -88,8 +88,9 @@ class Fault(SuperstepError):
 
     def adding(self, words: str) -> Fault:
         """The same fault, which says something more."""
-        self.message = f"{self.message} {words}"
-        self.args = (f"{self} {words}",)
+        end = " " if self.message.endswith(".") else ". "
+        self.message = f"{self.message}{end}{words}"
+        self.args = (f"{self}{end}{words}",)
         return self
 
 

@@ -27,7 +27,7 @@ SCALARS = 64
 
 
 def run_of(cp, *, context="ring", compute="fp32", kv_heads=8):
-    config = small.config(layers=3, sequences=1, cp=cp, context=context, compute=compute)
+    config = small.config(layers=3, sequences=1, cp=cp, context=context, compute=compute, kernels="torch")
     model = replace(config.model, kv_heads=kv_heads)
     return resolve(replace(config, model=model, data=replace(config.data, sequence_tokens=TOKENS)), cp)
 

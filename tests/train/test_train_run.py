@@ -352,7 +352,9 @@ def test_a_fault_names_rank_step_and_instruction(place, capsys):
 
     with mock.patch.object(Executor, "_issue", issue):
         assert _train() == 1
-    assert "fault: rank 0, step 4, instruction backward u3 m0: planted\n" in _error(capsys)
+    message = _error(capsys)
+    assert "fault: rank 0, step 4, instruction backward u3 m0: planted. superstep doctor run says" in message
+    assert message.count("\n") == 1
     assert [read_position(path).step for path in checkpoints(place / "run" / "checkpoints")] == [3]
 
 

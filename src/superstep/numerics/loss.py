@@ -73,7 +73,8 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         weight_grad_into: fp32 [V, D]. The weight's gradient is added to it **in the forward**, and autograd
             gets none: the incoming gradient must then be 1, its factor given as ``scale``.
         terms: another loss of each token than -logp. A token without a target has none, and no derivative.
-        is_compiled: whether ``kernels.cross_entropy`` computes rows, where there is a gradient.
+        is_compiled: whether ``kernels.cross_entropy`` computes rows, of ``terms`` without a gradient too: the
+            log-probability of a token has the same bits in both.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
     if torch.is_grad_enabled() and (h_BSD.requires_grad or weight_VD.requires_grad):
@@ -82,21 +83,27 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         )
         return cast(Tensor, loss)
     if terms is not None:
-        return _linear_terms_sum(h_TD, weight_VD, targets_T, chunk_tokens, terms)
+        return _linear_terms_sum(h_TD, weight_VD, targets_T, chunk_tokens, terms, is_compiled=is_compiled)
     chunks = zip(h_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True)
     return torch.stack([cross_entropy_sum(F.linear(h_CD, weight_VD), targets) for h_CD, targets in chunks]).sum()
 
 
 def _linear_terms_sum(
-    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_tokens: int, terms: TokenTerms
+    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_tokens: int, terms: TokenTerms, *, is_compiled: bool
 ) -> Tensor:
     """The sum where no gradient is asked for."""
     loss = torch.zeros((), dtype=torch.float32, device=h_TD.device)
     for first in range(0, len(h_TD), chunk_tokens):
         at = slice(first, first + chunk_tokens)
-        logp_CV = F.log_softmax(linear(h_TD[at], weight_VD), dim=-1, dtype=torch.float32)
-        target_C1 = targets_T[at].unsqueeze(-1)
-        loss += terms(logp_CV.gather(-1, target_C1.masked_fill(target_C1 == IGNORE, 0)).squeeze(-1), at)[0].sum()
+        logits_CV = linear(h_TD[at], weight_VD)
+        if is_compiled and kernel.takes(logits_CV):
+            lse_C, score_C = kernel.row_sums(logits_CV, targets_T[at], logits_CV.shape[1])
+            logp_C = score_C - lse_C
+        else:
+            target_C1 = targets_T[at].unsqueeze(-1)
+            logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+            logp_C = logp_CV.gather(-1, target_C1.masked_fill(target_C1 == IGNORE, 0)).squeeze(-1)
+        loss += terms(logp_C, at)[0].sum()
     return loss
 
 

@@ -293,7 +293,11 @@ class Page:
 
     def __init__(self, name: str = "") -> None:
         self.handle = os.memfd_create(f"{NAME}{name}")
-        os.ftruncate(self.handle, BYTES)
+        try:
+            os.ftruncate(self.handle, BYTES)
+        except OSError:
+            os.close(self.handle)
+            raise
         self.view = mmap.mmap(self.handle, BYTES)
 
     def read(self) -> Beat:
@@ -307,8 +311,13 @@ class Page:
 
 
 def page(name: str = "") -> Page | None:
-    """A page for one rank; None of a system that has no memory without a name."""
-    return Page(name) if hasattr(os, "memfd_create") else None
+    """A page for one rank; None of a system that has no memory without a name, or not so much (``ulimit -f``)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return Page(name)
+    except OSError:
+        return None
 
 
 def read_beat(view: mmap.mmap) -> Beat:
