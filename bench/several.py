@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from superstep.observe.jsonl import read
+from superstep.runtime.heart import NAME
 
 SECRET = "a secret that only these hosts know"
 PORT = 29400
@@ -96,7 +98,7 @@ class Several:
     def ranks(self, host: int) -> list[int]:
         """Its ranks: what has the page where a rank tells what it does, and is not the launcher."""
         others = [pid for pid in self.pids(host) if pid != self.launchers[host].pid]
-        return sorted(pid for pid in others if any("superstep-heart" in line for line in _maps(pid)))
+        return sorted(pid for pid in others if any(NAME in line for line in _maps(pid)))
 
     def kill(self, host: int) -> None:
         """End a whole host at once: its launcher, its ranks, and with them their memory."""
@@ -152,11 +154,8 @@ def _maps(pid: int) -> list[str]:
 
 def told(folder: Path, event: str) -> list[dict]:
     """A run's metrics of one kind so far."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [found for line in lines if line.endswith("}") and (found := json.loads(line))["event"] == event]
+    path = folder / "metrics.jsonl"
+    return [line for line in read(path) if line["event"] == event] if path.exists() else []
 
 
 def losses(folder: Path) -> list[tuple]:

@@ -119,10 +119,8 @@ def _toctree(caption: str, names: list[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""])
 
 
-def _keep(there: Path, source: Path) -> None:
+def _keep(there: Path, place: Path) -> None:
     """Copy a file that is no page."""
-    inside = there.is_relative_to(DOCS)
-    place = source / there.relative_to(DOCS) if inside else source / FILES / there.relative_to(ROOT)
     place.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(there, place)
 
@@ -144,7 +142,9 @@ def gather(source: Path) -> None:
     places = dict(pages())
     places[RECIPES] = "reference/recipes.md"
     for page, place in pages():
-        text = relinked(page.read_text(encoding="utf-8"), page, places, lambda there: _keep(there, source))
+        text = relinked(
+            page.read_text(encoding="utf-8"), page, places, lambda there: _keep(there, source / place_of(there, places))
+        )
         text = STEP.sub(lambda found, place=place: framed(found[1], place), text)
         text += f"\n{contents()}" if place == "index.md" else ""
         (source / place).parent.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from superstep.cli.moving import Seen
 from superstep.cost.program.formulas import decoder_operations
-from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.predict import Machine, predict
 from superstep.observe.page.moving import Choice, moving_page
-from superstep.observe.page.step import Drawn
 from superstep.plan.config import (
     DataConfig,
     ModelConfig,
@@ -117,12 +116,5 @@ def write_step(step: StepShown) -> str:
 
 def _choice(asked: RunConfig) -> Choice:
     run = resolve(asked)
-    found = predict(run, MACHINE)
-    drawn = Drawn(
-        plan=run.plan,
-        timeline=found.timeline,
-        memory=found.memory,
-        sizes=unit_bytes(run),
-        operations=decoder_operations(run),
-    )
-    return Choice(schedule=run.plan.schedule, zero=run.plan.zero, drawn=drawn)
+    seen = Seen(run=run, machine=MACHINE, operations=decoder_operations(run), prediction=predict(run, MACHINE))
+    return Choice(schedule=run.plan.schedule, zero=run.plan.zero, drawn=seen.drawn())

@@ -199,11 +199,11 @@ def settle() -> None:
     """What the process of a command has before its verb."""
     # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves,
     # and those of several launchers are told.
-    if "RANK" not in os.environ and not asks_for_hosts(sys.argv):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if asks_for_hosts(sys.argv):
         # The store of the ranks warns of each address that has no name. Torch reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    elif "RANK" not in os.environ:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
             signal.signal(number, _terminate)

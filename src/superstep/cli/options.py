@@ -132,6 +132,11 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
     return base
 
 
+def sections_of(config: RunConfig) -> dict[str, Any]:
+    """The sections of a run by their names, without what a verb's own options have beside them."""
+    return {section.name: getattr(config, section.name) for section in fields(RunConfig)}
+
+
 def asks_for_help(argv: Sequence[str]) -> bool:
     """Whether to print a page instead."""
     return "-h" in argv or "--help" in argv

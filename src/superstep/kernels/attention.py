@@ -74,7 +74,7 @@ def missing(device: torch.device) -> str:
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernel of their device has loops for such heads, [..., H]; contiguous ones of them it ``takes``."""
     if _of_gpu(tensors[0]) is not None:
-        return takes(*(x.contiguous().transpose(1, 2) for x in tensors))
+        return takes(*(x.transpose(1, 2) for x in tensors))
     return all(
         x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES and x.shape[-1] % LANES == 0 for x in tensors
     )

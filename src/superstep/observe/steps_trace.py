@@ -38,10 +38,6 @@ def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
 
 def steps_of(rank: RankSeen, instructions: Sequence[Instruction]) -> dict[int, list[Note]]:
     """The notes of each run of this very list that is there whole, by the number of the run."""
-    found: dict[int, list[Note]] = {}
-    for note in rank.notes:
-        if note.index >= 0 and note.is_done:
-            found.setdefault(note.run, []).append(note)
     known: dict[str, Instruction] = {}
 
     def read(text: str) -> Instruction:
@@ -52,7 +48,7 @@ def steps_of(rank: RankSeen, instructions: Sequence[Instruction]) -> dict[int, l
     wanted = list(instructions)
     return {
         run: notes
-        for run, notes in sorted(found.items())
+        for run, notes in sorted(rank.done_by_run().items())
         if len(notes) == len(wanted) and [read(note.what) for note in notes] == wanted
     }
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.runtime.heart import Beat, Doing
+from superstep.runtime.proc import stat_in, status_in
 from superstep.runtime.pulse import LOOK_S
 
 STANDS_S = 1.0
@@ -70,13 +71,10 @@ def thread(process: int, number: int) -> Thread | None:
     """A thread of a process; None where it has gone."""
     place = Path(f"/proc/{process}/task/{number}")
     try:
-        lines = (place / "status").read_text(encoding="utf-8").splitlines()
-        stat = (place / "stat").read_bytes()
+        told, numbers = status_in(place), stat_in(place)
     except OSError:
         return None
-    told = dict(line.split(":", 1) for line in lines if ":" in line)
     switches = int(told["voluntary_ctxt_switches"]) + int(told["nonvoluntary_ctxt_switches"])
-    numbers = stat[stat.rfind(b")") + 2 :].split()  # behind the name, which may hold anything
     cpu_s = (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
     return Thread(told["State"].split()[0], switches, cpu_s)
 

@@ -24,6 +24,7 @@ from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction
 from superstep.runtime.hang import WAKES_PER_S, Thread, thread
 from superstep.runtime.heart import NAME, Beat, Doing, read_beat
+from superstep.runtime.proc import stat_in, status_in
 from superstep.runtime.resident import sizes_in
 from superstep.runtime.ring import BYTES, Words, notes_in
 
@@ -59,17 +60,15 @@ class Vitals:
 
 def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
     """Of a process."""
+    place = proc / str(process)
     try:
-        lines = (proc / str(process) / "status").read_text(encoding="utf-8").splitlines()
-        stat = (proc / str(process) / "stat").read_bytes()
+        told, numbers = status_in(place), stat_in(place)
     except OSError:
         return Vitals()
-    told = dict(line.split(":", 1) for line in lines if ":" in line)
     kib = {name: int(told.get(name, "0").split()[0]) for name in ("VmRSS", "VmSwap")}
-    numbers = stat[stat.rfind(b")") + 2 :].split()  # behind the name, which may hold anything
     ran_ns = queued_ns = 0
     with suppress(OSError, ValueError):  # not every system counts that
-        ran_ns, queued_ns, _ = map(int, (proc / str(process) / "schedstat").read_text(encoding="ascii").split())
+        ran_ns, queued_ns, _ = map(int, (place / "schedstat").read_text(encoding="ascii").split())
     sizes = 1024 * kib["VmRSS"], 1024 * kib["VmSwap"]
     return Vitals(numbers[0].decode(), *sizes, int(numbers[9]), ran_ns, queued_ns)
 

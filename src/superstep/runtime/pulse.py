@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from superstep.runtime.proc import stat_in
+
 LOOK_S = 0.25
 """How often it is looked, so that a stopped process is named within three seconds together with the end of the rest."""
 
@@ -23,10 +25,10 @@ STOPPED_S = 0.75
 def is_stopped(process: int) -> bool:
     """Whether a signal has stopped a process. Of a system without /proc nothing is known."""
     try:
-        stat = Path(f"/proc/{process}/stat").read_bytes()
+        state = stat_in(Path(f"/proc/{process}"))[0]
     except OSError:
         return False
-    return stat[stat.rfind(b")") + 2 :].startswith(b"T")  # behind the name, which may hold anything
+    return state == b"T"
 
 
 class Pulse:

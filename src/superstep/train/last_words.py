@@ -24,7 +24,7 @@ def leaving_words(folder: RunFolder, launch: Callable[[], T]) -> T:
         if fault.said and folder.program.is_file():  # a run that has not begun leaves nothing
             try:
                 write_whole(folder.fault, fault.said)
-            except (Fault, OSError):  # the disk is full, say: then that is what was wrong
+            except Fault:  # the disk is full, say: then that is what was wrong
                 raise fault from None
             fault.adding(f"superstep doctor {shlex.quote(str(folder.root))} says what every rank did ({folder.fault}).")
         raise

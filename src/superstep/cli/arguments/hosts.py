@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import ConfigError, UserError
@@ -52,11 +52,6 @@ class Hosts:
     meet: tuple[str, int]
     secret: bytes
     patience_s: float
-
-
-def run_of(options: Options) -> RunConfig:
-    """The run alone."""
-    return RunConfig(**{section.name: getattr(options, section.name) for section in fields(RunConfig)})
 
 
 def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> Hosts | None:

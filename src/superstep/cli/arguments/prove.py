@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.options import COMMON, DEMO, read_flags, read_run
+from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 
@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
     flags = argv if path is None else argv[1:]
     base = DEMO if path is None else read_run(path / "run.toml" if path.is_dir() else path)
     options = read_flags(
-        Options(**{section.name: getattr(base, section.name) for section in fields(base)}),
+        Options(**sections_of(base)),
         flags,
         prog="superstep prove [run.toml | RUN]",
         description=DESCRIPTION,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, run_of
-from superstep.cli.options import COMMON, DEMO, read_flags, read_run, settled
+from superstep.cli.arguments.hosts import Hosts, Options, hosts_of
+from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
@@ -45,16 +45,16 @@ def read(argv: Sequence[str]) -> Asked:
     """
     if argv and not argv[0].startswith("-"):
         options = _flags(read_run(Path(argv[0])), argv[1:])
-        return Asked(run_of(options), None, is_demo=False, hosts=hosts_of(options))
+        return Asked(RunConfig(**sections_of(options)), None, is_demo=False, hosts=hosts_of(options))
     options = _flags(DEMO, argv)
     saved = Path(options.state.dir) / "run.toml"
     if options.state.existing == "resume" and saved.is_file():
         # A run that goes on keeps its own settings; flags still change them.
         options = _flags(read_config(saved), argv)
     is_demo = options.model == DEMO.model and options.data.corpus == DEMO.data.corpus
-    return Asked(run_of(options), tuple(argv), is_demo, hosts_of(options))
+    return Asked(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options))
 
 
 def _flags(base: RunConfig, argv: Sequence[str]) -> Options:
-    options = Options(**{section.name: getattr(base, section.name) for section in fields(base)})
-    return read_flags(options, argv, prog="superstep train [run.toml]", description=DESCRIPTION, common=COMMON)
+    options, prog = Options(**sections_of(base)), "superstep train [run.toml]"
+    return read_flags(options, argv, prog=prog, description=DESCRIPTION, common=COMMON)

@@ -6,10 +6,11 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.describe import layout_text
+from superstep.cli.options import sections_of
 from superstep.cli.prove.hurts import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
@@ -85,9 +86,8 @@ def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool 
     keep = StateConfig(
         dir=str(folder), save_every=SAVE_EVERY if is_hurt else 10**9, keep=3, snapshot_every=1 if is_hurt else None
     )
-    whole = RunConfig(**{section.name: getattr(config, section.name) for section in fields(RunConfig)})
     return replace(
-        whole,
+        RunConfig(**sections_of(config)),
         data=replace(config.data, cache=str(corpus.resolve())),
         train=replace(config.train, steps=10**6, eval_every=10**6),
         numerics=replace(config.numerics, exact=True),

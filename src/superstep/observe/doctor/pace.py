@@ -76,10 +76,7 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
         rank: whose.
         length: of its list in that program.
     """
-    found: dict[int, list[Note]] = {}
-    for note in rank.notes:
-        if note.index >= 0 and note.is_done:
-            found.setdefault(note.run, []).append(note)
+    found = rank.done_by_run()
     # An evaluation has other instructions, and never the last one of a step.
     whole = {run: notes for run, notes in found.items() if len(notes) == length and notes[-1].what == "step"}
     runs = sorted(whole)

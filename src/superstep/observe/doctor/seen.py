@@ -119,6 +119,14 @@ class RankSeen:
         """How far it is: what is less is behind."""
         return (self.run + 1, 0) if self.doing == "apart" else (self.run, self.index)
 
+    def done_by_run(self) -> dict[int, list[Note]]:
+        """The instructions that came to their end, by the number of the run of a program that they are of."""
+        found: dict[int, list[Note]] = {}
+        for note in self.notes:
+            if note.index >= 0 and note.is_done:
+                found.setdefault(note.run, []).append(note)
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:

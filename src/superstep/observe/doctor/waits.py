@@ -123,7 +123,7 @@ class Waits:
             case Tie(unit):
                 yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied(seen, unit)), at)
             case ReducePartial():
-                yield _Need("the partial sums over tp", dict.fromkeys(self._group(seen, "tp"), at), at)
+                yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(seen), at), at)
             case _ if seen.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
                 if len(members := self._within(seen)) > 1:
                     yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
@@ -163,9 +163,8 @@ class Waits:
     def _place(self, rank: int) -> Coordinate:
         return self._mesh.at(rank)
 
-    def _group(self, seen: RankSeen, axis: str) -> tuple[int, ...]:
-        groups = self._mesh.groups("tp" if axis == "tp" else "cp")
-        return tuple(next(group for group in groups if seen.rank in group))
+    def _over_tp(self, seen: RankSeen) -> tuple[int, ...]:
+        return tuple(next(group for group in self._mesh.groups("tp") if seen.rank in group))
 
     def _tied(self, seen: RankSeen, unit: int) -> tuple[int, ...]:
         at = self._place(seen.rank)

@@ -148,8 +148,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
         threads: that share a step.
     """
     found, shape = functions(), served.run.shape
-    in_one_go = stretch(shape.head_dim)
-    if found is None or in_one_go is None or shape.width % 8:
+    if found is None or shape.width % 8 or (in_one_go := stretch(shape.head_dim)) is None:
         return None
     products = ExactProducts(library, served)
     if not can_compile(shape, served.modules, products):
