@@ -46,6 +46,7 @@ from superstep.runtime.launch import World, barrier, gather, launch_apart
 from superstep.runtime.measure.disk import disk_rates
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.recorder import HostRecorder
+from superstep.runtime.snapshots import Flushed
 from superstep.state.checkpoint import load, save
 from superstep.state.flush import Flusher
 from superstep.state.manifest import Position
@@ -96,6 +97,7 @@ class Sitting:
         self._peers = RankPeers(world.rank, world.size)
         self._shapes = tensor_shapes(self._engine)
         self._snapshots = self._engine.keep_snapshots(handles.of(world.rank))
+        self._written: list[Flushed] = []
         self._snapshots.lay_out(self._engine.pieces(STATE), self._shapes, {}, folder / "flushed")
         self._apart = dist.new_group(backend="gloo")  # what is saved behind training talks there
         self._step = 0
@@ -115,7 +117,7 @@ class Sitting:
         barrier()
         begin_s = time.perf_counter()
         if is_copied:
-            self._snapshots.begin(Position(step=self._step), is_for_disk=is_for_disk)
+            self._snapshots.begin(Position(step=self._step), self._written.append, is_for_disk=is_for_disk)
         self._engine.train_step(parts, valid_tokens=tokens.numel(), lr=1e-4, record=record)
         seconds = time.perf_counter() - begin_s
         self._step += 1
@@ -124,7 +126,7 @@ class Sitting:
 
     def bare(self) -> None:
         """A snapshot with nothing beside it."""
-        self._snapshots.begin(Position(step=self._step), is_for_disk=False)
+        self._snapshots.begin(Position(step=self._step), self._written.append, is_for_disk=False)
         for pending in [self._snapshots.copy(unit) for unit in self._engine.buffers]:
             pending.wait()
         self._step += 1  # no two copies are of one step
@@ -163,8 +165,10 @@ class Sitting:
     def flush(self) -> tuple[float, float]:
         """Ours, by the launcher: the seconds of the step that copies, and until the disk has it."""
         begin_s = time.perf_counter()
+        self._written.clear()
         seconds, _ = self.train(is_copied=True, is_for_disk=True)
-        while not self._snapshots.flushed():
+        while not self._written:
+            self._snapshots.tell(self._written.append)
             time.sleep(0.002)
         return seconds, time.perf_counter() - begin_s
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,18 +13,24 @@ from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
+from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import launch_on
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.recorder import HostRecorder
+from superstep.runtime.snapshots import Flushed, Snapshots
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE
-from superstep.state.snapshot import made, pieces_of
+from superstep.state.snapshot import ON_DISK, made, pieces_of
 from superstep.train.batches import microbatches, rows
 
 
 def _state(engine):
     return {(p.kind, p.name): p.values.clone() for p in engine.pieces(STATE)}
+
+
+def _never(flushed):
+    raise AssertionError(f"nothing was wanted on disk, and of {flushed} was told")
 
 
 def _steps(world, compute):
@@ -40,7 +47,7 @@ def _steps(world, compute):
         states.append(_state(engine))
         record = HostRecorder()
         if number != 1:
-            snapshots.begin(Position(step=number, samples=8 * number), is_for_disk=False)
+            snapshots.begin(Position(step=number, samples=8 * number), _never, is_for_disk=False)
         mine = rows(run.plan, mesh)
         parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
         engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=1e-2, record=record)
@@ -68,3 +75,33 @@ def test_a_copy_is_the_state_that_its_step_began_with(compute):
     (update,) = [seconds for i, seconds in ran if isinstance(i, Step)]
     assert copies
     assert all(copy.start_s < copy.end_s <= update.start_s for copy in copies), "recorded as it ran, before the update"
+
+
+def _alone(memory):
+    """What copies a state of twelve numbers."""
+    held = SimpleNamespace(**{name: torch.ones(4) for name in ("master", "exp_avg", "exp_avg_sq")})
+    return Snapshots(memory, {0: (held,)}, Device("cpu"))
+
+
+def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
+    _, (memory,) = made(1)
+    first = _alone(memory)
+    first.lay_out(iter(()), {}, {}, Path("nowhere"), slots=2)
+    for step in (5, 6):
+        first.begin(Position(step=step), _never, is_for_disk=step == 5)
+        first.copy(0).wait()
+    slot = memory.whole()[5]
+    for field, value in {"written_bytes": 48, "microseconds": 2_000_000, "disk": ON_DISK}.items():
+        memory.put(slot, field, value)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # the next copy needs the slot, and who would tell of it is killed
+        first.begin(Position(step=7), killed, is_for_disk=False)
+    second = _alone(memory)
+    assert second.restore(6).step == 6
+    told = []
+    second.begin(Position(step=7), told.append, is_for_disk=False)
+    second.tell(told.append)
+    assert told == [Flushed(step=5, bytes=48, seconds=2.0)], "once"

@@ -9,7 +9,7 @@ On a CPU a thread copies. On a GPU it tells a stream of its own to, from which t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,6 @@ class Snapshots:
         self._slot: int | None = None
         self._left: set[int] = set()
         self._watched: list[int] = []
-        self._found: list[Flushed] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
         self.turn = 0
         """The same on all ranks: states of one step, and one turn, belong together."""
@@ -158,17 +157,15 @@ class Snapshots:
             if slot in self._watched:
                 self._watched.remove(slot)
 
-    def begin(self, position: Position, *, is_for_disk: bool) -> None:
-        """The next step copies the state that it finds, which is that of ``position``.
+    def begin(self, position: Position, told: Callable[[Flushed], None], *, is_for_disk: bool) -> None:
+        """The next step copies the state that it finds, which is that of ``position``; ``told`` as in ``tell``.
 
         Raises:
             Fault: an earlier one could not be written.
         """
-        self._see()
         while (slot := self._memory.free_slot()) is None:
-            self.require_written()
+            self.tell(told)
             time.sleep(POLL_S)
-            self._see()
         memory = self._memory
         is_asked = position.step == memory.asked and position.step not in memory.whole()
         memory.put(slot, "state", WRITING)
@@ -215,25 +212,20 @@ class Snapshots:
             for tensor, offset in each:
                 yield tensor, self._memory.values(slot, offset, tensor.numel())
 
-    def flushed(self) -> list[Flushed]:
-        """Checkpoints that have come to the disk since this was last asked.
+    def tell(self, told: Callable[[Flushed], None]) -> None:
+        """Tell of the checkpoints that have come to the disk since this was last asked. Only then may their slots be
+        used again: if this process is killed before, the next one tells.
 
         Raises:
-            Fault: one could not.
+            Fault: one could not be written.
         """
         self.require_written()
-        self._see()
-        found, self._found = self._found, []
-        return found
-
-    def _see(self) -> None:
-        """Note what has come to the disk; only then may its slot be used again."""
         memory = self._memory
         for slot in [slot for slot in self._watched if memory.get(slot, "disk") == ON_DISK]:
-            self._watched.remove(slot)
             seconds = memory.get(slot, "microseconds") / 1e6
-            self._found.append(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
+            told(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
             memory.put(slot, "disk", KEPT)
+            self._watched.remove(slot)
 
     def is_behind(self) -> bool:
         """Whether the disk is still to have a snapshot."""

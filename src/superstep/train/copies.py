@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from superstep.runtime.snapshots import Flushed, Snapshots
 from superstep.state.manifest import Position
@@ -24,8 +25,12 @@ class Copies:
         self.is_flushed = True
         """Whether who owns the memory writes checkpoints from it."""
 
-    def begin(self, position: Position) -> None:
+    def begin(self, position: Position, told: Callable[[Flushed], None]) -> None:
         """Have the next step copy the state as it is now, where that is due.
+
+        Args:
+            position: where training stands by that state.
+            told: of what has come to the disk, where its place in memory is needed.
 
         Raises:
             Fault: an earlier one could not be written to disk.
@@ -33,7 +38,7 @@ class Copies:
         is_wanted = self._wanted == position.step
         if self.snapshots is not None and (is_wanted or position.step % self._every == 0):
             self._wanted = None
-            self.snapshots.begin(position, is_for_disk=is_wanted)
+            self.snapshots.begin(position, told, is_for_disk=is_wanted)
 
     def want(self, position: Position) -> bool:
         """Have the state as it is now written to disk while training goes on; False where nobody does so."""
@@ -42,9 +47,10 @@ class Copies:
         self._wanted = position.step
         return True
 
-    def flushed(self) -> list[Flushed]:
-        """What has come to the disk since this was last asked."""
-        return [] if self.snapshots is None else self.snapshots.flushed()
+    def tell(self, told: Callable[[Flushed], None]) -> None:
+        """Tell of what has come to the disk since this was last asked."""
+        if self.snapshots is not None:
+            self.snapshots.tell(told)
 
     def steps(self) -> set[int]:
         """Those whose state is whole in this rank's memory."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from superstep.data.stream import Batch
 from superstep.observe.doctor.seen import CHECKPOINT, VALIDATION
@@ -65,8 +66,7 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         is_over = is_stopped or position.step == last
         if is_over:
             session.copies.drain()
-        for flushed in session.copies.flushed():
-            sink.write(flushed_event(session, flushed))
+        session.copies.tell(partial(_tell_flushed, session, sink.write))
         if is_saved and (is_over or not session.want(position)):
             sink.write(save(session, position))
         if is_stopped:
@@ -102,7 +102,7 @@ def steps(
     last = session.run.config.train.steps
     session.integrity.begin(position.step)
     while position.step < last:
-        for done in _stretch(session, position, session.course.next_gap(position.step, last), seen):
+        for done in _stretch(session, position, session.course.next_gap(position.step, last), seen, told):
             found = done if isinstance(done, Refused) else _checked(session, done, told)
             if isinstance(found, Refused):
                 position = go_back(session, position, found, told)
@@ -129,7 +129,11 @@ def _checked(session: Session, done: Done, told: Callable[[Event], None]) -> Don
 
 
 def _stretch(
-    session: Session, position: Position, last: int, seen: Callable[[Batch], None] | None
+    session: Session,
+    position: Position,
+    last: int,
+    seen: Callable[[Batch], None] | None,
+    told: Callable[[Event], None],
 ) -> Generator[Done | Refused, None, None]:
     """The steps between two places where data is left out, or to the first that is not taken."""
     size = session.run.config.train.batch_sequences
@@ -140,7 +144,7 @@ def _stretch(
                 seen(batch)
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
-            session.copies.begin(position)
+            session.copies.begin(position, partial(_tell_flushed, session, told))
             result = session.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
                 found = session.integrity.take()
@@ -200,7 +204,6 @@ def save(session: Session, position: Position) -> Saved:
     return Saved(step=position.step, path=str(path), seconds=time.perf_counter() - start_s, bytes=size)
 
 
-def flushed_event(session: Session, flushed: Flushed) -> Saved:
-    """A checkpoint that was written from a snapshot."""
+def _tell_flushed(session: Session, told: Callable[[Event], None], flushed: Flushed) -> None:
     path = str(checkpoint_at(session.folder.checkpoints, flushed.step))
-    return Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes)
+    told(Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes))
