@@ -10,17 +10,15 @@ from superstep.cost.serve import (
     KNOTS,
     TERMS,
     Group,
-    Sample,
     Way,
     Work,
     bounds,
     counts,
-    fit,
-    least_squares,
     published,
     seconds,
     served_model,
 )
+from superstep.cost.serve_fit import Sample, fit, least_squares
 from superstep.hardware.text import cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of

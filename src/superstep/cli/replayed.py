@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from superstep.cli.figures import bytes_text, count_text, seconds_text
-from superstep.cost.serve import bounds, fit, seconds
+from superstep.cost.serve import bounds, seconds
+from superstep.cost.serve_fit import fit
 from superstep.observe.course_drawing import Course, draw_courses
 from superstep.serve.replay import Replay, prompt_rows, read_log, samples, work_of
 

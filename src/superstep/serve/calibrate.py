@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from superstep.cost.serve import Sample, Way, fit
+from superstep.cost.serve import Way
+from superstep.cost.serve_fit import Sample, fit
 from superstep.hardware.serving import ServingRate
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from superstep.cost.serve import Group, Sample, ServedModel, Way, Work
+from superstep.cost.serve import Group, ServedModel, Way, Work
+from superstep.cost.serve_fit import Sample
 from superstep.errors import StateError
 from superstep.serve.live import LiveRequest
 from superstep.serve.step import Budget, Chunk, InvalidStep, Step, check
