@@ -1,6 +1,7 @@
 # make setup    a virtual environment in .venv with all that the other targets need
 # make train    the demo run, resumed where it stopped; ARGS="--plan.dp 2" passes flags on
-# make test     every test but the soaks and those that need a GPU; WORKERS=1 runs them in one process
+# make test     every test but the long ones, the soaks and those that need a GPU; WORKERS=1 runs them in one process
+# make test-all  the long ones too, as for every change
 # make check    lint, format, types, import order
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
 # make docs     the pages' tables and drawings, from the code; then the site, into build/docs
@@ -14,7 +15,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test check bench docs pictures clean
+.PHONY: setup train test test-all check bench docs pictures clean
 
 setup: $(STAMP)
 
@@ -29,9 +30,10 @@ train: setup
 	$(BIN)/superstep train --state.existing resume $(ARGS)
 
 # Modules are compiled once, and not by each of the many processes that tests start.
-test: export PYTHONDONTWRITEBYTECODE =
-test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test: LEFT_OUT = and not long
+test test-all: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu $(LEFT_OUT)" tests
 
 check: setup
 	$(BIN)/ruff check .

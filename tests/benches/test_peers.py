@@ -59,6 +59,7 @@ def reference(pool: Pool):
     return trained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "settings"), VARIANTS)
 def test_a_peer_trains_as_one_process_does(pool: Pool, reference, shape, settings):
     want = reference(shape)

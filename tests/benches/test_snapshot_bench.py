@@ -5,6 +5,7 @@ import pytest
 from bench.snapshots import Asked, measured, ratios
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_every_way_is_timed_on_the_same_bytes(tmp_path):
     found = measured(Asked(layers=1, width=64, sequence=16, repeats=1), tmp_path)

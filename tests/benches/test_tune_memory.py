@@ -17,6 +17,7 @@ def taken(rank, size, jobs):
     return [tune_memory.taken(World(rank, size, Device("cpu")), job) for job in jobs]
 
 
+@pytest.mark.long
 def test_the_peak_of_a_run_is_predicted(pool, tmp_path):
     small = ModelConfig(name="tiny", layers=2, width=192, heads=4, kv_heads=4, ffn=512)
     begin = tune_memory.start(tmp_path / "start", small)

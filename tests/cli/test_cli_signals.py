@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import runs
+from longer import longer
 from pool import IMPORTED
 from ranks import ranks_below
 from superstep.cli.main import entry, main
@@ -123,7 +124,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", longer(ENDINGS, lambda name: name != "SIGTERM"))
 def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
     end, wanted, said = ENDINGS[name]
     terminal = Terminal([*COMMAND, *LONG], environment)
@@ -193,6 +194,7 @@ def test_nobody_need_read_the_help(argv, environment):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.long
 def test_torchruns_ranks_join_and_stop_together(tmp_path, monkeypatch):
     # torchrun leaves folders of its own in the temporary folder.
     runs.make_files(tmp_path)

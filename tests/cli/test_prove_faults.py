@@ -26,6 +26,7 @@ def _proven(said, kinds):
     assert "nothing is left behind." in last
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_a_hung_rank_a_full_disk_and_a_damaged_checkpoint_leave_every_bit(tmp_path, monkeypatch, capfd):
     """And a launcher that was killed; ranks that are killed or stopped are those of ``test_snapshot_recovery``."""

@@ -53,6 +53,7 @@ def weak():
     return found
 
 
+@pytest.mark.long
 def test_every_weak_grader_is_found_by_what_it_is_weak_against(weak):
     assert set(weak) == set(FOUND)
     assert len(FOUND) >= 8

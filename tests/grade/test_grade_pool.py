@@ -65,7 +65,7 @@ def test_a_grader_that_fails_is_tried_again_and_is_no_reward(answer, why, pool, 
     assert pool.grade(3, 4, answered("7")).score == 1.0
 
 
-@pytest.mark.parametrize("answer", ["sleep", "spin"])
+@pytest.mark.parametrize("answer", ["sleep", pytest.param("spin", marks=pytest.mark.long)])
 def test_a_grader_that_hangs_is_killed_at_its_deadline(answer, pool):
     began = time.monotonic()
     verdict = pool.grade(0, 0, answered(answer))

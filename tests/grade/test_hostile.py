@@ -100,6 +100,7 @@ def test_there_are_enough_of_them():
     assert len(VERDICTS) >= 20
 
 
+@pytest.mark.long
 def test_none_scores(graded):
     assert {name: verdict for name, verdict in graded["verdicts"].items() if verdict.score} == {}
 

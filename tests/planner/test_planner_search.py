@@ -108,6 +108,7 @@ def test_what_a_level_decides_later_levels_leave(name):
         assert np.ptp(each, axis=1) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.long
 def test_pieces_do_not_change_the_answer(monkeypatch):
     side = side_of(PROBLEMS["two domains"])
     expected = search([side], keep=3)

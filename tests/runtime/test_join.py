@@ -133,6 +133,7 @@ def test_ranks_that_do_well_end_well(script):
     assert [out for out, _ in said] == ["rank 0 of 2: 1.0\n", "rank 1 of 2: 1.0\n"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("worker", [pytest.param(_fails, marks=pytest.mark.slow), _is_killed])
 def test_torchrun_need_not_kill_a_rank_that_waits(script, worker):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -192,7 +192,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", ["t", "t" * 100], ids=["of a seed", "no room for a seed's socket"])
+@pytest.mark.parametrize(
+    "name", ["t", pytest.param("t" * 100, marks=pytest.mark.long)], ids=["of a seed", "no room for a seed's socket"]
+)
 def test_ranks_end_with_a_launcher_that_was_killed(name, tmp_path, short_folder):
     temporary = short_folder / name
     temporary.mkdir()
@@ -209,6 +211,7 @@ def test_ranks_end_with_a_launcher_that_was_killed(name, tmp_path, short_folder)
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     (tmp_path / "script.py").write_text("from superstep.runtime.launch import launch\nlaunch(2, print)\n")

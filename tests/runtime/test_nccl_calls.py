@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import small
+from longer import many_ranks
 from nccl_on_gloo import nccl_on_gloo
 from pool import RankError
 from superstep.plan.resolve import resolve
@@ -110,7 +111,7 @@ def _run(*, experts=None, exact=False, **plan):
     return resolve(config)
 
 
-@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("world", many_ranks(FEW))
 def test_a_few_layouts_compute_what_one_device_does(pool, references, world):
     assert_proven(pool, world, [_run(**plan) for plan in FEW[world]], references, timeout_s=300)
 
@@ -135,6 +136,7 @@ def _prove_lazily(rank, world, cases):
         return _prove(rank, world, cases, patience_s=3.0)
 
 
+@pytest.mark.long
 def test_a_step_whose_channels_are_made_by_their_first_uses_hangs(pool, references):
     run = _run(pp=2, microbatch=1, schedule="gpipe")
     with pytest.raises(RankError, match=r"CrossedError: rank 0 waits on \(0, 1\) for a peer that does not come"):

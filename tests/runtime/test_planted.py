@@ -89,6 +89,7 @@ def runs_done(live):
     return min(rank.run for rank in live.looker.look())
 
 
+@pytest.mark.long
 def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_healthy_ranks(patient):
     with ExitStack() as stack:
         patient.wait(lambda: all((patient.place / f"rank-{rank}").exists() for rank in range(RANKS)))

@@ -123,7 +123,7 @@ def _proven(rank, world, runs, root, way):
     return verdicts
 
 
-@pytest.mark.parametrize("way", ["two hosts", "Gloo alone"])
+@pytest.mark.parametrize("way", ["two hosts", pytest.param("Gloo alone", marks=pytest.mark.long)])
 def test_layouts_compute_the_same_over_other_ways(pool, tmp_path, way):
     runs = []
     for layout in LAYOUTS:

@@ -131,6 +131,7 @@ def test_a_parabola_that_is_lowest_at_its_edge_does_not_count():
         fit_isoflop(falling)
 
 
+@pytest.mark.long
 def test_the_intervals_hold_the_truth_about_as_often_as_they_say():
     """Of 12 sets of runs, 90% intervals hold each constant in 8 at least, and are no wider than they need to be."""
     held = dict.fromkeys(("E", "A", "B", "alpha", "beta", "a"), 0)

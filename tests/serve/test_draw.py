@@ -11,6 +11,7 @@ from superstep.serve.request import Sampling
 V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
 NOTHING = Seen((), ())
+DRAWS = 2_000
 
 
 def drawn(sampling, *, logits=LOGITS, seen=NOTHING, position=0):
@@ -18,7 +19,7 @@ def drawn(sampling, *, logits=LOGITS, seen=NOTHING, position=0):
     return draw(logits, totals, sampling, seen, position)
 
 
-def frequencies(sampling, *, draws=6_000, seen=NOTHING):
+def frequencies(sampling, *, draws=DRAWS, seen=NOTHING):
     counts = torch.zeros(V, dtype=torch.float64)
     for position in range(draws):
         counts[drawn(sampling, position=position, seen=seen).token] += 1
@@ -47,7 +48,7 @@ def test_tokens_come_as_often_as_their_probability_says(sampling):
     assert (seen[p == 0] == 0).all()
     # Pearson's chi-squared, against its mean and five standard deviations.
     likely = p > 1e-3
-    chi = float((6_000 * (seen[likely] - p[likely]) ** 2 / p[likely]).sum())
+    chi = float((DRAWS * (seen[likely] - p[likely]) ** 2 / p[likely]).sum())
     freedom = int(likely.sum())
     assert chi < freedom + 5 * math.sqrt(2 * freedom)
 

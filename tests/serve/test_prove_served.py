@@ -72,6 +72,7 @@ def proven(run, monkeypatch, names, **asked):
     return verb.prove_served(found, checkpoint.parent, Rows(), steps=1, tp=1, **asked)
 
 
+@pytest.mark.long
 def test_every_way_is_proven_and_told(run, monkeypatch, capsys):
     assert proven(run, monkeypatch, WAYS, logprobs=1700) == 0
     lines = capsys.readouterr().out.splitlines()

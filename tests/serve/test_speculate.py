@@ -123,6 +123,7 @@ def same(found, plain):
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=12)
+@pytest.mark.long
 def test_answers_do_not_depend_on_guesses(seed):
     dice = Random(seed)
     prompts = [[dice.randrange(dice.choice([3, V])) for _ in range(dice.randint(1, 20))] for _ in range(6)]

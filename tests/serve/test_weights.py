@@ -156,6 +156,7 @@ class Load:
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [100])
 def test_weights_change_a_hundred_times_under_load(folder, published, said, changes):
     load = Load(*open_both(folder, EXACT))

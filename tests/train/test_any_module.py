@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from longer import many_ranks
 from superstep.data.stream import Batch
 from superstep.errors import ConfigError
 from superstep.model.any import as_units
@@ -192,7 +193,7 @@ LAYOUTS = {
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_every_layout_computes_what_one_process_does(pool, references, world):
     cases = [(name, run_of(name, **plan), str(references[name])) for name in MODELS for plan in LAYOUTS[world]]
     for (name, run, _), verdict in zip(cases, pool.run(world, _prove_all, cases, timeout_s=240)[0], strict=True):
@@ -366,6 +367,7 @@ def test_values_are_those_of_the_module_and_shapes_differ_from_unit_to_unit():
     assert {p.dtype for p in between} == {torch.bfloat16}
 
 
+@pytest.mark.long
 def test_the_script_on_the_page_trains(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "howto" / "any-module.md").read_text(encoding="utf-8")
     script = tmp_path / "resnet.py"

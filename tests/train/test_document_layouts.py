@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import small
+from longer import many_ranks
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.unit import initial, parameters
@@ -175,7 +176,7 @@ def bits(pool, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", EXACT)
+@pytest.mark.parametrize("world", many_ranks(EXACT))
 def test_in_exact_mode_layouts_give_the_same_bits(pool, bits, world):
     cases = [
         (resolve(config(exact=True, **{"microbatch": small.microbatch_for(layout)} | layout)), bits(layout))

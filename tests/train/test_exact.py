@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import small
+from longer import many_ranks
 from superstep.errors import ConfigError, Fault
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
@@ -133,7 +134,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_layouts_give_the_same_bits(pool, reference, tmp_path, world):
     models = [_model(kind, plan) for kind, plan in LAYOUTS[world]]
     cases = [

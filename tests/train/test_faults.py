@@ -127,6 +127,7 @@ def test_the_table_has_every_kind_of_layout_and_dtype():
     assert {fault.first for fault in FAULTS.values()} >= {"moment", "norm", "update", "restart", "loop", "rerun"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [REPRESENTATIVE, pytest.param(tuple(FAULTS), marks=pytest.mark.slow)], ids=len)
 def test_the_same_layouts_without_a_fault_are_proven(pool, make_case, names):
     faults = [FAULTS[name] for name in names if not FAULTS[name].everywhere]

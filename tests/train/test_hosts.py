@@ -79,6 +79,7 @@ class Run:
         return several.told(self.two, "resumed")
 
 
+@pytest.mark.long
 def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_was_not(place):
     run = Run(place, steps=240)
     with run.begun() as hosts:

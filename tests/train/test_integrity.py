@@ -126,6 +126,7 @@ def go(pool, corpus, tmp_path):
     return going
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_the_fingerprint_is_the_same_on_any_layout(go):
     def prints(**plan):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import small
+from longer import many_ranks
 from superstep.model.any import as_units
 from superstep.model.inspect import outline_of
 from superstep.model.low_rank import adapt
@@ -219,7 +220,7 @@ def bits(pool, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", EXACT)
+@pytest.mark.parametrize("world", many_ranks(EXACT))
 def test_exact_mode_has_the_same_bits_on_every_layout(pool, bits, tmp_path, world):
     runs = [(compute, exact(compute, **plan)) for compute, plan in EXACT[world]]
     cases = [(run, bits(compute, run)) for compute, run in runs]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import objectives
+from longer import many_ranks
 from superstep.errors import DataError, Fault
 from superstep.model.axes import units
 from superstep.model.unit import UnitSpec
@@ -122,7 +123,7 @@ def alone(pool):
     return {kind: trials for kind, (_, trials) in zip(KINDS, found, strict=True)}
 
 
-@pytest.mark.parametrize("world", EXACT)
+@pytest.mark.parametrize("world", many_ranks(EXACT))
 def test_in_exact_mode_every_layout_gives_the_same_bits(pool, alone, world):
     found = objectives.batch()
     for layout, (_, ours) in zip(

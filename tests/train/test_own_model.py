@@ -10,6 +10,7 @@ import torch
 
 import runs
 import small
+from longer import many_ranks
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig
@@ -68,7 +69,7 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_every_layout_computes_what_the_units_in_a_row_do(pool, reference, world):
     cases = [resolved(config(**plan)) for plan in LAYOUTS[world]]
     verdicts = pool.run(world, _prove_all, cases, reference, timeout_s=120)[0]

@@ -117,6 +117,7 @@ def _prove_exact(rank, world, runs, root, turn):
     return verdicts
 
 
+@pytest.mark.long
 def test_exact_mode_gives_the_bits_of_one_rank_and_checkpoints_go_anywhere(pool, tmp_path):
     """One rank, two, four, and one again, each from what the one before it left."""
     alone = {tied: resolve(config(tied=tied, exact=True, dp=1)) for tied in (True, False)}

@@ -8,6 +8,7 @@ import torch
 
 import small
 from covering import covering, drawn, meetings
+from longer import many_ranks
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
@@ -99,7 +100,7 @@ def test_the_covering_array_has_every_pair_that_other_draws_have():
     assert set().union(*map(meetings, drawn(WORLDS, 600, seed=1))) <= chosen
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", many_ranks(WORLDS))
 def test_every_pair_of_settings(pool, references, world):
     assert_proven(pool, world, _covering()[world], references, timeout_s=600)
 

@@ -150,6 +150,7 @@ def test_what_is_no_number_is_never_taken(exact, monkeypatch):
     _same(run, _told_to_skip(run, *flags, steps=8))
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_ranks_go_back_to_their_memory_together():
     exact = ["--numerics.exact", "true", "--plan.microbatch", "2"]

@@ -36,6 +36,7 @@ SAID = {
 }
 
 
+@pytest.mark.long
 def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path, monkeypatch, capfd):
     """And checkpoints come from memory meanwhile, as validation runs."""
     runs.make_files(tmp_path)

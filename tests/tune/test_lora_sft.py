@@ -14,6 +14,7 @@ from superstep.train.base import read_base
 pytestmark = pytest.mark.usefixtures("small_measure")
 
 
+@pytest.mark.long
 def test_a_recipe_tunes_an_adapter(tmp_path, monkeypatch, capsys):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -62,6 +62,7 @@ def test_a_run_has_the_same_bits_on_every_layout_of_trainer_and_sampler(
     assert (tmp_path / "run" / "weights").exists() == (plan != {"dp": 2})
 
 
+@pytest.mark.long
 def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_layout(pool, start, tmp_path):
     """Their sampler has base and adapters unmerged; a version is these alone. One run is cut half-way."""
     lora = LoraConfig(rank=4, alpha=8.0)
@@ -91,6 +92,7 @@ def test_adapters_learn_beside_weights_that_stay_with_the_same_bits_on_every_lay
     assert not (folder / "config.json").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_goes_on_to_the_same_bits_on_another_layout(pool, start, undisturbed, tmp_path):
     """After each line of the record once: between samples, behind a snapshot, before it is gone."""
     root = tmp_path / "run"

@@ -186,6 +186,7 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     assert "rl.group = 2, and the run in state.dir" in capfd.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
     pool, start, tmp_path, tmp_path_factory, monkeypatch

@@ -107,6 +107,7 @@ def test_a_loss_of_the_clients_own_is_learnt(make):
     assert np.array_equal(logprobs(one, [datum()])[0], logprobs(other, [datum()])[0])
 
 
+@pytest.mark.long
 def test_reinforcement_learning_raises_the_reward(make):
     """The reward is the share of ids below 200 among the answer's."""
     model = make(rank=8)

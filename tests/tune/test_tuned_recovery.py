@@ -19,6 +19,7 @@ def _losses(run):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runs.events(run, "step")]
 
 
+@pytest.mark.long
 def test_sft_goes_on_bit_by_bit_without_a_rank_that_is_stopped_or_hangs(tmp_path, monkeypatch):
     tuned.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
