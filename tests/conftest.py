@@ -8,11 +8,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from pool import Pool
+from superstep.cost.program.operation import UnitOperations
+from superstep.plan.resolve import Resolved
 
 # Read where torch is imported, here and in what a test starts: as many workers run as there are cores, and threads that
 # wait for each other's turn on one spin. Tests of threads ask for theirs.
@@ -73,6 +76,30 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_rehearsals() -> Iterator[None]:
+    """What the units of a decoder do is found once for each of its shapes and plans: a few tenths of a second, of which
+    many runs of one model here would each take theirs.
+    """
+    from superstep.train import model
+
+    known: dict[str, tuple[UnitOperations, ...]] = {}
+    found = model.operations_of
+
+    def remembered(run: Resolved, specs: Any) -> tuple[UnitOperations, ...]:
+        if run.decoder is None:
+            return found(run, specs)
+        config = run.config
+        key = repr((run.decoder, run.plan, config.model, config.data, config.numerics, config.lora))
+        if key not in known:
+            known[key] = found(run, specs)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "operations_of", remembered)
+        yield
 
 
 @pytest.fixture

@@ -16,6 +16,6 @@ def longer(cases: Iterable[Any], is_long: Callable[[Any], bool]) -> list[Any]:
     ]
 
 
-def many_ranks(worlds: Iterable[int]) -> list[Any]:
-    """Numbers of ranks, of which more than two are long: two cores take them in turn."""
-    return longer(worlds, lambda world: world > 2)
+def many_ranks(worlds: Iterable[int], most: int = 2) -> list[Any]:
+    """Numbers of ranks, of which more than ``most`` are long: two cores take them in turn."""
+    return longer(worlds, lambda world: world > most)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import small
-from longer import many_ranks
 from superstep.errors import ConfigError, Fault
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
@@ -134,15 +133,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
-def test_layouts_give_the_same_bits(pool, reference, tmp_path, world):
-    models = [_model(kind, plan) for kind, plan in LAYOUTS[world]]
+PARTS = [(1, 1), (2, 4), *(pytest.param(world, 1, marks=pytest.mark.long) for world in (2, 4))]
+"""So many ranks, and of their layouts every first, or every fourth."""
+
+
+@pytest.mark.parametrize(("world", "every"), PARTS)
+def test_layouts_give_the_same_bits(pool, reference, tmp_path, world, every):
+    layouts = LAYOUTS[world][::every]
+    models = [_model(kind, plan) for kind, plan in layouts]
     cases = [
         (resolve(config(model[0], layers=model[1], pieces=model[3], **plan)), reference(*model))
-        for model, (_, plan) in zip(models, LAYOUTS[world], strict=True)
+        for model, (_, plan) in zip(models, layouts, strict=True)
     ]
     verdicts = pool.run(world, _prove, cases, str(tmp_path), timeout_s=400)[0]
-    for (kind, plan), verdict in zip(LAYOUTS[world], verdicts, strict=True):
+    for (kind, plan), verdict in zip(layouts, verdicts, strict=True):
         told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
         assert verdict.is_proven, (kind, plan, told)
         assert verdict.compared > 3 * 2 * 18_000
