@@ -33,6 +33,7 @@ from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
+from superstep.plan.model.named import PRICED
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved, resolve
 from superstep.plan.toml import section_of, table_entry
@@ -162,8 +163,11 @@ def configuration() -> str:
     parts += [
         "## A Hugging Face config.json",
         "`model.name` may be the path of a `config.json` of one of these types; where the file leaves a key out, "
-        "it means what it means to transformers. Every block is alike: a file in which some slide, or have experts, "
-        "and others do not is refused.",
+        "it means what it means to transformers. A file in which some blocks have experts and others do not is "
+        "refused. One in which some slide and others do not is priced by `superstep plan` and trained by nothing yet, "
+        f"and so are {_priced()} and the types `deepseek_v3`, `kimi_k2` and `gpt_oss`. Layers of a state space, of "
+        "linear attention, of recurrences or convolutions are neither: a file of a type that has some is refused by "
+        "name.",
         table(("model_type", "is written for", "beside Llama's"), _FAMILIES),
         "Every key is honoured, refused with what would work, or changes nothing. `rope_theta` may stand by itself or "
         "in `rope_parameters`, not differ in both; wavelengths may be stretched as `linear`, `llama3` and `yarn` do. "
@@ -211,6 +215,10 @@ _FAMILIES = [
     ("`qwen3_moe`", "Qwen3-MoE", "experts, dropless; norms of queries and keys; a sliding window"),
     ("`superstep_moe`", "Superstep alone", "experts with any router"),
 ]
+
+
+def _priced() -> str:
+    return ", ".join(f"`{name}`" for name in PRICED)
 
 
 def _harmless() -> list[tuple[str, str]]:

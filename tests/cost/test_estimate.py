@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superstep.cost.closed.activations import dense_layer
+from superstep.cost.closed.block import block_seconds
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
 from superstep.cost.closed.efficiency import FITTED, GENERATIONS
@@ -17,12 +19,14 @@ from superstep.cost.closed.kernels import attention_s, product_s
 from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.software import SUPERSTEP, Software, price_of, stacked
+from superstep.cost.closed.software_memory import megatron
 from superstep.cost.closed.stack import Stack
 from superstep.cost.program.work import model_flops_per_token, parameters
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.collectives import Group, all_reduce_s
 from superstep.hardware.network import usual_cluster
+from superstep.plan.model.named import PRICED
 from superstep.plan.model.shape import SHAPES
 
 CLUSTER = usual_cluster(chip("A100"), 64)
@@ -219,6 +223,24 @@ def test_latent_attention_has_the_parameters_of_deepseek_v3():
         }
     )  # fmt: skip
     assert model.parameters == pytest.approx(671e9, rel=0.002)
+
+
+def test_latent_attention_compares_wider_heads_than_it_sums():
+    model = decoder_of(PRICED["deepseek-v3"], 4096)
+    plain = replace(model, query_rank=array(0), key_rank=array(0))
+
+    def core(of: Decoder) -> tuple[float, float]:
+        """Seconds of attention alone, forward and backward: what twice its rate saves, twice."""
+        fast = replace(RATES, attention_backward=2 * RATES.attention_backward)
+        slow, quick = (block_seconds(of, layout(), each, STACK, is_mixture=True) for each in (RATES, fast))
+        return float(slow.attention_s), 2 * float(slow.input_s - quick.input_s)
+
+    # Scores of 192 numbers, sums of 128; backward three products of the first kind and two of the second.
+    for latent, other, wider in zip(core(model), core(plain), (320 / 256, 832 / 640), strict=True):
+        assert latent == pytest.approx(wider * other, rel=1e-6)
+    keys = [float(dense_layer(each, layout(tp=2), STACK, megatron()).whole) for each in (model, plain)]
+    # 64 more of each query and key, and what both came from, as it is and normed: 2 bytes each, one sequence.
+    assert keys[0] - keys[1] == 4096 * 2 * (64 * 2 * 128 / 2 + 2 * (1536 + 512))
 
 
 def test_a_chip_with_less_power_for_its_peak_multiplies_more_slowly():

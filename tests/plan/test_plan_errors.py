@@ -252,15 +252,24 @@ HF: list[tuple[dict[str, object], str]] = [
     ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
     ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported; it must be []"),
     ({**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4}, "num_local_experts = 4 is not supported; it must be 8"),
-    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1 lets some layers slide"),
-    ({**QWEN2, "layer_types": ["sliding_attention"] * 4}, "lets some layers slide and others not"),
+    (
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        "has a sliding window in 3 of 4 layers, which superstep plan prices and nothing trains yet; set model.name to",
+    ),
+    ({**QWEN2, "layer_types": ["sliding_attention"] * 4}, "slide where there is no window; set use_sliding_window to"),
+    (
+        {"model_type": "nemotron_h"},
+        "model_type = 'nemotron_h' has layers of a state space, which nothing here trains or prices; it must be one of",
+    ),
+    ({"model_type": "qwen3_next"}, "has layers of linear attention, which nothing here trains or prices"),
+    ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
     ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
     ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),
     ({"eos_token_id": "x"}, 'eos_token_id = "x" must be a whole number, a list of them, or null'),
     ({"eos_token_id": [2, True]}, "eos_token_id = [2, true] must be a whole number, a list of them, or null"),
     ({"attention_bias": 0}, "attention_bias = 0 is not supported; it must be false"),
     ({"initializer_range": 0}, "initializer_range = 0 must be above 0"),
-    ({**QWEN2, "layer_types": ["chunked_attention"] * 4}, "its entries must all be 'full_attention'"),
+    ({**QWEN2, "layer_types": ["chunked_attention"] * 4}, "each must be 'full_attention' or 'sliding_attention'"),
     ({"model_type": "superstep_moe", "architectures": None, "qk_norm": False, "moe": {"experts": 2}}, "does not name"),
 ]
 

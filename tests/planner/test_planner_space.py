@@ -23,6 +23,7 @@ PROBLEMS = {
     "experts": problem_of("demo-moe", chips=8, batch=8, sequence=64),
     "one chip": problem_of("demo", chips=1, batch=6, sequence=64),
     "padded": problem_of("demo", chips=8, batch=12, sequence=96, vocab=2047),
+    "sliding": problem_of("mistral-7b", chips=4, batch=2, sequence=8192, layers=2),
     "queries": problem_of("demo", chips=16, batch=4, sequence=128, heads=8, kv_heads=4),
 }
 WHOLE = {name: everything(side_of(problem)) for name, problem in PROBLEMS.items()}

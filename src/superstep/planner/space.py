@@ -130,7 +130,9 @@ class Space:
     def _contexts(self, mesh: Mesh) -> list[int]:
         shape = self.problem.shape
         fits = mesh.cp > 1 and mesh.cp in cp_of_heads(shape.heads, shape.kv_heads, mesh.tp)
-        return [CONTEXT.index("ring"), *([CONTEXT.index("ulysses")] if fits else [])]
+        # A ring has no sliding window; where nothing is cut there is none.
+        slides = mesh.cp > 1 and self.problem.sequence_tokens > (shape.window or math.inf)
+        return [*([] if slides else [CONTEXT.index("ring")]), *([CONTEXT.index("ulysses")] if fits else [])]
 
     def schedules(self, pp: int, microbatches: int) -> Array:
         """Every (schedule, chunks, group) [n, 3] of so many pipeline ranks and microbatches; no group is 0."""

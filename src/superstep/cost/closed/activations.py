@@ -152,7 +152,9 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     """Attention and the residual stream, beside what the feed-forward keeps."""
     e = keeping.element_bytes
     stream = d.t * d.D * e
-    heads = d.T * (d.N + 2 * d.K) * d.H * e
+    # Latent attention's queries and keys are wider than its values, and what they come from stays, as it is and normed.
+    narrow = 2 * d.t * (model.query_rank + model.key_rank) * e
+    heads = d.T * ((d.N + 2 * d.K) * d.H + (d.N + d.K) * model.turned) * e + narrow
     mixed = d.T * d.N * d.H * e
     read = _read_bytes(stack, keeping)
     # Attention keeps its output as it is; where the next product reads another format, that is kept besides.
@@ -166,7 +168,9 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     few = stream + mixed + core + keeping.selects_products * (heads + d.T * d.D * e + half.products)
     # Fused attention sums the queries' gradients in fp32; the others hold those of softmax and of what it read.
     is_eager = stack.attention == ATTENTION.index("eager")
-    at_scores = np.where(is_fused, d.T * d.N * d.H * FP32, scores * np.where(is_eager, 2 * e + FP32, 2 * e))
+    at_scores = np.where(
+        is_fused, d.T * d.N * (d.H + model.turned) * FP32, scores * np.where(is_eager, 2 * e + FP32, 2 * e)
+    )
     return LayerBytes(
         whole=whole,
         selective=np.where(keeping.selects_products > 0, few, whole - core),

@@ -76,7 +76,9 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     )
     # Cut into runs of neighbours, the last rank sees nearly all keys, and all wait for it (Brandon 2023).
     uneven = np.where((stack.balances_context > 0) | (layout.is_ulysses > 0), 1.0, 2 - 1 / layout.cp)
-    core = (core[0] * uneven, core[1] * uneven)
+    # Where queries and keys are wider than values, one of the two products forward and three of the five backward are.
+    wider = model.turned / np.maximum(model.head_dim, 1.0)
+    core = (core[0] * uneven * (1 + wider / 2), core[1] * uneven * (1 + 3 * wider / 5))
     width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
     moved = _moved(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
     kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
@@ -167,13 +169,13 @@ def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack
 def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, rates: Rates, attention: Array) -> Array:
     """Keys and values go round a ring beside attention; what attention does not cover is exposed (Liu 2023)."""
     group = Group(layout.cp, layout.tp)
-    size = 2 * E * tokens * layout.cp * kv_heads * model.head_dim
+    size = E * tokens * layout.cp * kv_heads * (2 * model.head_dim + model.turned)
     seconds = relay_s(size, group, rates.links)
     first = seconds / np.maximum(layout.cp - 1, 1.0)
     ring = np.maximum(seconds - attention, first)
     # Queries, keys, values and the output change hands, and attention waits for them (Jacobs 2023, sec. 3.1).
-    heads = 2 * model.heads / layout.tp + 2 * np.maximum(kv_heads, layout.cp)
-    exchange = all_to_all_s(E * tokens * heads * model.head_dim, group, rates.links)
+    heads = model.heads / layout.tp + np.maximum(kv_heads, layout.cp)
+    exchange = all_to_all_s(E * tokens * heads * (2 * model.head_dim + model.turned), group, rates.links)
     return np.where(layout.cp > 1, np.where(layout.is_ulysses > 0, exchange, ring), 0.0)
 
 

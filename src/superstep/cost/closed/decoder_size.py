@@ -69,6 +69,11 @@ class Decoder:
     windowed_layers: Array = field(default_factory=lambda: np.zeros(()))
 
     @property
+    def turned(self) -> Array:
+        """Numbers that a head's query and key have beyond those of its value: latent attention's that turn."""
+        return np.where(self.key_rank > 0, float(ROTATED), 0.0)
+
+    @property
     def attention_parameters(self) -> Array:
         """Matrices of one attention: queries, keys, values, output; and the first three's biases."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
@@ -143,5 +148,5 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
         key_rank=array(latent.key_rank if latent else 0),
         frozen=array(0),
         window=array(shape.window or 0),
-        windowed_layers=array(shape.window is not None),
+        windowed_layers=array((1 - shape.full_layers / shape.layers) * (shape.window is not None)),
     )

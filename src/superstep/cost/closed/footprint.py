@@ -219,7 +219,7 @@ def _split(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[Array, Arr
 def _layer_work(model: Decoder) -> Array:
     """Multiplications of one layer for a token, of the kind that most layers are."""
     inner = np.where(model.experts > 0, model.experts_per_token * model.expert_ffn + model.shared_ffn, model.ffn)
-    scores = 2 * model.sequence_tokens * model.heads * model.head_dim
+    scores = model.sequence_tokens * model.heads * (2 * model.head_dim + model.turned)
     return model.attention_parameters + model.matrices * model.width * inner + scores
 
 

@@ -9,8 +9,9 @@
     qwen3_moe        experts, dropless              normalised per head
     superstep_moe    experts, any router            either: no other loader has them
 
-In a mixture every block has experts: a file with dense blocks in between is refused. So is one in which some blocks
-slide and others do not, and one with any key that is neither honoured nor known to change nothing.
+In a mixture every block has experts: a file with dense blocks in between is refused. So is one with any key that is
+neither honoured nor known to change nothing. One in which some blocks slide and others do not is a shape that is priced
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from superstep.errors import ConfigError
-from superstep.plan.model.hf_families import ARCHITECTURES, DEFAULTS, HARMLESS, HARMLESS_IN, ModelType, only
+from superstep.plan.model.hf_families import (
+    ARCHITECTURES,
+    DEFAULTS,
+    HARMLESS,
+    HARMLESS_IN,
+    OTHER_LAYERS,
+    ModelType,
+    only,
+)
 from superstep.plan.model.hf_rope import read_rope, write_rope
 from superstep.plan.model.json_keys import Keys
 from superstep.plan.model.shape import (
@@ -63,7 +72,12 @@ def from_hf_config(path: Path) -> ModelShape:
     kinds: tuple[ModelType, ...] = get_args(ModelType)
     if told not in kinds:
         known = ", ".join(repr(kind) for kind in kinds)
-        raise ConfigError(f"{path}: model_type = {told!r} is not supported; it must be one of {known}.")
+        other = OTHER_LAYERS.get(str(told))
+        why = f"has {other}, which nothing here trains or prices" if other else "is not supported"
+        raise ConfigError(
+            f"{path}: model_type = {told!r} {why}; it must be one of {known}, or one that superstep plan alone takes: "
+            "'deepseek_v3', 'kimi_k2', 'gpt_oss'."
+        )
     kind = kinds[kinds.index(told)]
     keys = Keys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
@@ -92,6 +106,7 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
     max_tokens = keys.whole("max_position_embeddings")
+    window, full_layers = _read_window(keys, kind)
     theta, scaling = read_rope(keys, told, max_tokens)
     for key in TOKEN_IDS:
         keys.require_ids(key)
@@ -108,7 +123,8 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
         tied=keys.flag("tie_word_embeddings"),
         qk_norm=qk_norm,
         qkv_bias=kind == "qwen2",
-        window=_read_window(keys, kind),
+        window=window,
+        full_layers=full_layers,
         norm_eps=keys.number("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -118,28 +134,38 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
     )
 
 
-def _read_window(keys: Keys, kind: ModelType) -> int | None:
-    """How far back every layer sees; None where they see all."""
+def _read_window(keys: Keys, kind: ModelType) -> tuple[int | None, int]:
+    """How far back layers see, None where they see all; and how many see all nonetheless."""
     if kind == "llama":
-        return None
+        return None, 0
     window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
     if kind in ("mistral", "mixtral", "superstep_moe"):
-        return window
+        return window, 0
     window = window if keys.flag("use_sliding_window") else None
     if kind == "qwen3_moe":
-        return window
+        return window, 0
     layers, first = keys.whole("num_hidden_layers"), keys.whole("max_window_layers", least=0)
     slides = [window is not None and layer >= first for layer in range(layers)]
-    if (types := keys.get("layer_types")) is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            raise keys.refusal("layer_types", f"must be a list of num_hidden_layers = {layers} entries")
-        slides = [each == "sliding_attention" for each in types]
-        if [f"{'sliding' if each else 'full'}_attention" for each in slides] != types:
-            raise keys.refusal("layer_types", "is not supported; its entries must all be 'full_attention'")
-    if any(slides) and not (all(slides) and window is not None):
-        key = "max_window_layers" if keys.get("layer_types") is None else "layer_types"
-        raise keys.refusal(key, "lets some layers slide and others not; all of them must, or none")
-    return window if any(slides) else None
+    if keys.get("layer_types") is not None:
+        slides = sliding_layers(keys, layers)
+    if any(slides) and window is None:
+        raise keys.refusal("layer_types", "lets layers slide where there is no window; set use_sliding_window to true")
+    return (window, slides.count(False)) if any(slides) else (None, 0)
+
+
+def sliding_layers(keys: Keys, layers: int) -> list[bool]:
+    """Whether each layer's attention slides, as ``layer_types`` says.
+
+    Raises:
+        ConfigError: it does not say so of each, or one does neither.
+    """
+    types = keys.get("layer_types")
+    if not isinstance(types, list) or len(types) != layers:
+        raise keys.refusal("layer_types", f"must be a list of num_hidden_layers = {layers} entries")
+    slides = [each == "sliding_attention" for each in types]
+    if [f"{'sliding' if each else 'full'}_attention" for each in slides] != types:
+        raise keys.refusal("layer_types", "is not supported; each must be 'full_attention' or 'sliding_attention'")
+    return slides
 
 
 def _read_moe(keys: Keys, kind: ModelType) -> MoeShape | None:

@@ -112,6 +112,16 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
     return _EVERYWHERE | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}
 
 
+_STATES = "layers of a state space"
+OTHER_LAYERS: dict[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _STATES),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2"), _STATES),
+    **dict.fromkeys(("kimi_linear", "minimax", "qwen3_next"), "layers of linear attention"),
+    **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent layers"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
+}
+"""Model types some of whose layers do not attend, and what these are."""
+
 _GENERATION = (
     "max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups "
     "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "

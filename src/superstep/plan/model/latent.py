@@ -10,7 +10,7 @@ from pathlib import Path
 
 from superstep.plan.model.hf_config import read_json
 from superstep.plan.model.json_keys import Keys
-from superstep.plan.model.shape import ROTATED, Latent, ModelShape, MoeShape
+from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
 KINDS = ("deepseek_v3", "kimi_k2")
 DEFAULTS = {
@@ -23,18 +23,11 @@ DEFAULTS = {
 }
 
 
-def _moe(experts: int, experts_per_token: int, shared_experts: int) -> MoeShape:
-    return MoeShape(
-        router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=shared_experts,
-        renormalise=True, capacity_factor=None, balance_weight=0.0, z_weight=0.0,
-    )  # fmt: skip
-
-
 def _deepseek(heads: int, experts: int, vocab: int, dense_layers: int, max_tokens: int) -> ModelShape:
     return ModelShape(
         family="llama", layers=61, width=7168, heads=heads, kv_heads=heads, head_dim=128, ffn=2048, vocab=vocab,
         tied=False, qk_norm=False, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_tokens=max_tokens,
-        moe=_moe(experts, 8, 1), dense_layers=dense_layers, dense_ffn=18432,
+        moe=dropless(experts, 8, shared_experts=1), dense_layers=dense_layers, dense_ffn=18432,
         latent=Latent(query_rank=1536, key_rank=512),
     )  # fmt: skip
 
@@ -43,15 +36,6 @@ PRICED: dict[str, ModelShape] = {
     "deepseek-v3": _deepseek(128, 256, 129280, 3, 163840),
     "kimi-k2": _deepseek(64, 384, 163840, 1, 131072),
 }
-
-
-def is_latent(path: Path) -> bool:
-    """Whether a ``config.json`` is of such a model.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    return read_json(path).get("model_type") in KINDS
 
 
 def from_latent_config(path: Path) -> ModelShape:
@@ -79,7 +63,11 @@ def from_latent_config(path: Path) -> ModelShape:
         rope_theta=keys.positive("rope_theta"),
         rope_scaling=None,
         max_tokens=keys.whole("max_position_embeddings"),
-        moe=_moe(keys.whole("n_routed_experts"), keys.whole("num_experts_per_tok"), keys.whole("n_shared_experts")),
+        moe=dropless(
+            keys.whole("n_routed_experts"),
+            keys.whole("num_experts_per_tok"),
+            shared_experts=keys.whole("n_shared_experts"),
+        ),
         dense_layers=keys.whole("first_k_dense_replace", least=0),
         dense_ffn=keys.whole("intermediate_size"),
         latent=Latent(query_rank=keys.whole("q_lora_rank"), key_rank=keys.whole("kv_lora_rank")),

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
-from superstep.plan.model.hf_config import from_hf_config
-from superstep.plan.model.latent import PRICED, from_latent_config, is_latent
+from superstep.plan.model import alternating, latent
+from superstep.plan.model.hf_config import from_hf_config, read_json
 from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape, check_shape, router_rule
+
+PRICED = latent.PRICED | alternating.PRICED
+"""Named sizes that are priced and not trained."""
 
 
 def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
@@ -17,7 +20,7 @@ def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
 
     Args:
         config: the section.
-        is_priced: whether the model is priced alone: then it may be one of ``latent``, too.
+        is_priced: whether the model is priced alone: then it may be one of ``PRICED``, too.
 
     Raises:
         ConfigError: an unknown name, an unreadable or foreign config.json, numbers that do not fit, or a model that is
@@ -26,7 +29,7 @@ def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
     base = _base(config)
     if base.is_priced_only and not is_priced:
         raise ConfigError(
-            f"model.name = '{config.name}' has latent attention or dense first layers, which superstep plan prices and "
+            f"model.name = '{config.name}' has {' and '.join(base.priced_only)}, which superstep plan prices and "
             "nothing trains yet; set model.name to another named size, 'qwen3-30b-a3b' say."
         )
     return _changed(config, base)
@@ -39,7 +42,10 @@ def _base(config: ModelConfig) -> ModelShape:
         return SHAPES[config.name]
     if config.name.endswith(".json"):
         path = Path(config.name)
-        return from_latent_config(path) if is_latent(path) else from_hf_config(path)
+        kind = read_json(path).get("model_type")
+        if kind in latent.KINDS:
+            return latent.from_latent_config(path)
+        return alternating.from_alternating_config(path) if kind in alternating.KINDS else from_hf_config(path)
     raise ConfigError(
         f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
         + did_you_mean(config.name, (*SHAPES, *PRICED))
@@ -59,6 +65,8 @@ def _changed(config: ModelConfig, base: ModelShape) -> ModelShape:
         over["head_dim"] = width // heads
     if "heads" in over and "kv_heads" not in over and over["heads"] % base.kv_heads:
         over["kv_heads"] = over["heads"]
+    if "layers" in over and base.full_layers:
+        over["full_layers"] = max(base.full_layers * over["layers"] // base.layers, 1)
     shape = replace(base, moe=_mixture(config, base.moe), **over)
     check_shape(shape)
     return shape

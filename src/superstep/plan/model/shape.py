@@ -110,6 +110,7 @@ class ModelShape:
         max_tokens: the longest sequence the published model was trained for.
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
+        full_layers: of a model with a window, layers that see all tokens nonetheless (gpt-oss).
         init_std: of the normal distribution that matrices start from.
         moe: the experts of each block; None for one feed-forward.
         dense_layers, dense_ffn: blocks before the first with experts, and the inner width of their feed-forward.
@@ -132,6 +133,7 @@ class ModelShape:
     max_tokens: int
     qkv_bias: bool = False
     window: int | None = None
+    full_layers: int = 0
     init_std: float = 0.02
     moe: MoeShape | None = None
     dense_layers: int = 0
@@ -139,9 +141,24 @@ class ModelShape:
     latent: Latent | None = None
 
     @property
+    def turned(self) -> int:
+        """Numbers that a head's query and key have beyond those of its value."""
+        return 0 if self.latent is None else ROTATED
+
+    @property
+    def priced_only(self) -> tuple[str, ...]:
+        """What the decoder here does not have, in words: a model with any of it is priced, and not trained."""
+        parts = {
+            "latent attention": self.latent is not None,
+            "dense first layers": self.dense_layers > 0,
+            f"a sliding window in {self.layers - self.full_layers} of {self.layers} layers": self.full_layers > 0,
+        }
+        return tuple(words for words, has_it in parts.items() if has_it)
+
+    @property
     def is_priced_only(self) -> bool:
-        """Whether the decoder here does not have all of it: such a model is priced, and not trained."""
-        return self.latent is not None or self.dense_layers > 0
+        """Whether there is any such thing."""
+        return bool(self.priced_only)
 
     def at(self, layer: int) -> ModelShape:
         """The shape as a block sees it: one before the first with experts has a feed-forward of its own."""
@@ -200,16 +217,17 @@ def balance_coefficient_of(weight: float, *, experts_per_token: int, layers: int
     return float(f"{weight * layers / experts_per_token:.15g}")
 
 
-def _dropless(experts: int, experts_per_token: int, balance_weight: float) -> MoeShape:
+def dropless(experts: int, experts_per_token: int, balance_weight: float = 0.0, *, shared_experts: int = 0) -> MoeShape:
+    """Experts that drop no token, with weights that sum to one."""
     return MoeShape(
-        router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=0,
+        router="dropless", experts=experts, experts_per_token=experts_per_token, shared_experts=shared_experts,
         renormalise=True, capacity_factor=None, balance_weight=balance_weight, z_weight=0.0,
     )  # fmt: skip
 
 
 def _published(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
     weight = balance_weight_of(coefficient, experts_per_token=experts_per_token, layers=layers)
-    return _dropless(experts, experts_per_token, weight)
+    return dropless(experts, experts_per_token, weight)
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -225,7 +243,7 @@ SHAPES: dict[str, ModelShape] = {
         tied=True,
         rope_theta=10000.0,
         max_tokens=2048,
-        moe=_dropless(8, 2, 0.01),
+        moe=dropless(8, 2, 0.01),
     ),
     "bench": _llama(8, 512, 8, 1376, vocab=4096, rope_theta=10000.0, max_tokens=2048),
     "llama3-8b": _llama(32, 4096, 32, 14336),

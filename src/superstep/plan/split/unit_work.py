@@ -10,7 +10,8 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
 
     Products alone count; the backward pass takes twice as many in every unit.
     """
-    attention = 4 * seen_tokens(shape, sequence_tokens) * shape.heads * shape.head_dim
+    # Scores are products of queries and keys, and sum values.
+    attention = 2 * seen_tokens(shape, sequence_tokens) * shape.heads * (2 * shape.head_dim + shape.turned)
     dense, usual = (2 * _active(each) + attention for each in (shape.at(0), shape.at(shape.layers)))
     blocks = [dense] * shape.dense_layers + [usual] * (shape.layers - shape.dense_layers)
     return 0, *blocks, 2 * shape.width * shape.vocab
@@ -25,8 +26,12 @@ def _active(shape: ModelShape) -> int:
 
 
 def seen_tokens(shape: ModelShape, sequence_tokens: int) -> int:
-    """Keys that a query meets, as if attention were not causal: the whole sequence, or a sliding window of it."""
-    return min(sequence_tokens, shape.window or sequence_tokens)
+    """Keys that a query meets, as if attention were not causal: the whole sequence, or a sliding window of it.
+
+    Where layers differ in that, their mean.
+    """
+    slid = min(sequence_tokens, shape.window or sequence_tokens)
+    return slid + (sequence_tokens - slid) * shape.full_layers // shape.layers
 
 
 def biases(shape: ModelShape) -> int:
