@@ -63,7 +63,7 @@ class Learner:
         self._folder = folder
         self._beside = dict(beside)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
-        self._engine = Engine(run, units_of(run), self._mesh)
+        self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart)
         self._shapes = tensor_shapes(self._engine)
         self._asleep: list[Sleeping] = []
         self._reference: Engine | None = None
@@ -95,7 +95,7 @@ class Learner:
         they are: then both have the same memory, where each rank has them whole.
         """
         run = model_alone(self.run)
-        self._reference = Engine(run, units_of(run), self._mesh, learns=False)
+        self._reference = Engine(run, units_of(run), self._mesh, learns=False, heart=self._world.heart)
         if self.run.config.lora is not None and not self._reference.is_cut:
             self._reference.share_frozen(self._engine)
         else:

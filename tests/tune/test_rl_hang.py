@@ -1,0 +1,47 @@
+"""Reinforcement learning is watched as training is: a rank that hangs is named, and nobody waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+
+import reinforced
+from superstep.errors import Lost
+from superstep.runtime.launch import World, launch_on
+from superstep.state.folders import checkpoints
+from superstep.tune.rl.learner import Learner
+from superstep.tune.rl.reinforce import Job, reinforce
+
+HANGS_S = 1_000
+
+
+def _hanging(world: World, job: Job) -> bool:
+    """Rank 1 keeps Python's lock in C for good when it should train for the second time."""
+    if world.rank == 1:
+        step = Learner.step
+
+        def hang(self: Learner, *args: object, **kwargs: object) -> object:
+            if self.position.step == 1:
+                ctypes.PyDLL(None).sleep(HANGS_S)
+            return step(self, *args, **kwargs)  # type: ignore[arg-type]
+
+        Learner.step = hang  # type: ignore[method-assign, assignment]
+    return reinforce(world, job)
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_hangs_is_named(tmp_path):
+    start = tmp_path / "start"
+    start.mkdir()
+    job = reinforced.job(tmp_path / "run", reinforced.start(start), dp=2)
+    job.folder.root.mkdir(exist_ok=True)
+    began_s = time.monotonic()
+    with pytest.raises(
+        Lost, match=r"rank 1, host \S+, step 1.*its process \d+ hangs: it has kept Python's lock"
+    ) as lost:
+        launch_on("cpu", 2, _hanging, job)
+    assert lost.value.rank == 1
+    assert time.monotonic() - began_s < 60, "not at the timeout of a collective"
+    assert [place.name for place in checkpoints(job.folder.checkpoints)] == ["step-000001"]
