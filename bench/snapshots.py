@@ -263,7 +263,8 @@ def _rank(world: World, run: Resolved, handles: Handles, folder: Path, repeats: 
 def ratios(found: dict[str, Any], disk: tuple[float, float]) -> dict[str, float]:
     """What is to be told."""
     each = {name: told["median"] for name, told in found["seconds"].items()}
-    stall_s = each["step with a snapshot"] - each["step"]
+    pairs = (found["seconds"][name]["all"] for name in ("step with a snapshot", "step"))
+    stall_s = median(later - earlier for later, earlier in zip(*pairs, strict=True))
     read, write = disk
     return {
         "stall_over_memcpy": stall_s / each["memcpy"],

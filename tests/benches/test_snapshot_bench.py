@@ -20,7 +20,10 @@ def test_a_stall_is_what_a_step_takes_longer():
     each = {"step": 1.0, "step with a snapshot": 1.1, "memcpy": 0.2, "snapshot, bare": 0.4, "torch.save": 2.0,
             "dcp.save": 3.0, "dcp.async_save returns": 0.5, "save": 1.0, "load": 0.5}  # fmt: skip
     found = {"bytes": 1000, "load_peak_bytes": 30, "largest_tensor_bytes": 20}
-    told = ratios({**found, "seconds": {name: {"median": value} for name, value in each.items()}}, (4000.0, 2000.0))
+    seconds = {name: {"median": value, "all": [value]} for name, value in each.items()}
+    # A machine that is slow for a while is so in a step and the next: medians of each would differ by 0.3.
+    seconds["step"]["all"], seconds["step with a snapshot"]["all"] = [1.0, 2.0, 0.7], [1.1, 2.1, 1.0]
+    told = ratios({**found, "seconds": seconds}, (4000.0, 2000.0))
     assert told["stall_over_memcpy"] == pytest.approx(0.5)
     assert told["hidden"] == pytest.approx(0.75)
     assert told["dcp_async_over_stall"] == pytest.approx(5.0)
