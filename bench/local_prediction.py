@@ -28,6 +28,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
+from superstep.runtime.kept import with_kept
 from superstep.runtime.launch import World, gather, launch
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.measure.kernels import Gauge
@@ -60,7 +61,8 @@ def run_of(name: str) -> Resolved:
         )
     else:
         config = RunConfig(model=ModelConfig(name=model))
-    return resolve(RunConfig(model=config.model, data=config.data, train=config.train, plan=PlanConfig(**plan)))
+    run = resolve(RunConfig(model=config.model, data=config.data, train=config.train, plan=PlanConfig(**plan)))
+    return with_kept(run, Device("cpu"))
 
 
 def turns(world: World, run: Resolved, seen: tuple[UnitOperations, ...], rounds: int) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
     python -m bench.long_context                          JSON under bench/results/
     python -m bench.long_context --tokens 8192 --budget-mib 256
+    python -m bench.long_context --tokens 32768 --cp 1 --cp 2 --no-budget --json bench/results/long_context-32768.json
 
 A rank is a process with one thread. The budget is what a rank may allocate beyond what it has when torch is loaded and
 the ranks are connected: parameters, gradients, the optimizer's state, activations, and what comes and goes. The
@@ -16,6 +17,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,6 +36,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
+from superstep.runtime.kept import with_kept
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.microbatch import Microbatch
 from superstep.train.batches import microbatches
@@ -50,30 +53,28 @@ class Work:
     width: int = 128
     ffn: int = 352
     vocab: int = 2048
-    steps: int = 2
+    steps: int = 3
 
 
 def run_of(cp: int, work: Work) -> Resolved:
     """The run on ``cp`` ranks."""
-    return resolve(
-        RunConfig(
-            model=ModelConfig(
-                name="llama3.1-8b",
-                layers=work.layers,
-                width=work.width,
-                heads=4,
-                kv_heads=2,
-                head_dim=work.width // 4,
-                ffn=work.ffn,
-                vocab=work.vocab,
-                tied=True,
-            ),
-            data=DataConfig(sequence_tokens=work.tokens),
-            train=TrainConfig(batch_sequences=1),
-            plan=PlanConfig(cp=cp, dp=1),
+    config = RunConfig(
+        model=ModelConfig(
+            name="llama3.1-8b",
+            layers=work.layers,
+            width=work.width,
+            heads=4,
+            kv_heads=2,
+            head_dim=work.width // 4,
+            ffn=work.ffn,
+            vocab=work.vocab,
+            tied=True,
         ),
-        cp,
+        data=DataConfig(sequence_tokens=work.tokens),
+        train=TrainConfig(batch_sequences=1),
+        plan=PlanConfig(cp=cp, dp=1),
     )
+    return with_kept(resolve(config, cp), Device("cpu"))
 
 
 def saved_bytes(engine: Engine, mine: Sequence[Microbatch], *, valid_tokens: int) -> tuple[int, float]:
@@ -119,15 +120,19 @@ def _rank(rank: int, cp: int, work: Work, budget_bytes: int | None, folder: str)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
         engine = Engine(run, units(run.shape), mesh)
-        saved, losses = 0, []
+        saved, losses, seconds = 0, [], []
         for number, (tokens_BS, targets_BS) in enumerate(batches):
             mine = microbatches(tokens_BS, targets_BS, run.plan, mesh)
+            dist.barrier()
+            begin_s = time.perf_counter()
             if number == 0:
                 saved, loss = saved_bytes(engine, mine, valid_tokens=targets_BS.numel())
             else:
                 loss = engine.train_step(mine, valid_tokens=targets_BS.numel(), lr=1e-3).loss
+            seconds.append(time.perf_counter() - begin_s)
             losses.append(loss)
-        seen = {"saved_bytes": saved, "peak_bytes": peak_bytes() - baseline, "losses": losses}
+        peak = peak_bytes() - baseline
+        seen = {"saved_bytes": saved, "peak_bytes": peak, "losses": losses, "step_s": min(seconds[1:])}
     except (RuntimeError, MemoryError) as error:
         seen = {"refused": f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0]}"}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
@@ -141,21 +146,28 @@ def _data_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(cp: int, work: Work, budget_bytes: int) -> dict:
-    """One number of ranks: without a budget and with it, and what the cost model says."""
+def measure(cp: int, work: Work, budget_bytes: int | None) -> dict:
+    """One number of ranks: without a budget and with one, and what the cost model says."""
     run = run_of(cp, work)
     (predicted,) = rank_bytes(run, compile_step(run.plan))
     free = attempt(cp, work, None)
-    held = attempt(cp, work, budget_bytes)
+    held = {} if budget_bytes is None else {"with_budget": attempt(cp, work, budget_bytes)}
     return {
         "cp": cp,
         "predicted_saved_bytes": predicted.peak.kept_bytes,
         "predicted_bytes": predicted.bytes,
         "saved_bytes": max(seen["saved_bytes"] for seen in free["ranks"]),
         "peak_bytes": max(seen["peak_bytes"] for seen in free["ranks"]),
+        "step_s": max(seen["step_s"] for seen in free["ranks"]),
         "losses": free["ranks"][0]["losses"],
-        "with_budget": held,
+        **held,
     }
+
+
+def _outcome(held: dict | None) -> str:
+    if held is None:
+        return "without one"
+    return held["refused"][0] if "refused" in held else f"trained, loss {held['ranks'][0]['losses'][-1]:.6f}"
 
 
 def main(argv: list[str]) -> int:
@@ -163,17 +175,18 @@ def main(argv: list[str]) -> int:
     options = argparse.ArgumentParser(prog="python -m bench.long_context", description=__doc__.splitlines()[0])
     options.add_argument("--tokens", type=int, default=Work().tokens)
     options.add_argument("--budget-mib", type=int, default=128)
+    options.add_argument("--no-budget", action="store_true")
+    options.add_argument("--cp", type=int, action="append", help="numbers of ranks; default: 1, 2, 4")
     options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "long_context.json")
     asked = options.parse_args(argv)
-    work, budget = Work(tokens=asked.tokens), asked.budget_mib * 2**20
+    work, budget = Work(tokens=asked.tokens), None if asked.no_budget else asked.budget_mib * 2**20
     print(f"{work.tokens} tokens, {asked.budget_mib} MiB a rank\n{'cp':>3}{'saved':>8}{'peak':>8} MiB  with the budget")
     table = []
-    for cp in (1, 2, 4):
+    for cp in asked.cp or (1, 2, 4):
         row = measure(cp, work, budget)
         table.append(row)
-        held = row["with_budget"]
-        words = held["refused"][0] if "refused" in held else f"trained, loss {held['ranks'][0]['losses'][-1]:.6f}"
-        print(f"{cp:>3}{row['saved_bytes'] / 2**20:>8.1f}{row['peak_bytes'] / 2**20:>8.1f}      {words}", flush=True)
+        peak = f"{cp:>3}{row['saved_bytes'] / 2**20:>8.1f}{row['peak_bytes'] / 2**20:>8.1f}"
+        print(f"{peak}      {_outcome(row.get('with_budget'))}, {row['step_s']:.2f} s a step", flush=True)
     facts = {
         **machine_facts(),
         "work": asdict(work),

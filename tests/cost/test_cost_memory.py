@@ -210,7 +210,13 @@ def built(run, unit, *, group=None, is_selective=False):
     given = {"exchange": exchange} if "exchange" in spec.takes else {}
     is_cut = run.plan.rules.cut("vocab") is not None
     is_straight = run.plan.zero < 2 or mesh.dp == 1
-    loss = build_loss(module, group if is_cut else None, is_straight=is_straight, vocab=run.shape.vocab)
+    loss = build_loss(
+        module,
+        group if is_cut else None,
+        is_straight=is_straight,
+        vocab=run.shape.vocab,
+        sequence_parallel=run.plan.sequence_parallel,
+    )
     if group is not None and not is_cut and run.plan.sequence_parallel:
         loss = on_part(loss, group)
 

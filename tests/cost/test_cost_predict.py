@@ -188,12 +188,9 @@ def test_a_transfer_moves_the_residual_stream_once():
 
 
 def test_a_fused_head_computes_its_gradient_in_the_forward():
-    run = run_of()
-    seconds = durations(run, compile_step(run.plan), ONLY_PRODUCTS).units[-1]
-    assert (seconds.forward_s > 0, seconds.backward_s) == (True, 0.0)
-    run = run_of(tp=2)
-    seconds = durations(run, compile_step(run.plan), ONLY_PRODUCTS).units[-1]
-    assert seconds.backward_s == pytest.approx(2 * seconds.forward_s)
+    for run in (run_of(), run_of(tp=2)):
+        seconds = durations(run, compile_step(run.plan), ONLY_PRODUCTS).units[-1]
+        assert (seconds.forward_s > 0, seconds.backward_s) == (True, 0.0)
 
 
 def test_a_machine_is_measured_and_the_threads_are_left_as_they_were():

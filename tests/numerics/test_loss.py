@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superstep.numerics.loss import IGNORE, cross_entropy_sum, linear_cross_entropy_sum
+from superstep.kernels import fused
+from superstep.numerics.loss import IGNORE, Columns, cross_entropy_sum, linear_cross_entropy_sum
 
 B, S, D, V = 3, 10, 32, 96
 
@@ -136,6 +137,51 @@ def test_a_frozen_weight_costs_no_gradient():
     h, weight, targets = problem(torch.float32)
     linear_cross_entropy_sum(h, weight.detach(), targets).backward()
     assert_near(h.grad, textbook(h, weight, targets)[1], ROUNDING[torch.float32])
+
+
+@DTYPE
+@pytest.mark.parametrize("widths", [(48, 48), (64, 64), (96, 96)], ids=["even", "padded", "a part of padding alone"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["torch", "kernel"])
+def test_parts_of_the_vocabulary_have_their_share(dtype, widths, is_compiled):
+    if is_compiled and fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+    h, weight, targets = problem(dtype)
+    exact, dh, dweight = textbook(h, weight, targets)
+    scores = (h.detach() @ weight.detach().T).float().flatten(0, 1)
+    lse, score = scores.logsumexp(1), scores.gather(1, targets.flatten().clamp(min=0)[:, None])[:, 0]
+    whole = torch.stack((lse, score)).split(7, dim=1)
+    found, seen, first = torch.zeros_like(dh), torch.zeros(2, B * S), 0
+    for width in widths:
+        mine = weight.detach()[first : first + width]
+        part = torch.cat((mine, torch.ones(width - len(mine), D, dtype=dtype))).requires_grad_()
+        chunk = iter(whole)
+        here = []
+
+        def over_ranks(lse, score, here=here, chunk=chunk):
+            here.append(torch.stack((lse.exp(), score)))
+            return tuple(next(chunk))
+
+        given = h.detach().requires_grad_()
+        loss = linear_cross_entropy_sum(
+            given,
+            part,
+            targets,
+            chunk_tokens=7,
+            is_compiled=is_compiled,
+            columns=Columns(first, len(mine), over_ranks),
+        )
+        loss.backward()
+        assert_near(loss, exact, ROUNDING[dtype])
+        if len(mine):
+            assert_near(part.grad[: len(mine)], dweight[first : first + len(mine)], ROUNDING[dtype])
+        assert part.grad[len(mine) :].count_nonzero() == 0
+        found += given.grad.double()
+        seen += torch.cat(here, dim=1)
+        first += width
+    assert_near(found, dh, ROUNDING[dtype])
+    counts = targets.flatten() != IGNORE
+    assert_near(seen[0].log()[counts], lse.double()[counts], ROUNDING[dtype])
+    assert_near(seen[1][counts], score.double()[counts], ROUNDING[dtype])
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_made():

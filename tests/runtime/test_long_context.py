@@ -16,6 +16,7 @@ from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
+from superstep.runtime.kept import with_kept
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
 
@@ -27,9 +28,10 @@ SCALARS = 64
 
 
 def run_of(cp, *, context="ring", compute="fp32", kv_heads=8):
-    config = small.config(layers=3, sequences=1, cp=cp, context=context, compute=compute, kernels="torch")
+    config = small.config(layers=3, sequences=1, cp=cp, context=context, compute=compute)
     model = replace(config.model, kv_heads=kv_heads)
-    return resolve(replace(config, model=model, data=replace(config.data, sequence_tokens=TOKENS)), cp)
+    run = resolve(replace(config, model=model, data=replace(config.data, sequence_tokens=TOKENS)), cp)
+    return with_kept(run, Device("cpu"))
 
 
 def _kept(rank, world, **layout):

@@ -16,6 +16,7 @@ from superstep.program.instructions import Send
 from superstep.program.memory import held
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
+from superstep.runtime.kept import with_kept
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.rehearsal.operation_trace import Noted
 from superstep.train.batches import microbatches_of, rows
@@ -61,7 +62,7 @@ class Watch:
 
 def watched(rank, world, layout):
     """Of one rank: bytes by category between steps, and after each instruction of a step what is alive beside them."""
-    run = resolve(small.config(**{"kernels": "torch"} | layout))
+    run = resolve(small.config(**layout))
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1)
@@ -78,6 +79,8 @@ def watched(rank, world, layout):
 
 LAYOUTS = [
     {"microbatch": 2},
+    {"microbatch": 2, "kernels": "torch"},
+    {"tp": 2, "microbatch": 2, "compute": "bf16"},
     {"microbatch": 2, "recompute": "full", "compute": "bf16"},
     {"microbatch": 2, "recompute": "selective"},
     {"pp": 2, "microbatch": 2, "compute": "bf16"},
@@ -97,7 +100,7 @@ SCALARS = 256
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_alive_after_each_instruction_is_predicted(pool, layout):
-    run = resolve(small.config(**{"kernels": "torch"} | layout))
+    run = with_kept(resolve(small.config(**layout)), Device("cpu"))
     program, sizes = compile_step(run.plan), unit_bytes(run)
     ranks = rank_bytes(run, program)
     for at, stay, alive, transient in pool.run(run.plan.mesh.world, watched, layout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,11 @@ from superstep.cost.program.work import rank_flops
 from superstep.kernels import fused
 from superstep.model.any import as_units
 from superstep.model.inspect import outline_of
-from superstep.plan.config import LoraConfig
+from superstep.plan.config import LoraConfig, ModelConfig
+from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.kept import with_kept
 from superstep.runtime.rehearsal.units import operations_of
 from superstep.train.model import units_of
 
@@ -48,7 +52,7 @@ OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts
 def run_of(**layout):
     model = {name: layout.pop(name) for name in OF_MODEL if name in layout}
     targets = layout.pop("lora", None)
-    # The formulas are those of plain torch, whatever a machine has a compiler for.
+    # Plain torch, whatever a machine has a compiler for.
     config = small.config(**{"layers": 2, "microbatch": 2, "kernels": "torch"} | layout)
     lora = LoraConfig(rank=3, targets=targets) if targets else None
     return resolve(replace(config, model=replace(config.model, **model), lora=lora))
@@ -93,6 +97,27 @@ def test_every_unit_keeps_the_bytes_of_the_formulas(rehearsed, layout):
         assert seen.kept_bytes == pytest.approx(sizes.kept_all, rel=0.01)
         assert seen.between_bytes >= 0
         assert seen.peak_bytes + seen.input_bytes >= seen.kept_bytes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tp": 2, "compute": "bf16"}, {"experts": 4, "shared_experts": 1}, {"recompute": "selective"}, {"window": 12}],
+    ids=str,
+)
+def test_what_kernels_keep_is_that_of_the_formulas(layout, tmp_path):
+    if fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+    run = run_of(kernels="auto", **{name: value for name, value in layout.items() if name != "window"})
+    if "window" in layout:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(to_hf_config(replace(run.shape, head_dim=16, window=layout["window"]))))
+        run = resolve(replace(run.config, model=ModelConfig(name=str(path))))
+    run, plain = with_kept(run, Device("cpu")), run
+    for seen, sizes in zip(operations_of(run, units_of(run)), unit_bytes(run), strict=True):
+        expected = sizes.kept_selective if run.plan.recompute == "selective" else sizes.kept_all
+        assert seen.kept_bytes == pytest.approx(expected, rel=0.01)
+    if run.plan.recompute == "none":
+        assert unit_bytes(run)[1].kept_all < 0.98 * unit_bytes(plain)[1].kept_all
 
 
 def test_kernels_keep_no_silu_and_do_fewer_passes():

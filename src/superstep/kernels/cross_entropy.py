@@ -14,12 +14,25 @@ from superstep.kernels import fused
 def reference(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Of each row the log-sum-exp of its first ``columns`` numbers, and the target's number; 0 where it has none.
 
-    Their difference is the target's log-probability; its gradient is [x is the target's] - e^(x - lse).
+    Their difference is the target's log-probability.
     """
     is_here_C = (targets_C >= 0) & (targets_C < columns)
-    held_CV = logits_CV[:, :columns]
-    score_C = held_CV.gather(1, targets_C.where(is_here_C, 0)[:, None])[:, 0].where(is_here_C, 0.0)
-    return held_CV.logsumexp(1), score_C
+    score_C = logits_CV.gather(1, targets_C.where(is_here_C, 0)[:, None])[:, 0].where(is_here_C, 0.0)
+    if columns < logits_CV.shape[1]:
+        logits_CV = logits_CV.where(torch.arange(logits_CV.shape[1], device=logits_CV.device) < columns, -torch.inf)
+    return logits_CV.logsumexp(1), score_C
+
+
+def reference_gradients(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor) -> Tensor:
+    """The gradient of the factors' sum with minus the log-probabilities: factor · (e^(x - lse) - [x is the target's]).
+
+    What is given is what ``row_gradients_`` is given; the result has the format of ``lse_C``.
+    """
+    is_here_C = (targets_C >= 0) & (targets_C < columns)
+    gradient_CV = (logits_CV - lse_C[:, None]).exp_()
+    gradient_CV[:, columns:] = 0.0
+    gradient_CV.scatter_add_(1, targets_C.where(is_here_C, 0)[:, None], -is_here_C.to(gradient_CV.dtype)[:, None])
+    return gradient_CV.mul_(factor_C[:, None])
 
 
 def takes(logits_CV: Tensor) -> bool:
@@ -46,7 +59,7 @@ def _empty_sums(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Ten
 
 @torch.library.custom_op("superstep::row_gradients_", mutates_args=("logits_CV",))
 def row_gradients_(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor) -> None:
-    """Makes of the logits, in place, the gradients of the factors' sum with minus the log-probabilities.
+    """As ``reference_gradients``, by the kernel, in the place of the logits and in their format.
 
     Args:
         logits_CV: contiguous; those behind ``columns`` become 0, as does a row whose factor is 0.

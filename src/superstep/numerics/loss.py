@@ -11,8 +11,8 @@ the step begins; so any split of the batch gives the same gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +34,20 @@ tokens in bf16 at V = 32000, D = 512 took 1.12, 0.69, 0.52 s at 64, 128, 256; fr
 TokenTerms = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """The log-probabilities of some tokens, and which they are, to the loss of each and its derivative by them."""
 
-RowTerms = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The same of tokens that are known."""
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of the vocabulary that a rank has logits of, where ranks share it.
+
+    Attributes:
+        first: the first of them.
+        count: those that are in the vocabulary. What is behind them is padding, which has no probability.
+        over_ranks: of each row's log-sum-exp and its target's logit among these columns to those among all ranks'.
+    """
+
+    first: int
+    count: int
+    over_ranks: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def own_columns(columns: int, place: int, vocab: int) -> int:
@@ -59,6 +71,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
     weight_grad_into: Tensor | None = None,
     terms: TokenTerms | None = None,
     is_compiled: bool = False,
+    columns: Columns | None = None,
 ) -> Tensor:
     """``cross_entropy_sum(h · weightᵀ)`` with no more than a chunk of the logits in memory (Hsu 2024).
 
@@ -73,74 +86,99 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         weight_grad_into: fp32 [V, D]. The weight's gradient is added to it **in the forward**, and autograd
             gets none: the incoming gradient must then be 1, its factor given as ``scale``.
         terms: another loss of each token than -logp. A token without a target has none, and no derivative.
-        is_compiled: whether ``kernels.cross_entropy`` computes rows, of ``terms`` without a gradient too: the
-            log-probability of a token has the same bits in both.
+        is_compiled: whether ``kernels.cross_entropy`` computes rows, without a gradient too: the log-probability of a
+            token has the same bits in both.
+        columns: those of ``weight``, where other ranks have others; the gradient of ``h`` is then this rank's share.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
+    rows = _Rows(is_compiled=is_compiled, columns=columns or Columns(0, len(weight_VD), _alone))
     if torch.is_grad_enabled() and (h_BSD.requires_grad or weight_VD.requires_grad):
         loss = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
-            h_TD, weight_VD, targets_T, chunk_tokens, scale, weight_grad_into, terms, is_compiled
+            h_TD, weight_VD, targets_T, chunk_tokens, scale, weight_grad_into, terms, rows
         )
         return cast(Tensor, loss)
-    if terms is not None:
-        return _linear_terms_sum(h_TD, weight_VD, targets_T, chunk_tokens, terms, is_compiled=is_compiled)
-    chunks = zip(h_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True)
-    return torch.stack([cross_entropy_sum(F.linear(h_CD, weight_VD), targets) for h_CD, targets in chunks]).sum()
-
-
-def _linear_terms_sum(
-    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_tokens: int, terms: TokenTerms, *, is_compiled: bool
-) -> Tensor:
-    """The sum where no gradient is asked for."""
     loss = torch.zeros((), dtype=torch.float32, device=h_TD.device)
-    for first in range(0, len(h_TD), chunk_tokens):
-        at = slice(first, first + chunk_tokens)
-        logits_CV = linear(h_TD[at], weight_VD)
-        if is_compiled and kernel.takes(logits_CV):
-            lse_C, score_C = kernel.row_sums(logits_CV, targets_T[at], logits_CV.shape[1])
-            logp_C = score_C - lse_C
-        else:
-            target_C1 = targets_T[at].unsqueeze(-1)
-            logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-            logp_C = logp_CV.gather(-1, target_C1.masked_fill(target_C1 == IGNORE, 0)).squeeze(-1)
-        loss += terms(logp_C, at)[0].sum()
+    for at in _chunks(len(h_TD), chunk_tokens):
+        lse_C, score_C = rows.sums(linear(h_TD[at], weight_VD), targets_T[at])
+        loss += _losses(score_C - lse_C, targets_T, terms, at)[0].sum()
     return loss
 
 
-def _rows_by_torch(logits_CV: Tensor, targets_C: Tensor, terms: RowTerms | None) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and the gradient of their sum by the logits: fp32. Without ``terms``, what a row without a
-    target has for a gradient does not matter.
+def cut_cross_entropy_sum(
+    logits_BSV: Tensor, targets_BS: Tensor, columns: Columns, terms: TokenTerms | None = None
+) -> Tensor:
+    """``cross_entropy_sum`` of some columns of the logits, the others of which other ranks have (Shoeybi 2019, sec. 3).
+
+    No rank ever sees a whole row.
     """
-    ignored_C1 = (targets_C == IGNORE).unsqueeze(-1)
-    target_C1 = targets_C.unsqueeze(-1).masked_fill(ignored_C1, 0)
-    logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-    logp_C1, slope_C = logp_CV.gather(-1, target_C1), None
-    if terms is None:
-        loss_C = -logp_C1.masked_fill_(ignored_C1, 0.0)
-    else:
-        loss_C, slope_C = terms(logp_C1.squeeze(-1))
-    # A row's gradient is softmax - onehot, times minus the derivative.
-    dlogits_CV = logp_CV.exp_()
-    dlogits_CV.scatter_add_(-1, target_C1, dlogits_CV.new_full(target_C1.shape, -1.0))
-    return loss_C, dlogits_CV if slope_C is None else dlogits_CV.mul_(slope_C.neg().unsqueeze(-1))
+    logits_TV, targets_T = logits_BSV.flatten(0, -2), targets_BS.flatten()
+    rows = _Rows(is_compiled=False, columns=columns)
+    loss = _CrossEntropySum.apply(logits_TV, targets_T, terms, rows)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
-def _rows_by_kernel(logits_CV: Tensor, targets_C: Tensor, terms: RowTerms | None) -> tuple[Tensor, Tensor]:
-    """The same; gradients take the place of the logits, in their dtype."""
-    columns = logits_CV.shape[1]
-    lse_C, score_C = kernel.row_sums(logits_CV, targets_C, columns)
-    if terms is None:
-        counts_C = targets_C != IGNORE
-        loss_C, factor_C = (lse_C - score_C).where(counts_C, 0.0), counts_C.float()
-    else:
-        loss_C, slope_C = terms(score_C - lse_C)
-        factor_C = -slope_C
-    kernel.row_gradients_(logits_CV, targets_C, columns, lse_C, factor_C)
-    return loss_C, logits_CV
+def _alone(lse_C: Tensor, score_C: Tensor) -> tuple[Tensor, Tensor]:
+    return lse_C, score_C
 
 
-def _at(terms: TokenTerms, at: slice, logp_C: Tensor) -> tuple[Tensor, Tensor]:
-    return terms(logp_C, at)
+def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(first, first + chunk_tokens) for first in range(0, tokens, chunk_tokens)]
+
+
+def _losses(logp_C: Tensor, targets_T: Tensor, terms: TokenTerms | None, at: slice) -> tuple[Tensor, Tensor]:
+    """The loss of each of some tokens, and minus its derivative by the log-probability."""
+    if terms is not None:
+        loss_C, slope_C = terms(logp_C, at)
+        return loss_C, -slope_C
+    counts_C = targets_T[at] != IGNORE
+    return -logp_C.where(counts_C, 0.0), counts_C.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What computes rows of logits, and which columns they have."""
+
+    is_compiled: bool
+    columns: Columns
+
+    def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row its log-sum-exp and its target's logit, over all ranks: fp32."""
+        columns, here_C = self.columns, targets_C - self.columns.first
+        if self._in_kernel(logits_CV):
+            return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count))
+        return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count))
+
+    def gradients_(self, logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, factor_C: Tensor) -> Tensor:
+        """The gradients of the factors' sum with the losses; the logits may be gone."""
+        given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C
+        if self._in_kernel(logits_CV):
+            kernel.row_gradients_(logits_CV, *given)
+            return logits_CV
+        return kernel.reference_gradients(logits_CV, *given)
+
+    def _in_kernel(self, logits_CV: Tensor) -> bool:
+        return self.is_compiled and kernel.takes(logits_CV)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        terms: TokenTerms | None,
+        rows: _Rows,
+    ) -> Tensor:
+        lse_T, score_T = rows.sums(logits_TV, targets_T)
+        loss_T, factor_T = _losses(score_T - lse_T, targets_T, terms, slice(None))
+        ctx.save_for_backward(logits_TV, targets_T, lse_T, factor_T)
+        ctx.rows = rows
+        return loss_T.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        logits_TV, targets_T, lse_T, factor_T = ctx.saved_tensors
+        return ctx.rows.gradients_(logits_TV, targets_T, lse_T, grad * factor_T).to(logits_TV.dtype), None, None, None
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -154,25 +192,26 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         scale: float,
         weight_grad_into: Tensor | None,
         terms: TokenTerms | None,
-        is_compiled: bool,
+        rows: _Rows,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=h_TD.device)
         dh_TD = torch.empty_like(h_TD)
         dweight_VD = weight_grad_into
         if dweight_VD is None and weight_VD.requires_grad:
             dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        chunks = (x.split(chunk_tokens) for x in (h_TD, targets_T, dh_TD))
-        for number, (h_CD, targets_C, dh_CD) in enumerate(zip(*chunks, strict=True)):
+        for at in _chunks(len(h_TD), chunk_tokens):
+            targets_C = targets_T[at]
             ignored_C1 = (targets_C == IGNORE).unsqueeze(-1)
             # Rows that do not count are cleared before and after, where they are D wide, not V.
-            h_CD = h_CD.masked_fill(ignored_C1, 0.0)
-            logits_CV, at = linear(h_CD, weight_VD), slice(number * chunk_tokens, (number + 1) * chunk_tokens)
-            rows = _rows_by_kernel if is_compiled and kernel.takes(logits_CV) else _rows_by_torch
-            loss_C, dlogits_CV = rows(logits_CV, targets_C, None if terms is None else partial(_at, terms, at))
+            h_CD = h_TD[at].masked_fill(ignored_C1, 0.0)
+            logits_CV = linear(h_CD, weight_VD)
+            lse_C, score_C = rows.sums(logits_CV, targets_C)
+            loss_C, factor_C = _losses(score_C - lse_C, targets_T, terms, at)
             loss += loss_C.sum()
+            dlogits_CV = rows.gradients_(logits_CV, targets_C, lse_C, factor_C)
             if not by_fp32(dlogits_CV, weight_VD):
                 dlogits_CV = dlogits_CV.to(h_TD.dtype)
-            product_into(dh_CD, dlogits_CV, weight_VD, scale).masked_fill_(ignored_C1, 0.0)
+            product_into(dh_TD[at], dlogits_CV, weight_VD, scale).masked_fill_(ignored_C1, 0.0)
             if dweight_VD is not None:
                 add_product(dweight_VD, dlogits_CV.t(), h_CD, scale)
         # Torch saves a None as gladly as a tensor; its annotation does not say so.

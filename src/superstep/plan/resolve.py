@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
 from superstep.plan.exact_pieces import Grain, find_grain
+from superstep.plan.kept import PLAIN, Kept
 from superstep.plan.left_out import check_recompute, check_rollback, left_out
 from superstep.plan.lora import adapted, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
@@ -85,12 +86,14 @@ class Resolved:
         decoder: the shape of our own decoder; None where the model is the user's own.
         outline: the model's units.
         plan: the layout.
+        kept: what its kernels keep, for whoever counts memory.
     """
 
     config: RunConfig
     decoder: ModelShape | None
     outline: Outline
     plan: Plan
+    kept: Kept = PLAIN
 
     @property
     def shape(self) -> ModelShape:

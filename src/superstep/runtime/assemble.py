@@ -160,6 +160,7 @@ def _loss(
         tp,
         is_straight=is_straight,
         vocab=vocab,
+        sequence_parallel=plan.sequence_parallel,
         is_fused=is_fused(run, mesh.device),
         given=spec.loss,
     )

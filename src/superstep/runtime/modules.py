@@ -21,7 +21,7 @@ from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import IGNORE, cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
 from superstep.numerics.objective import Aim, objective_sum
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sums, accumulate_after, accumulate_straight
@@ -32,7 +32,7 @@ from superstep.runtime.low_rank import adapt_straight
 from superstep.runtime.mesh import Group
 from superstep.runtime.parallel.expert import split_tokens
 from superstep.runtime.parallel.sequence_split import part
-from superstep.runtime.parallel.tensor import EXACT_OVER_TP, OVER_TP, split, vocabulary_cross_entropy_sum
+from superstep.runtime.parallel.tensor import EXACT_OVER_TP, OVER_TP, enter_of, own_part, split
 
 Compute = Callable[[Tensor, Sight], Tensor]
 Loss = Callable[[Tensor, Aim, float], Tensor]
@@ -141,6 +141,7 @@ def build_loss(
     *,
     is_straight: bool,
     vocab: int,
+    sequence_parallel: bool = False,
     is_fused: bool = False,
     given: UnitLoss | None = None,
 ) -> Loss:
@@ -155,25 +156,27 @@ def build_loss(
         tp: the group over which its output is cut; None where it is whole.
         is_straight: see above.
         vocab: columns of the whole output, without padding.
+        sequence_parallel: whether what goes into a head that is cut is a part of the sequence.
         is_fused: whether ``kernels.cross_entropy`` computes it.
         given: a loss of the unit's own, of its whole output.
     """
     if given is not None:
         return partial(_given_loss, given)
-    if tp is not None:
-
-        def vocabulary_parallel(logits: Tensor, aim: Aim, scale: float) -> Tensor:
-            return _scaled(vocabulary_cross_entropy_sum(logits, aim.targets, tp, vocab, aim.token_terms), scale)
-
-        return vocabulary_parallel
     if not isinstance(head, Head):
 
         def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
-            return _scaled(_whole_loss(logits, aim), scale)
+            if tp is None:
+                return _scaled(_whole_loss(logits, aim), scale)
+            columns = own_part(logits.shape[-1], vocab, tp)
+            return _scaled(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)
 
         return plain
-    linear = head.lm_head
+    linear, columns = head.lm_head, None
     linear.forward = _same  # type: ignore[method-assign,assignment]
+    if tp is not None:
+        columns = own_part(len(linear.weight), vocab, tp)
+        enter = enter_of(sequence_parallel=sequence_parallel)
+        linear.forward = lambda h: enter(h, tp)  # type: ignore[method-assign,assignment]
 
     def fused(h: Tensor, aim: Aim, scale: float) -> Tensor:
         # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
@@ -186,6 +189,7 @@ def build_loss(
             weight_grad_into=into,
             terms=aim.token_terms,
             is_compiled=is_fused,
+            columns=columns,
         )
 
     return fused

@@ -20,6 +20,8 @@ from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
+from superstep.runtime.device import Device, gpus
+from superstep.runtime.kept import with_kept
 from superstep.runtime.rehearsal.own_model import rehearse
 from superstep.runtime.rehearsal.units import operations_of
 
@@ -32,7 +34,8 @@ def resolved(config: RunConfig, world: int | None = None) -> Resolved:
     """
     source = config.model.source
     if source is None:
-        return resolve(config, world)
+        run = resolve(config, world)
+        return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
     specs = load_units(config)
     run = resolve(config, world, outline_of(specs, source))
     rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")

@@ -348,13 +348,13 @@ def _head(
     """The last norm, the gradients of microbatches whose weights wait, and the logits of those at the head."""
     d, e = core.dims, keeping.element_bytes
     waiting, heads = microbatches
-    has_chunks = (stack.has_fused_loss > 0) & (layout.tp == 1)
+    has_chunks = (stack.has_fused_loss > 0) & ((layout.tp == 1) | (keeping.chunks_cut_head > 0))
     gathers = (keeping.gathers_logits > 0) & (layout.tp > 1)
     numbers = np.where(has_chunks, 0.0, d.T * np.where(gathers, model.vocab, core.rows))
     # Gathered logits are there twice in 16 bits, and so are their gradients: whole and in parts.
     copies = keeping.logit_bytes + np.where(gathers, 2 * e, 0.0)
     # A loss in chunks makes its weight's gradient in the forward pass.
-    early = np.where(has_chunks & (layout.zero >= 2), stack.gradient_bytes * model.vocab * model.width, 0.0)
+    early = np.where(has_chunks & (layout.zero >= 2), stack.gradient_bytes * core.rows * model.width, 0.0)
     kept = (d.t + d.G) * d.D * e + FP32 * numbers + early
     return heads * kept + (copies - FP32) * numbers + waiting * (e * numbers + early)
 

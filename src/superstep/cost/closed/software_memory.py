@@ -26,6 +26,8 @@ class Keeping:
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
             bits, and its input in fp32 in the place of 16 bits where it computes there.
         gathers_logits: 1 where tensor-parallel ranks gather the logits before the loss.
+        chunks_cut_head: 1 where a fused loss makes its logits in chunks of a cut vocabulary too, 0 where of a whole one
+            alone.
         keeps_gathered: 1 where a split sequence stays gathered for the backward pass (0: is gathered again).
         repeats_shared: 1 where each tensor-parallel rank holds the router and the experts that all tokens visit whole,
             0 where these are cut.
@@ -42,6 +44,7 @@ class Keeping:
     logit_bytes: Array
     norm_bytes: Array
     gathers_logits: Array
+    chunks_cut_head: Array
     keeps_gathered: Array
     repeats_shared: Array
     weighs_head: Array
@@ -64,6 +67,7 @@ class Holding:
     logit_bytes: float = 10.0
     norm_bytes: float = 0.0
     gathers_logits: bool = False
+    chunks_cut_head: bool = False
     keeps_gathered: bool = False
     repeats_shared: bool = False
     weighs_head: bool = False
@@ -89,6 +93,7 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
             # In fp32 the master weights are all there are.
             weight_shard_bytes=4 if element_bytes == 4 else 0,
             logit_bytes=4 + element_bytes,
+            chunks_cut_head=True,
             keeps_gathered=True,
             repeats_shared=True,
             weighs_head=True,

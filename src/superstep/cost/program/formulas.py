@@ -22,6 +22,7 @@ from superstep.cost.program.adapters import adapted_linears, kept_outputs
 from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.operation import Attention, Message, Operation, Operations, Pass, Product, UnitOperations
 from superstep.cost.program.work import LocalDims, local_dims, rank_parameters
+from superstep.cost.program.workspace import CHUNK_TOKENS
 from superstep.plan.resolve import Resolved
 
 
@@ -206,25 +207,32 @@ def _head(run: Resolved) -> UnitOperations:
     def moved(size: int) -> Pass:
         return Pass(kernel="copy", bytes=size)
 
+    is_cut = run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
+    enter, leave = _seam(run, d.T * d.D * e) if is_cut else ((), ())
+    entered = enter if run.plan.sequence_parallel else ()
     if has_fused_loss(run):
         # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
         scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
+        sums = tuple(_over_vocabulary(d.T, CHUNK_TOKENS)) if is_cut else ()
         return UnitOperations(
-            forward=(logits, *back, moved(norm + loss + 2 * matrix)),
-            backward=(moved(2 * norm + scaled + copied),),
+            forward=(*entered, logits, *back, moved(norm + loss + 2 * matrix), *sums),
+            backward=(moved(2 * norm + scaled + copied), *leave),
             weight=(moved(copied),),
             input_bytes=d.t * d.D * e,
         )
-    enter, _ = _seam(run, d.T * d.D * e)
     added = moved(2 * matrix)
-    # The largest logit of each token; the sum of its exponentials, and the target's logit.
-    over_vocab = (
-        Message(collective="all-reduce", axis="tp", bytes=d.T * FP32),
-        Message(collective="all-reduce", axis="tp", bytes=2 * d.T * FP32),
-    )
+    sums = tuple(_over_vocabulary(d.T, d.T)) if is_cut else ()
     return UnitOperations(
-        forward=(*(enter if run.plan.sequence_parallel else ()), logits, moved(norm + loss), *over_vocab),
-        backward=(*back, moved(2 * (norm + loss)), added, *_seam(run, d.T * d.D * e)[1]),
+        forward=(*entered, logits, moved(norm + loss), *sums),
+        backward=(*back, moved(2 * (norm + loss)), added, *leave),
         weight=(*back[1:], added) if is_trained else (),
         input_bytes=d.t * d.D * e,
     )
+
+
+def _over_vocabulary(tokens: int, chunk_tokens: int) -> Iterator[Message]:
+    """Of each chunk the largest of all ranks' sums of a token; their sum, and the target's logit."""
+    for first in range(0, tokens, chunk_tokens):
+        size = FP32 * min(chunk_tokens, tokens - first)
+        yield Message(collective="all-reduce", axis="tp", bytes=size)
+        yield Message(collective="all-reduce", axis="tp", bytes=2 * size)

@@ -11,10 +11,11 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       1 / rms of both norms                                           2 · t·4
       queries and keys after rotation; values                         T·(N + 2K)·H·e
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
-      gate, silu of it, up, their product                             4 · Tf·F·e
+      gate, up, their product; silu of the gate, where kernels keep it    (3; 4) · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
       in a sliding window: attention's output once more, by blocks, and their masks
                                                                       T·N·H·e + queries·keys·e of each block
+        or where each query's range of keys begins                    S·8
       with Ulysses: keys and values of at least cp heads, and attention's output once more, as it was exchanged back
                                                                       2 · T·max(cp - K, 0)·H·e + T·N·H·e
     block, kept "selective": the input, and what products and attention gave
@@ -27,7 +28,7 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       output of the second norm                                       m·D·e for T·D·e
       kept "all", for 4 · T·F·e
         rows before their experts; outputs, and their weights         2 · R·D·e + R·e
-        gate, silu of it, up, their product                           4 · (R + m·s)·F·e
+        gate, silu of it, up, their product; of shared experts as above     4 · R·F·e + (3; 4) · m·s·F·e
         the order of the rows (twice with ep > 1), rows of each       R·8 (+ R·8) + (E + 1)·8
         the router, of whole sequences: see ``_router``
       kept "selective", for T·D·e + 2 · T·F·e
@@ -35,11 +36,8 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
         gate, up; down's outputs, shared ones, their sum              2 · (R + m·s)·F·e + (R + m (+ m))·D·e
     head
       input, 1 / rms                                                  t·D·e + t·4
-      whole, fused with the loss:
-        the gradient of the norm's output                             Tv·D·e
+      fused with the loss: the gradient of the norm's output          Tv·D·e
         where gradients are not whole (ZeRO 2, 3), the weight's       D·V·4
-      cut: the norm's output, the softmax                             T·D·e + T·V·4
-        each target's column, two masks                               T·10
     embed
       tokens; cut, the own ones, and which are not                    T·8 (+ T·9)
 
@@ -54,8 +52,7 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
       inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + (E + 1)·8
       gradients: of gate, up, and down's outputs; the router's, made at once   R·(D + 2F)·e + D·logits·4
     head
-      fused with the loss: the weight's gradient was made in the forward; ZeRO 2, 3: it   D·4 (+ D·V·4)
-      else: the norm's output; the gradient of the logits                                 T·D·e; T·V·e + D·4
+      the weight's gradient was made in the forward; ZeRO 2, 3: it                        D·4 (+ D·V·4)
     embed
       tokens; the gradient of what they gave                                              T·8; T·D·e
 
@@ -69,7 +66,7 @@ In exact mode gradients are sums of 8 bytes, beside which a rank has its share o
       no log-sum-exp                                                                 T·N·4 less
       kept "selective": the input alone, of which all is computed again              t·D·e
       of its norms and biases, in two halves, what their gradients are summed of     2·t·D·4; qk_norm T·(N + K)·H·4
-    head, whole or cut: its norm's output, the gradient of the logits                T·D·e + T·V·e
+    head: its norm's output, the gradient of the logits                              T·D·e + T·V·e
 
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; the rotary tables, which
 with ``data.document_mask`` each microbatch has for itself until the step ends, 2·T·H·e; a collective's own
@@ -86,7 +83,7 @@ from dataclasses import dataclass
 from superstep.cost.program.adapters import kept_inner, kept_inputs, kept_outputs
 from superstep.cost.program.work import LocalDims, UnitParameters, local_dims, rank_parameters
 from superstep.plan.config import Dtype
-from superstep.plan.mesh import FAMILIES, Family, MeshShape
+from superstep.plan.mesh import FAMILIES, Family
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.padding import padded
@@ -198,10 +195,8 @@ def zero_stage(run: Resolved, family: Family | None = None) -> int:
 
 
 def has_fused_loss(run: Resolved) -> bool:
-    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: it does where whole, but
-    for exact mode.
-    """
-    return not _is_vocabulary_cut(run) and not is_exact(run)
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: but for exact mode."""
+    return not is_exact(run)
 
 
 def is_exact(run: Resolved) -> bool:
@@ -275,10 +270,10 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
     attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchanged(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     if shape.moe is None:
-        feed_forward = (3 * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
+        feed_forward = ((2 + run.kept.silu) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
-        feed_forward = _mixture(d, e, shape.moe, run.plan.mesh)
-    return stream + attention + qk_norm + _sliding(d, e, shape.window) + feed_forward + kept_inner(run) * e
+        feed_forward = _mixture(d, e, shape.moe, run)
+    return stream + attention + qk_norm + _sliding(d, e, run) + feed_forward + kept_inner(run) * e
 
 
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
@@ -297,10 +292,13 @@ def _inner_inputs(d: LocalDims) -> dict[str, int]:
     return {"second norm": d.Tf * d.D, "gate": d.Tf * d.F}
 
 
-def _sliding(d: LocalDims, e: int, window: int | None) -> int:
-    """What ``model.decoder.Sliding`` keeps beside, where sequences are longer than the window."""
+def _sliding(d: LocalDims, e: int, run: Resolved) -> int:
+    """What attention in a window keeps beside, where sequences are longer than that."""
+    window = run.shape.window
     if window is None or window >= d.S:
         return 0
+    if not run.kept.window_blocks:
+        return d.S * INDEX
     ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
     return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
 
@@ -312,9 +310,10 @@ def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
     return (2 * max(cp - d.K, 0) + d.N) * d.T * d.H * e
 
 
-def _mixture(d: LocalDims, e: int, moe: MoeShape, mesh: MeshShape) -> int:
-    R = d.m * moe.experts_per_token
-    rows = 2 * R * d.D * e + R * e + 4 * (R + d.m * moe.shared_experts) * d.F * e
+def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
+    R, mesh = d.m * moe.experts_per_token, run.plan.mesh
+    inner = 4 * R + (3 + run.kept.silu) * d.m * moe.shared_experts
+    rows = 2 * R * d.D * e + R * e + inner * d.F * e
     orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + (moe.experts + 1) * INDEX
     return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
 
@@ -376,16 +375,12 @@ def _vectors(run: Resolved, d: LocalDims) -> int:
 def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
     if has_fused_loss(run):
         return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
-    if is_exact(run):
-        return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32
-    return d.T * d.D * e, d.T * d.V * e + d.D * FP32
+    return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
     stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
-    is_trained = run.plan.trains("dense")
     if has_fused_loss(run):
-        return stream + (d.D * d.V * FP32 if zero_stage(run) >= 2 and is_trained else 0)
-    if is_exact(run):
-        return stream + d.T * d.V * e
-    return stream - (0 if is_trained else d.Tv * d.D * e) + d.T * d.V * FP32 + (TOKEN + 2) * d.T
+        is_summed = zero_stage(run) >= 2 and run.plan.trains("dense")
+        return stream + (d.D * d.V * FP32 if is_summed else 0)
+    return stream + d.T * d.V * e

@@ -6,7 +6,6 @@ matrix of a rank, G the block in which exact mode puts numbers on their grid, P 
     fast mode
       head, fused with its loss    logits of a chunk and their softmax; its rows; in bf16 the weight's gradient
                                                                        C·V·(e + 4) + C·D·e (+ D·V·e)
-      head, cut                    logits, and their gradient          T·V·(e + 4)
       block                        gradients in its feed-forward       2·Tf·F·e
     exact mode
       head                         the weight's gradient in fp32 and on the grid, the input's
@@ -22,7 +21,7 @@ last block of a rank, so that the larger of both is added there.
 
 from __future__ import annotations
 
-from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, is_exact
+from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact
 from superstep.cost.program.work import LocalDims, local_dims
 from superstep.plan.resolve import Resolved
 
@@ -37,7 +36,7 @@ KEY_BLOCK = 256
 def workspace(run: Resolved) -> int:
     """The most that an instruction of the step makes and drops, and the tables that a step has throughout."""
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    work = max(_exact_head(d), _exact_block(run, d)) if is_exact(run) else max(_head(run, d, e), 2 * d.Tf * d.F * e)
+    work = max(_exact_head(d), _exact_block(run, d)) if is_exact(run) else max(_head(d, e), 2 * d.Tf * d.F * e)
     return work + _tables(run, d)
 
 
@@ -54,9 +53,7 @@ def exact_terms(cells: int, tp: int) -> int:
     return cells // tp + (tp + 1 if tp > 1 else 0)
 
 
-def _head(run: Resolved, d: LocalDims, e: int) -> int:
-    if not has_fused_loss(run):
-        return d.T * d.V * (e + FP32)
+def _head(d: LocalDims, e: int) -> int:
     C = min(d.Tv, CHUNK_TOKENS)
     return C * d.V * (e + FP32) + C * d.D * e + (d.D * d.V * e if e < FP32 else 0)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import IGNORE, TokenTerms, own_columns
+from superstep.numerics.loss import Columns, own_columns
 from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Forward, replace_forward
 from superstep.runtime.collectives import scatter_sequence
@@ -260,58 +261,20 @@ def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tenso
     return forward
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits cut over the vocabulary; no rank ever sees a whole row (Shoeybi 2019, sec. 3)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        logits_NV: Tensor,
-        targets_N: Tensor,
-        group: Group,
-        vocab: int,
-        terms: TokenTerms | None,
-    ) -> Tensor:
-        scores_NV = logits_NV.float()
-        own = own_columns(scores_NV.shape[1], group.rank(), vocab)
-        if own < scores_NV.shape[1]:  # padding has no probability and no gradient; what was given stays as it is
-            scores_NV = scores_NV.clone()
-            scores_NV[:, own:] = float("-inf")
-        top_N = scores_NV.amax(1)
-        dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
-        exp_NV = (scores_NV - top_N[:, None]).exp_()
-        columns = scores_NV.shape[1]
-        local_N = targets_N - group.rank() * columns
-        is_here_N = (local_N >= 0) & (local_N < columns)
-        local_N = local_N.masked_fill(~is_here_N, 0)
-        score_N = scores_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~is_here_N, 0.0)
-        sums = torch.stack((exp_NV.sum(1), score_N))
-        dist.all_reduce(sums, group=group)
-        is_valid_N = targets_N != IGNORE
-        loss_N = (sums[0].log() + top_N - sums[1]).masked_fill(~is_valid_N, 0.0)
-        factor_N = is_valid_N
-        if terms is not None:
-            loss_N, slope_N = terms(loss_N.neg(), slice(None))
-            factor_N = slope_N.neg()
-        ctx.save_for_backward(exp_NV.div_(sums[0][:, None]), local_N, is_here_N, factor_N)
-        ctx.dtype = logits_NV.dtype
-        return loss_N.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
-        probability_NV, local_N, is_here_N, factor_N = ctx.saved_tensors
-        grad_NV = probability_NV.clone()
-        grad_NV.scatter_add_(1, local_N[:, None], -is_here_N.to(grad_NV.dtype)[:, None])
-        grad_NV.mul_((grad * factor_N)[:, None])
-        return grad_NV.to(ctx.dtype), None, None, None, None
+def enter_of(*, sequence_parallel: bool) -> Callable[[Tensor, Group], Tensor]:
+    """How a tensor of the residual stream enters what is cut, in fast mode."""
+    return (OVER_TP.split if sequence_parallel else OVER_TP.whole).enter
 
 
-def vocabulary_cross_entropy_sum(
-    logits_BSV: Tensor, targets_BS: Tensor, group: Group, vocab: int, terms: TokenTerms | None = None
-) -> Tensor:
-    """The sum of the cross-entropy over valid targets, fp32, or of the loss that ``terms`` gives each token;
-    ``logits_BSV: [B, S, P/tp]``, where P is the vocabulary or that padded.
-    """
-    logits_NV, targets_N = logits_BSV.flatten(0, 1), targets_BS.flatten()
-    loss: Tensor = _VocabularyCrossEntropy.apply(logits_NV, targets_N, group, vocab, terms)  # type: ignore[no-untyped-call]
-    return loss
+def own_part(columns: int, vocab: int, group: Group) -> Columns:
+    """This rank's columns of a vocabulary, where all have so many of it as it is padded."""
+    place = group.rank()
+    return Columns(place * columns, own_columns(columns, place, vocab), partial(_over_ranks, group))
+
+
+def _over_ranks(group: Group, lse_C: Tensor, score_C: Tensor) -> tuple[Tensor, Tensor]:
+    top_C = lse_C.clone()
+    dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack(((lse_C - top_C).exp_(), score_C))
+    dist.all_reduce(sums, group=group)
+    return sums[0].log() + top_C, sums[1]
