@@ -1,5 +1,6 @@
 """`superstep train` on one rank: what a run leaves, how it goes on, and what stays untouched where it cannot."""
 
+import json
 import math
 import os
 import resource
@@ -49,6 +50,32 @@ def _inside(folder):
         yield folder
     finally:
         os.chdir(before)
+
+
+def test_chosen_steps_are_profiled_below_their_instructions(place, capsys):
+    assert _train("--train.steps", "3", "--profile", "2", "--state.save-every", "3") == 0
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    (trace,) = (place / "run" / "profiles").iterdir()
+    assert trace.name == "step-000002-rank-0.json"
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
+    instructions = (place / "run" / "program.txt").read_text().splitlines()
+    ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
+    forward = ranges["forward u1 m0 keep=all"]
+    assert any(forward["name"] in line for line in instructions)
+    within = [e for e in events if forward["ts"] <= e["ts"] <= forward["ts"] + forward["dur"]]
+    assert any(e["name"].startswith(("aten::", "superstep::")) for e in within)
+    assert any(name.startswith("step") for name in ranges)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [(["4"], "steps from 1 to train.steps = 3"), (["0"], "no step"), (["x"], "'x'")]
+)
+def test_a_step_that_is_none_is_not_profiled(place, capsys, flags, told):
+    assert _train("--train.steps", "3", "--profile", *flags) == 2
+    said = capsys.readouterr().err
+    assert "observe.profile" in said
+    assert told in said
+    assert not (place / "run").exists()
 
 
 @pytest.fixture

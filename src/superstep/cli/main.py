@@ -204,6 +204,8 @@ def settle() -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     elif "RANK" not in os.environ:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # Its profiler tells on stderr when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
             signal.signal(number, _terminate)

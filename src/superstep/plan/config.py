@@ -280,6 +280,9 @@ class ObserveConfig:
     """Steps between lines where the output is no terminal, and between reports of the routers."""
     peak_flops: float | None = None
     """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
+    profile: tuple[int, ...] = ()
+    """Steps that torch's profiler watches: of each, every rank writes a trace into the run directory's profiles, which
+    Perfetto opens. superstep train takes them as --profile too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,6 +270,12 @@ def _check_ranges(config: RunConfig) -> None:
     if not 0 <= config.train.min_lr_ratio <= 1:
         raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
     left_out(config.train.skip)
+    for step in config.observe.profile:
+        if not 1 <= step <= config.train.steps:
+            raise ConfigError(
+                f"observe.profile = {step} is no step of the run; choose steps from 1 to train.steps = "
+                f"{config.train.steps}, not the first one, which warms up."
+            )
     if config.rollback is not None:
         check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):

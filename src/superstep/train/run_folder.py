@@ -61,6 +61,11 @@ class RunFolder:
         return self.root / "run.lock"
 
     @property
+    def profiles(self) -> Path:
+        """What torch's profiler saw of chosen steps, a trace of each and rank; for Perfetto."""
+        return self.root / "profiles"
+
+    @property
     def checkpoints(self) -> Path:
         """The checkpoints."""
         return self.root / "checkpoints"

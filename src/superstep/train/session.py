@@ -21,6 +21,7 @@ from superstep.program.text import describe, write_program
 from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.profile import Profiler
 from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
 from superstep.runtime.router_counts import Routed
 from superstep.runtime.sleeping import Sleeping
@@ -107,6 +108,8 @@ class Session:
         self._validation = self._stream("validation")
         self._rehearsal = Rehearsal(run, self._engine, self._train, self.integrity)
         self._record: Recorder = HostRecorder()
+        mine = self._engine.step_program.ranks[self._mesh.at.pp]
+        self._profiler = Profiler(run.config.observe.profile, folder.profiles, world.rank, world.device, mine)
         self.copies = Copies(run.config.state.snapshot_every)
         self.course = Course(run.config.rollback, run.config.train.skip)
 
@@ -247,15 +250,16 @@ class Session:
                     return DIFFERS
                 return why
 
-            result = self._engine.train_step(
-                microbatches_of(batch, self.run.plan, self._mesh),
-                valid_tokens=batch.valid_tokens,
-                divisor=batch.divisor,
-                lr=lr,
-                judge=judge if self._has_judge else None,
-                record=self._record,
-                stop=self._stop,
-            )
+            with self._profiler.watching(step, self._record) as record:
+                result = self._engine.train_step(
+                    microbatches_of(batch, self.run.plan, self._mesh),
+                    valid_tokens=batch.valid_tokens,
+                    divisor=batch.divisor,
+                    lr=lr,
+                    judge=judge if self._has_judge else None,
+                    record=record,
+                    stop=self._stop,
+                )
             if result.refused == DIFFERS:
                 assert sample is not None
                 self.integrity.note_recomputed(self._rehearsal.blame(sample, step))

@@ -43,6 +43,7 @@ def read(argv: Sequence[str]) -> Asked:
         ConfigError: the file cannot be used, or a flag is wrong.
         SystemExit: help was asked for, and has been given.
     """
+    argv = [f"--observe.{word[2:]}" if word.partition("=")[0] == "--profile" else word for word in argv]
     if argv and not argv[0].startswith("-"):
         options = _flags(read_run(Path(argv[0])), argv[1:])
         return Asked(RunConfig(**sections_of(options)), None, is_demo=False, hosts=hosts_of(options))

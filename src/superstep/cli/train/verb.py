@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if asked.is_demo and not job.was_complete:
         return _after_demo(job)
     _say(f"\nResults: {job.folder.root}")
+    if job.folder.profiles.is_dir():
+        _say(f"  profiles  {job.folder.profiles}, which ui.perfetto.dev opens")
     return 0
 
 
