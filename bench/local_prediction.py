@@ -1,7 +1,8 @@
 """Predicted against measured on this machine: step time, memory by category, traffic is a test (test_cost_traffic).
 
 Every layout runs in ranks of its own, which take turns between steps and measuring themselves, so that whatever else
-the machine does meets both. What is reported is the median step over the median prediction.
+the machine does meets both. What is reported is the median step over the median prediction. Memory is that of tensors:
+what stays from step to step, and the most that is alive beside it after an instruction.
 
     python -m bench.local_prediction [--rounds 5] [--json FILE]
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from bench.alive import Born, Watch
 from bench.machine import write_result
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.memory_fit import by_category
@@ -43,6 +45,7 @@ LAYOUTS: dict[str, tuple[str, dict]] = {
     "pp=2": ("demo", {"dp": 1, "pp": 2, "microbatch": 4}),
     "tp=2": ("demo", {"dp": 1, "tp": 2, "microbatch": 4}),
     "experts, ep=2": ("demo-moe", {"dp": 2, "ep": 2, "microbatch": 4}),
+    "cp=2": ("demo", {"dp": 1, "cp": 2, "microbatch": 4}),
     "pp=2 dp=2": ("demo", {"dp": 2, "pp": 2, "microbatch": 2}),
     "bench": ("bench", {"dp": 2, "microbatch": 2}),
 }
@@ -95,6 +98,13 @@ def turns(world: World, run: Resolved, seen: tuple[UnitOperations, ...], rounds:
                 "predicted_s": statistics.median(gather(predict(run, machine, seen).step_s)),
             }
         )
+    stay = engine.bytes()
+    with Born() as born:
+        watch = Watch(born.noted, engine, batch)
+        engine.train_step(batch, valid_tokens=size * tokens, lr=1e-3, record=watch)
+    peak = max(alive + moved for alive, moved in zip(watch.alive, watch.transient, strict=True))
+    held = stay.params + stay.gradients + stay.optimizer + peak
+    found = [{**each, "measured_bytes": max(gather(held))} for each in found]
     mesh.destroy()
     return found
 
@@ -110,6 +120,7 @@ def report(name: str, rounds: int) -> dict:
         "ranks": run.plan.mesh.world,
         **middle,
         "ratio": middle["predicted_s"] / middle["measured_s"],
+        "memory_ratio": fullest.bytes / middle["measured_bytes"],
         "rounds": found,
         "predicted_bytes": by_category(fullest),
     }
@@ -122,16 +133,22 @@ def main(argv: list[str]) -> int:
     options.add_argument("--layout", choices=LAYOUTS, action="append", help="default: all")
     options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "local_prediction.json")
     asked = options.parse_args(argv)
-    print(f"{'layout':16}{'ranks':>6}{'measured':>12}{'processor':>12}{'predicted':>12}{'ratio':>8}", flush=True)
+    print(
+        f"{'layout':16}{'ranks':>6}{'measured':>12}{'processor':>12}{'predicted':>12}{'ratio':>8}{'memory':>8}",
+        flush=True,
+    )
     table = []
     for name in asked.layout or LAYOUTS:
         row = report(name, asked.rounds)
         table.append(row)
         seconds = "".join(f"{row[key] * 1e3:>9.1f} ms" for key in ("measured_s", "measured_cpu_s", "predicted_s"))
-        print(f"{name:16}{row['ranks']:>6}{seconds}{row['ratio']:>8.3f}", flush=True)
+        print(f"{name:16}{row['ranks']:>6}{seconds}{row['ratio']:>8.3f}{row['memory_ratio']:>8.3f}", flush=True)
     error = statistics.median(abs(row["ratio"] - 1) for row in table)
-    print(f"median error {error:.1%}")
-    write_result(asked.json, rounds=asked.rounds, steps=STEPS, median_error=error, layouts=table)
+    of_memory = statistics.median(abs(row["memory_ratio"] - 1) for row in table)
+    print(f"median error {error:.1%} of time, {of_memory:.1%} of memory")
+    write_result(
+        asked.json, rounds=asked.rounds, steps=STEPS, median_error=error, median_memory_error=of_memory, layouts=table
+    )
     return 0
 
 

@@ -30,6 +30,7 @@ from bench.peers_common import (
 )
 from bench.peers_data import ddp, fsdp2, one_process
 from bench.peers_model import pipelining, tensor_parallel
+from bench.peers_wrapped import accelerate, missing, zero2, zero3
 from bench.spawn import Workload, measure
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
@@ -42,6 +43,9 @@ PEERS: dict[Peer, Callable[[int, int, PeerJob], Side]] = {
     "fsdp2": fsdp2,
     "tensor_parallel": tensor_parallel,
     "pipelining": pipelining,
+    "zero2": zero2,
+    "zero3": zero3,
+    "accelerate": accelerate,
 }
 
 
@@ -67,6 +71,9 @@ LINE_UP: tuple[tuple[str, int, dict], ...] = (
     ("pipelining 1F1B fp32", 2, {"peer": "pipelining", "schedule": "1f1b"}),
     ("one process fp32", 1, {"peer": "one_process", "threads": 2}),
     ("one process bf16", 1, {"peer": "one_process", "threads": 2, "dtype": "bf16"}),
+    ("DeepSpeed ZeRO-2 bf16", 2, {"peer": "zero2", "dtype": "bf16"}),
+    ("DeepSpeed ZeRO-3 bf16", 2, {"peer": "zero3", "dtype": "bf16"}),
+    ("Accelerate bf16", 2, {"peer": "accelerate", "dtype": "bf16"}),
     (
         "one process bf16, compiled",
         1,
@@ -126,6 +133,9 @@ def main(argv: list[str]) -> None:
         chosen = ((f"{asked.peer} {asked.dtype}", asked.ranks, settings),)
     found = {}
     for name, world, settings in chosen:
+        if why := missing(settings["peer"]):
+            print(f"{name:28s} left out: {why}", flush=True)
+            continue
         found[name] = measured = measure(train_peer, world, settings, load)
         fullest_mib = max(measured["training_bytes"]) / 2**20
         print(

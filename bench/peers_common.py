@@ -30,7 +30,7 @@ from superstep.model.unit import initial
 from superstep.numerics.loss import IGNORE
 from superstep.plan.model.shape import ModelShape
 
-Peer = Literal["one_process", "ddp", "fsdp2", "tensor_parallel", "pipelining"]
+Peer = Literal["one_process", "ddp", "fsdp2", "tensor_parallel", "pipelining", "zero2", "zero3", "accelerate"]
 Dtype = Literal["fp32", "bf16"]
 PipelineSchedule = Literal["gpipe", "1f1b"]
 
@@ -104,15 +104,18 @@ class Side:
         params: what this rank optimises.
         accumulate: (tokens, targets, valid) of a global batch: adds the gradients into ``params`` and returns
             this rank's share of the loss; the shares of all ranks add up to it.
-        clip: (largest norm): scales the gradients down to it and returns the norm they had.
         collect: the whole state dict on rank 0, None elsewhere; all ranks call it.
+        clip: (largest norm): scales the gradients down to it and returns the norm they had.
+        update: (learning rate, largest norm): in the place of ``clip`` and of the common AdamW clips, updates and
+            clears the gradients; returns the norm they had.
         keeps_grads: zero the gradients in place between steps instead of dropping them.
     """
 
     params: list[nn.Parameter]
     accumulate: Callable[[Tensor, Tensor, int], Tensor]
-    clip: Callable[[float], Tensor]
     collect: Callable[[], dict[str, Tensor] | None]
+    clip: Callable[[float], Tensor] | None = None
+    update: Callable[[float, float], Tensor] | None = None
     keeps_grads: bool = False
 
 
@@ -124,18 +127,14 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
     torch.set_num_threads(job.threads)
     baseline_bytes = reset_peak()
     side = make()
-    optimizer = adamw(job, side.params)
+    update = side.update or _update(job, side)
     shares, norms, seconds, cpu_seconds = [], [], [], []
     dist.barrier()
     for step, (tokens_BS, targets_BS) in enumerate(job.batches):
         start, cpu_start = time.perf_counter(), time.process_time()
         valid = int((targets_BS != IGNORE).sum())
         shares.append(side.accumulate(tokens_BS, targets_BS, valid))
-        norms.append(side.clip(job.clip_norm))
-        for group in optimizer.param_groups:
-            group["lr"] = job.lr[step] if isinstance(job.lr, tuple) else job.lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not side.keeps_grads)
+        norms.append(update(job.lr[step] if isinstance(job.lr, tuple) else job.lr, job.clip_norm))
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu_start)
     peak_rss_bytes = peak_bytes()
@@ -150,6 +149,21 @@ def train(job: PeerJob, make: Callable[[], Side]) -> PeerResult:
         peak_rss_bytes=peak_rss_bytes,
         weights=side.collect() if job.keep_weights else None,
     )
+
+
+def _update(job: PeerJob, side: Side) -> Callable[[float, float], Tensor]:
+    optimizer, clip = adamw(job, side.params), side.clip
+    assert clip is not None, "who does not update, clips"
+
+    def update(lr: float, largest: float) -> Tensor:
+        norm = clip(largest)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not side.keeps_grads)
+        return norm
+
+    return update
 
 
 def adamw(job: PeerJob, params: list[nn.Parameter]) -> torch.optim.AdamW:

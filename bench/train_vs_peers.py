@@ -23,6 +23,7 @@ import torch.distributed as dist
 from bench.machine import machine_facts
 from bench.peers import train_peer
 from bench.peers_common import PeerResult, peak_bytes, random_batches, reset_peak
+from bench.peers_wrapped import missing
 from bench.spawn import PATIENCE, Workload, measure
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
@@ -69,6 +70,10 @@ PAIRS: dict[str, tuple[dict, dict, int]] = {
         {"peer": "pipelining", "schedule": "1f1b", "dtype": "bf16"},
         2,
     ),
+    "DeepSpeed ZeRO-2 fp32": ({"dp": 2, "zero": 2}, {"peer": "zero2"}, 2),
+    "DeepSpeed ZeRO-2 bf16": ({"dp": 2, "zero": 2, "compute": "bf16"}, {"peer": "zero2", "dtype": "bf16"}, 2),
+    "DeepSpeed ZeRO-3 bf16": ({"dp": 2, "zero": 3, "compute": "bf16"}, {"peer": "zero3", "dtype": "bf16"}, 2),
+    "Accelerate bf16": ({"dp": 2, "compute": "bf16"}, {"peer": "accelerate", "dtype": "bf16"}, 2),
     "one process bf16": (
         {"dp": 1, "compute": "bf16", "threads": 2},
         {"peer": "one_process", "threads": 2, "dtype": "bf16"},
@@ -176,6 +181,9 @@ def main(argv: list[str]) -> int:
     print(head, flush=True)
     table = []
     for name in asked.pair or PAIRS:
+        if why := missing(PAIRS[name][1]["peer"]):
+            print(f"{name:26} left out: {why}", flush=True)
+            continue
         row = compare(name, asked.rounds, load)
         table.append(row)
         ours, theirs = (row[f"{side}_training_bytes"] / 2**20 for side in ("superstep", "peer"))

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.peers import IGNORE, PeerJob, PeerResult, initial_weights, random_batches, run
+from bench.peers import IGNORE, PeerJob, PeerResult, initial_weights, random_batches, run, train_peer
+from bench.peers_wrapped import missing
+from bench.spawn import Workload, measure
 from pool import Pool
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.model.shape import SHAPES
@@ -32,6 +34,10 @@ VARIANTS = [
     pytest.param(QK_NORM, {"peer": "tensor_parallel", "sequence_parallel": False}, id="tensor-parallel-whole"),
     pytest.param(UNTIED, {"peer": "pipelining"}, id="pipelining-gpipe"),
     pytest.param(UNTIED, {"peer": "pipelining", "schedule": "1f1b"}, id="pipelining-1f1b"),
+]
+WRAPPED = [
+    pytest.param(peer, marks=pytest.mark.skipif(bool(missing(peer)), reason=missing(peer) or "it is there"))
+    for peer in ("zero2", "zero3", "accelerate")
 ]
 
 
@@ -72,6 +78,16 @@ def test_a_peer_trains_as_one_process_does(pool: Pool, reference, shape, setting
     for name, weight in ranks[0].weights.items():
         update = want.weights[name] - first[name]
         assert (weight - want.weights[name]).norm() <= ALLOWED.update * update.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", WRAPPED)
+def test_a_wrapped_peer_trains_as_ddp_does(peer):
+    """In processes of their own: both change a process for good."""
+    load = Workload(shape="tiny", sequence_tokens=32, steps=3, warmup=1)
+    want, got = (measure(train_peer, 2, {"peer": name}, load) for name in ("ddp", peer))
+    assert got["losses"] == pytest.approx(want["losses"], rel=ALLOWED.loss)
+    assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=ALLOWED.gradient)
 
 
 def test_bf16_stays_near_fp32(pool: Pool, reference):

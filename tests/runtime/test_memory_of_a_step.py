@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import small
+from bench.alive import Born, Watch
 from superstep.cost.program.memory import rank_bytes, unit_bytes
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
@@ -18,46 +18,9 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.kept import with_kept
 from superstep.runtime.mesh import build_mesh
-from superstep.runtime.rehearsal.operation_trace import Noted
 from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.multiproc
-
-
-class Born(TorchDispatchMode):
-    """Notes the memory that operations make."""
-
-    def __init__(self):
-        super().__init__()
-        self.noted = Noted()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.noted.born(out)
-        return out
-
-
-class Watch:
-    """Takes the place of an executor's recorder: after each instruction it notes what is alive."""
-
-    def __init__(self, noted, engine, mine):
-        self.noted, self.engine, self.mine = noted, engine, mine
-        self.alive = []
-        self.transient = []
-
-    def begin(self):
-        pass
-
-    def end(self, instruction, under_way):
-        every = [b for each in self.engine.buffers.values() for b in each]
-        own = [
-            t
-            for b in every
-            for t in (b.full, b.gradient, b.master, b.gradient_shard, b.reduced, b.exp_avg, b.exp_avg_sq)
-        ]
-        own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
-        self.alive.append(self.noted.alive_bytes(but=own))
-        self.transient.append(self.engine.bytes().transient)
 
 
 def watched(rank, world, layout):

@@ -1,0 +1,66 @@
+"""What is alive of a step's tensors after each of its instructions, in the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superstep.program.instructions import Instruction
+from superstep.runtime.collectives import Pending
+from superstep.runtime.engine import Engine
+from superstep.runtime.microbatch import Microbatch
+from superstep.runtime.recorder import Ran
+from superstep.runtime.rehearsal.operation_trace import Noted
+
+
+class Born(TorchDispatchMode):
+    """Notes the memory that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted = Noted()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.noted.born(out)
+        return out
+
+
+class Watch:
+    """Takes the place of an executor's recorder: after each instruction it notes what is alive.
+
+    Attributes:
+        alive: bytes of tensors that the step made, without the engine's own buffers.
+        transient: of those buffers, what comes and goes.
+    """
+
+    def __init__(self, noted: Noted, engine: Engine, mine: Sequence[Microbatch]) -> None:
+        self.noted, self.engine, self.mine = noted, engine, mine
+        self.alive: list[int] = []
+        self.transient: list[int] = []
+
+    @property
+    def issued(self) -> int:
+        """Instructions so far."""
+        return len(self.alive)
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+        """Note it."""
+        every = [b for each in self.engine.buffers.values() for b in each]
+        own = [
+            t
+            for b in every
+            for t in (b.full, b.gradient, b.master, b.gradient_shard, b.reduced, b.exp_avg, b.exp_avg_sq)
+        ]
+        own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
+        self.alive.append(self.noted.alive_bytes(but=own))
+        self.transient.append(self.engine.bytes().transient)
+
+    def ran(self) -> list[Ran]:
+        """Times are nobody's business here."""
+        return []
