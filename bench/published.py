@@ -23,12 +23,13 @@ from bench.published_calibrated import Choice, calibrated
 from bench.published_fit import Estimated, Slopes, fit, table
 from bench.published_interval import covered, known, spread
 from bench.published_left_out import named_without, seconds, unseen
-from bench.published_memory import Labels, Peaks, labels_of, peaks_of, print_labels, print_peaks
+from bench.published_memory import labels_of, peaks_of, print_labels, print_peaks
 from bench.published_plot import scatter
 from bench.published_refused import kept
 from bench.published_rivals import calculon, constant_fraction
 from bench.published_rows import DATA, IsNamed, Row, is_timed, number, read_rows
 from bench.published_score import STEPS, Scored, is_judged, ranked, summary
+from bench.published_stated import stated
 from bench.published_steps import Steps
 from bench.published_text import Intervals, Result, print_sources, print_sweeps, write
 from superstep.cost.closed.efficiency import FITTED
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines |= {f"that, after {words}": calibrated(out, near, choice).summary for choice, words in ROW.items()}
     if options.calculon:
         lines |= _beside_calculon(ours, out, options.calculon)
+    is_named = _names_left_out(rows)
     result = Result(
         lines=lines,
         refused=[(row["row_id"], why) for row, why in refused],
@@ -84,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweeps_left_out=ranked(out.where(is_judged)) if out else [],
         peaks=peaks_of(rows),
         labels=labels_of(rows),
-        memory_left_out=_memory_left_out(rows) if out else None,
+        memory_left_out=(peaks_of(rows, is_named), labels_of(rows, is_named)) if out else None,
+        stated=stated(rows, is_named) if out else {},
         ablations=_ablations(steps.rows, source_of) if options.ablate else {},
     )
     _tell(result)
@@ -150,14 +153,14 @@ def _beside_calculon(ours: Scored, out: Scored | None, path: Path) -> dict[str, 
     return lines
 
 
-def _memory_left_out(rows: Sequence[Row]) -> tuple[Peaks, Labels]:
-    """Peaks and verdicts where a stack's own name is not known."""
+def _names_left_out(rows: Sequence[Row]) -> IsNamed:
+    """Whether a row's name is borne by rows of another stack."""
     without: dict[str, IsNamed] = {group: named_without(rows, group) for group in {r["leak_group"] for r in rows}}
 
     def is_named(row: Row) -> bool:
         return without[row["leak_group"]](row)
 
-    return peaks_of(rows, is_named), labels_of(rows, is_named)
+    return is_named
 
 
 def _ablations(rows: Sequence[Row], table_of: Mapping[str, str]) -> dict[str, object]:
@@ -180,6 +183,10 @@ def _tell(result: Result) -> None:
         print(f"  {result.intervals.spread}")
     for name, each in result.ablations.items():
         print(f"without {name:46} {each}")
+    for words, told in result.stated.items():
+        print(
+            f"names unknown, stated: {words:52} fits or not {told.right:.1%}, peaks {told.median:.1%}, {told.p90:.1%}"
+        )
     print_peaks(result.peaks)
     print_labels(result.labels)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,13 +68,22 @@ class Held:
         return value
 
 
-def hold(rows: Sequence[Row], is_named: IsNamed = everyone) -> Held:
+Change = Callable[[Row, Reading], Reading]
+"""A row read otherwise."""
+
+
+def as_it_is(_row: Row, reading: Reading) -> Reading:
+    """No change."""
+    return reading
+
+
+def hold(rows: Sequence[Row], is_named: IsNamed = everyone, change: Change = as_it_is) -> Held:
     """The footprints of rows that the catalogue knows; where a microbatch is open, the smallest one counts."""
     known: list[tuple[Row, bool, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
     for row in rows:
         named = is_named(row)
         try:
-            reading = readings(row, is_named=named)[0]
+            reading = change(row, readings(row, is_named=named)[0])
         except ConfigError:
             continue
         known.append((row, reading.software.holds.places_tensors, values(row, reading, is_named=named)))
@@ -156,20 +165,25 @@ class Labels:
         share = float((self.predicted == self.published).mean()) if self.rows else float("nan")
         return len(self.rows), share
 
+    @property
+    def wrong(self) -> tuple[int, int]:
+        """Layouts that ran and are refused, those that failed and are let through."""
+        return int((self.predicted & ~self.published).sum()), int((~self.predicted & self.published).sum())
 
-def peaks_of(rows: Sequence[Row], is_named: IsNamed = everyone) -> Peaks:
+
+def peaks_of(rows: Sequence[Row], is_named: IsNamed = everyone, change: Change = as_it_is) -> Peaks:
     """The peaks of the rows that tell one."""
     told = [row for row in rows if number(row, "peak_mem_gb")]
-    held = hold(told, is_named) if told else None
+    held = hold(told, is_named, change) if told else None
     if held is None:
         return Peaks([], array([]), array([]))
     return Peaks(held.rows, np.array([number(row, "peak_mem_gb") for row in held.rows]), held.reported)
 
 
-def labels_of(rows: Sequence[Row], is_named: IsNamed = everyone) -> Labels:
+def labels_of(rows: Sequence[Row], is_named: IsNamed = everyone, change: Change = as_it_is) -> Labels:
     """Whether the layouts fit: those that are told not to, and those that were timed."""
     told = [leanest(row) for row in rows if row["oom"] == "1" or row["step_time_s"]]
-    held = hold(told, is_named) if told else None
+    held = hold(told, is_named, change) if told else None
     if held is None:
         return Labels([], np.zeros(0, dtype=bool), np.zeros(0, dtype=bool), np.zeros(0))
     return Labels(held.rows, np.array([row["oom"] == "1" for row in held.rows]), held.fits == 0, held.share)

@@ -11,6 +11,7 @@ import numpy as np
 
 from bench.published_memory import Labels, Peaks, by_share, peaks_interval
 from bench.published_score import Scored, Sweep, summary
+from bench.published_stated import Stated
 from superstep.cost.closed.interval import Spread
 from superstep.hardware.units import Array
 
@@ -45,6 +46,7 @@ class Result:
         sweeps, sweeps_left_out: the order of plans.
         peaks, labels: memory, with frameworks' names known.
         memory_left_out: the same without the names that only a stack's own rows bear.
+        stated: that, where one property of such a software is told.
         ablations: by mechanism.
     """
 
@@ -58,6 +60,7 @@ class Result:
     peaks: Peaks
     labels: Labels
     memory_left_out: tuple[Peaks, Labels] | None
+    stated: Mapping[str, Stated]
     ablations: Mapping[str, object]
 
 
@@ -114,7 +117,7 @@ def _memory(peaks: Peaks) -> dict[str, float | None]:
 
 def _fits(labels: Labels) -> dict[str, float]:
     count, right = labels.right
-    false, missed = int((labels.predicted & ~labels.published).sum()), int((~labels.predicted & labels.published).sum())
+    false, missed = labels.wrong
     return {"rows": count, "out": int(labels.published.sum()), "right": right, "false_alarms": false, "missed": missed}
 
 
@@ -126,6 +129,7 @@ def _left_out(result: Result) -> dict[str, object]:
     return {
         "memory_left_out": _memory(peaks),
         "fits_left_out": _fits(labels),
+        "stated": {words: asdict(each) for words, each in result.stated.items()},
         "intervals": {
             "covered": float(inside.inside.mean()),
             "by_stack": inside.by_stack,

@@ -95,6 +95,16 @@ def _fits() -> str:
     )
 
 
+def _stated() -> str:
+    rows = [
+        (words, _percent(each["right"]), str(each["false_alarms"]), str(each["missed"]),
+         _percent(each["median"]), _percent(each["p90"]))
+        for words, each in _told()["stated"].items()
+    ]  # fmt: skip
+    columns = ("told", "fits or not", "ran, refused", "failed, let through", "peaks: median", "90th percentile")
+    return table(columns, rows)
+
+
 def _median(sweeps: list[dict[str, float]], what: str) -> float:
     return sorted(each[what] for each in sweeps)[len(sweeps) // 2]
 
@@ -182,6 +192,7 @@ def _experts() -> str:
 PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "constants": _constants,
     "published accuracy": _accuracy,
+    "published stated": _stated,
     "published sources": _sources,
     "published fits": _fits,
     "published ablations": _ablations,

@@ -18,6 +18,7 @@ from bench.published_refused import kept, refusal
 from bench.published_rivals import calculon, constant_fraction
 from bench.published_rows import DATA, is_timed, known_of, number, read_rows, readings, software_of, year_of
 from bench.published_score import Scored, is_judged, ranked, spearman, summary
+from bench.published_stated import stated
 from bench.published_steps import Steps
 from superstep.cost.closed import interval
 from superstep.cost.closed.efficiency import FITTED
@@ -98,6 +99,19 @@ def test_layouts_that_did_not_fit_are_told_from_those_that_did():
     assert right >= 0.95
     # Neither answer alone would be right so often.
     assert 0.3 < labels.published[: len(labels.rows)].mean() < 0.7
+
+
+def test_what_is_told_of_a_software_without_a_name_is_all_that_is_known_of_it():
+    rows = [each for each in ROWS if each["leak_group"] == "aleph"][::4]
+    found = stated([*rows, *(each for each in ROWS if number(each, "peak_mem_gb"))], lambda each: each not in rows)
+    named, unknown = labels_of(rows), labels_of(rows, lambda _each: False)
+    peaks = [each for each in ROWS if number(each, "peak_mem_gb")]
+    ran = labels_of(peaks).wrong
+    # All that these layouts' memory hangs on: with it told they are what they are with their name.
+    assert (found["all three"].false_alarms - ran[0], found["all three"].missed - ran[1]) == named.wrong
+    assert (found["nothing"].false_alarms - ran[0], found["nothing"].missed - ran[1]) == unknown.wrong
+    assert found["logits and gradients"].right > found["nothing"].right + 0.02
+    assert found["all three"].median == float(np.median(peaks_of(peaks).errors))
 
 
 def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(steps, judged):

@@ -179,6 +179,24 @@ def test_frozen_weights_and_offloaded_states_take_no_room():
     assert of(run).optimizer > 0
 
 
+def test_what_an_update_lists_takes_the_place_of_activations_and_one_piece_comes_besides():
+    run = resolved(recompute="full")
+
+    def workspace(offload=0, **held):
+        kept = keeping.keeping_of(keeping.Holding(**held))
+        found = of(run, kept, MEGATRON, offload=offload)
+        return float(found.workspace), float(found.activations)
+
+    none, activations = workspace()
+    # Of 12 bytes a number: a master and two moments.
+    numbers = float(of(run, keeping.megatron(), MEGATRON).optimizer) / 12
+    for each in (4.0, 40.0):
+        assert workspace(listed_bytes=each)[0] == pytest.approx(max(none, each * numbers - activations))
+        assert workspace(update_bytes=each)[0] == pytest.approx(max(none, each * numbers))
+        assert workspace(1, update_bytes=each, listed_bytes=each)[0] == none
+    assert 4 * numbers - activations > none
+
+
 def test_a_crooked_router_fills_one_rank_s_experts():
     model = {"experts": 8, "experts_per_token": 2, "expert_ffn": 1024, "ffn": 0}
     run = resolved()

@@ -251,7 +251,8 @@ def _stage_bytes(
         return np.where(lone, keeping.element_bytes, keeping.weight_shard_bytes / ranks) * numbers
 
     sharded = np.where((layout.zero == 3) & (layout.shards > 1), 1.0, 0.0)
-    update = at(1, keeping.update_bytes)
+    on_chip = np.where(layout.offload > 0, 0.0, 1.0)
+    update, listed = (on_chip * at(1, each) for each in (keeping.update_bytes, keeping.listed_bytes))
     activations, transient = _activations(model, layout, stack, keeping, core, stage)
     block = np.where(
         moe > 0,
@@ -273,10 +274,10 @@ def _stage_bytes(
     return Footprint(
         parameters=weights(dense, layout.shards) + weights(experts, expert_shards),
         gradients=trains * at(2, stack.kept_gradient_bytes),
-        optimizer=trains * at(1, np.where(layout.offload > 0, 0.0, states)),
+        optimizer=trains * at(1, on_chip * states),
         activations=activations,
         buffers=gathered + whole + passing,
-        workspace=np.maximum(transient, update),
+        workspace=np.maximum(np.maximum(transient, update), listed - activations),
     )
 
 

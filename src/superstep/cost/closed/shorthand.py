@@ -21,6 +21,9 @@ _TORCH = replace(MEGATRON, logit_bytes=18.0, norm_bytes=6.0)
 _COMPILED = replace(_TORCH, logit_bytes=4.0)
 """A compiled loss, or FlashAttention's, reads logits and writes their gradient, both in 16 bits."""
 _EAGER = Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, kept_gradient_bytes=2)
+_LISTED = 4.0
+"""torch's AdamW goes through lists of tensors (foreach) unless told otherwise, which "uses ~ sizeof(params) more peak
+memory" by its documentation: the roots of the second moments, in fp32."""
 _MEGATRON_16 = Software(gradient_bytes=2, kept_gradient_bytes=2, bucket_bytes=WHOLE, overlaps_data=False)
 
 
@@ -170,10 +173,15 @@ UNKNOWN: tuple[Shorthand, ...] = (
     Shorthand(
         words="",
         since=2024.0,
-        software=Software(gradient_bytes=2, bucket_bytes=25e6, bucket_bytes_per_rank=0),
-        source="Nothing is known: fused and overlapped, as today's software is. Most of those above reduce in 16 bits, "
-        "and buckets grow with the ranks in Megatron Core's alone; torch's are of 25 MB (bucket_cap_mb). Copies of the "
-        "logits: Megatron's, in the middle of those above.",
+        software=Software(
+            gradient_bytes=2,
+            bucket_bytes=25e6,
+            bucket_bytes_per_rank=0,
+            holds=replace(MEGATRON, listed_bytes=_LISTED),
+        ),
+        source="Nothing is known: fused and overlapped, as today's software is, with torch's own AdamW. Most of "
+        "those above reduce in 16 bits, and buckets grow with the ranks in Megatron Core's alone; torch's are of 25 MB "
+        "(bucket_cap_mb). Copies of the logits: Megatron's, in the middle of those above.",
     ),
     Shorthand(
         words="",

@@ -20,7 +20,9 @@ class Keeping:
         element_bytes: of a number in the forward pass.
         input_bytes: of a number that a product reads, as it is kept where products are in 8 bits.
         weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
-        update_bytes: of what the update makes and drops, for each parameter that it updates.
+        update_bytes: of what the update makes in one piece and drops, for each parameter that it updates. No gap that
+            activations left has room for it, so it comes besides.
+        listed_bytes: of what it makes tensor by tensor, which finds place there.
         bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
         logit_bytes: of a logit at the loss's peak, all its copies together.
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
@@ -40,6 +42,7 @@ class Keeping:
     input_bytes: Array
     weight_shard_bytes: Array
     update_bytes: Array
+    listed_bytes: Array
     bucket_bytes: Array
     logit_bytes: Array
     norm_bytes: Array
@@ -63,6 +66,7 @@ class Holding:
     input_bytes: float = 1.0
     weight_shard_bytes: float = 2.0
     update_bytes: float = 0.0
+    listed_bytes: float = 0.0
     bucket_bytes: float = 0.0
     logit_bytes: float = 10.0
     norm_bytes: float = 0.0
