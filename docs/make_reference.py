@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from superstep.observe import events
 from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.model import alternating, latent
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.named import PRICED
 from superstep.plan.model.shape import SHAPES
@@ -165,9 +166,9 @@ def configuration() -> str:
         "`model.name` may be the path of a `config.json` of one of these types; where the file leaves a key out, "
         "it means what it means to transformers. A file in which some blocks have experts and others do not is "
         "refused. One in which some slide and others do not is priced by `superstep plan` and trained by nothing yet, "
-        f"and so are {_priced()} and the types `deepseek_v3`, `kimi_k2` and `gpt_oss`. Layers of a state space, of "
-        "linear attention, of recurrences or convolutions are neither: a file of a type that has some is refused by "
-        "name.",
+        f"and so are {_named(PRICED)} and files of the types {_named((*latent.KINDS, *alternating.KINDS))}. Layers of "
+        "a state space, of linear attention, of recurrences or convolutions are neither: a file that has some "
+        "is refused by name.",
         table(("model_type", "is written for", "beside Llama's"), _FAMILIES),
         "Every key is honoured, refused with what would work, or changes nothing. `rope_theta` may stand by itself or "
         "in `rope_parameters`, not differ in both; wavelengths may be stretched as `linear`, `llama3` and `yarn` do. "
@@ -217,8 +218,8 @@ _FAMILIES = [
 ]
 
 
-def _priced() -> str:
-    return ", ".join(f"`{name}`" for name in PRICED)
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _harmless() -> list[tuple[str, str]]:

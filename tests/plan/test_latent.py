@@ -55,6 +55,18 @@ def test_a_config_json_is_read_as_the_named_model(tmp_path):
     assert shape_of(ModelConfig(name=str(path)), is_priced=True) == PRICED["deepseek-v3"]
 
 
+def test_an_older_kind_is_read_as_well(tmp_path):
+    # deepseek-ai/DeepSeek-V2: 236 billion parameters (DeepSeek-AI 2024, "DeepSeek-V2", sec. 3.1.2).
+    path = tmp_path / "config.json"
+    older = {
+        "model_type": "deepseek_v2", "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 60, "n_routed_experts": 160, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1, "vocab_size": 102400,
+    }  # fmt: skip
+    path.write_text(json.dumps(DEEPSEEK | older))
+    assert parameters(shape_of(ModelConfig(name=str(path)), is_priced=True)) == pytest.approx(236e9, rel=0.002)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

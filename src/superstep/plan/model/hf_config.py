@@ -76,7 +76,7 @@ def from_hf_config(path: Path) -> ModelShape:
         why = f"has {other}, which nothing here trains or prices" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {told!r} {why}; it must be one of {known}, or one that superstep plan alone takes: "
-            "'deepseek_v3', 'kimi_k2', 'gpt_oss'."
+            "'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
         )
     kind = kinds[kinds.index(told)]
     keys = Keys(raw, f"{path}: ", DEFAULTS[kind])

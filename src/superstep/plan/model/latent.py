@@ -12,7 +12,7 @@ from superstep.plan.model.hf_config import read_json
 from superstep.plan.model.json_keys import Keys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
-KINDS = ("deepseek_v3", "kimi_k2")
+KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
