@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from superstep.kernels import cross_entropy, fused, native, norm, rope, swiglu
+from superstep.kernels import cross_entropy, fused, grid, native, norm, rope, swiglu
+from superstep.numerics.fixed_point import BLOCK, PARAMETER, OutOfRange
 
 UNITS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -118,6 +119,27 @@ def test_what_is_no_number_is_not_hidden(processor, bad):
     lse, _ = cross_entropy.row_sums(x, torch.zeros(4, dtype=torch.long), 32)
     assert not lse[1].isfinite()
     assert lse[0].isfinite()
+
+
+@pytest.mark.parametrize("count", [1, 37, 3 * BLOCK + 5])
+def test_sums_on_a_grid_are_torch_s_to_the_bit(processor, count):
+    torch.manual_seed(2)
+    values = torch.randn(count) * torch.logspace(-12, 3, count)
+    into = torch.randint(-(2**60), 2**60, (count,))
+    wanted = into + PARAMETER.put_(values.clone())
+    assert grid.takes(into, values)
+    PARAMETER.add(into, values)
+    assert torch.equal(into, wanted)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 2.0**12])
+def test_what_has_no_room_on_the_grid_is_refused(processor, bad):
+    values = torch.zeros(100)
+    values[71] = bad
+    with pytest.raises(OutOfRange, match="has a term of"):
+        PARAMETER.add(torch.zeros(100, dtype=torch.int64), values)
+    values[71] = 2.0**12 - 1
+    PARAMETER.add(torch.zeros(100, dtype=torch.int64), values)
 
 
 def test_threads_change_no_bit(processor, monkeypatch):

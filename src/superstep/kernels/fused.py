@@ -14,7 +14,7 @@ from superstep.kernels import native
 from superstep.kernels.attention import FLAGS
 from superstep.kernels.native import Built
 
-NAMES = ("fused.cpp", "cross_entropy.h", "norm.h", "numbers.h", "rope.h", "swiglu.h", "vector.h")
+NAMES = ("fused.cpp", "cross_entropy.h", "grid.h", "norm.h", "numbers.h", "rope.h", "swiglu.h", "vector.h")
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in NAMES)
 
 LANES = 16

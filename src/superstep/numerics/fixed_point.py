@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from superstep.kernels import grid as kernel
+
 BLOCK = 2**16
 """Elements put on the grid at once: they stay in the cache between the passes (1 ns an element, 5 in one go)."""
 
@@ -77,11 +79,15 @@ class Grid:
         return replace(self, terms=1 << max(terms - 1, 1).bit_length(), name=name, excess=excess)
 
     def add(self, into: Tensor, values: Tensor) -> None:
-        """``into += values``, with an int64 ``into`` of the same shape; the values' memory is used up.
+        """``into += values``, with an int64 ``into`` of the same shape; the values' memory may be used up.
 
         Raises:
             OutOfRange: a value is too large or is no number.
         """
+        if kernel.takes(into, values):
+            if not kernel.add(into, values, scale=2.0**self.bits, limit=self.limit):
+                self._refuse(float(values.abs().max()))
+            return
         if into.is_contiguous() and values.is_contiguous() and values.numel() > BLOCK:
             parts = zip(into.view(-1).split(BLOCK), values.view(-1).split(BLOCK), strict=True)
         else:

@@ -1,7 +1,8 @@
 // What a step does between its products, each in one pass over memory: norms, the rotary embedding, gates, and the rows
-// of a cross entropy. Plain C to whom calls it; all memory that is told of is the caller's.
+// of a cross entropy; and exact mode's sums. Plain C to whom calls it; all memory that is told of is the caller's.
 
 #include "cross_entropy.h"
+#include "grid.h"
 #include "norm.h"
 #include "rope.h"
 #include "swiglu.h"
@@ -44,6 +45,11 @@ void superstep_row_sums(int64_t is_bf16, void* x, int64_t rows, int64_t columns,
 void superstep_row_gradients(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width,
                              const int64_t* targets, const float* lse, const float* factor, int64_t threads) {
   (is_bf16 ? row_gradients<true> : row_gradients<false>)({x, rows, columns, width, targets}, lse, factor, threads);
+}
+
+void superstep_add_to_grid(int64_t* into, const float* values, int64_t count, float scale, float limit, int64_t* wrong,
+                           int64_t threads) {
+  *wrong = add_to_grid(into, values, count, scale, limit, threads);
 }
 
 }  // extern "C"
