@@ -160,18 +160,17 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(asked.threads)
     if compiled().library is None:
         raise SystemExit(f"there is nothing to measure: {compiled().why}.")
-    rows = []
+    found = products(asked.rounds)
+    for row in found:
+        print(row["shape"], row["faster_by"], row["gflops_per_s"], flush=True)
+    onednn, rows = prefers_onednn(), []
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             rows.append(attention(shape, dtype, asked.rounds))
             row = rows[-1]
             faster = {pass_: row[pass_]["faster_by"]["torch"] for pass_ in ("forward", "backward")}  # type: ignore[index]
             print(shape, row["dtype"], faster, row["gflops_per_s"], flush=True)
-    found = products(asked.rounds)
-    for row in found:
-        print(row["shape"], row["faster_by"], row["gflops_per_s"], flush=True)
-    onednn = prefers_onednn()
-    write_result(asked.json, threads=asked.threads, prefers_onednn=onednn, attention=rows, products=found)
+            write_result(asked.json, threads=asked.threads, prefers_onednn=onednn, attention=rows, products=found)
 
 
 if __name__ == "__main__":

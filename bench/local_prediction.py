@@ -126,6 +126,10 @@ def report(name: str, rounds: int) -> dict:
     }
 
 
+def _median_error(table: list[dict], key: str) -> float:
+    return statistics.median(abs(row[key] - 1) for row in table)
+
+
 def main(argv: list[str]) -> int:
     """Measure every layout, print a table, write JSON."""
     options = argparse.ArgumentParser(prog="python -m bench.local_prediction", description=__doc__.splitlines()[0])
@@ -143,12 +147,9 @@ def main(argv: list[str]) -> int:
         table.append(row)
         seconds = "".join(f"{row[key] * 1e3:>9.1f} ms" for key in ("measured_s", "measured_cpu_s", "predicted_s"))
         print(f"{name:16}{row['ranks']:>6}{seconds}{row['ratio']:>8.3f}{row['memory_ratio']:>8.3f}", flush=True)
-    error = statistics.median(abs(row["ratio"] - 1) for row in table)
-    of_memory = statistics.median(abs(row["memory_ratio"] - 1) for row in table)
-    print(f"median error {error:.1%} of time, {of_memory:.1%} of memory")
-    write_result(
-        asked.json, rounds=asked.rounds, steps=STEPS, median_error=error, median_memory_error=of_memory, layouts=table
-    )
+        errors = {key: _median_error(table, key) for key in ("ratio", "memory_ratio")}
+        write_result(asked.json, rounds=asked.rounds, steps=STEPS, median_errors=errors, layouts=table)
+    print(f"median error {errors['ratio']:.1%} of time, {errors['memory_ratio']:.1%} of memory")
     return 0
 
 
