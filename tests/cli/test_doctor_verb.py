@@ -72,7 +72,8 @@ def test_a_run_is_told_of_while_it_trains_and_after_it_has_failed(place, monkeyp
     assert statuses == [1]
     failed = capsys.readouterr()
     assert "superstep doctor run says what every rank did (run/fault.json)" in failed.err
-    assert main(["doctor", "run"]) == 1
+    assert main(["doctor", "run", "--page"]) == 1
+    assert "that was enough." in (place / "run" / "doctor.html").read_text()
     assert "1. rank 0: that was enough." in capsys.readouterr().out
     assert main(["trace", "run", "--steps", "3", "--out", "three.json"]) == 0
     assert json.loads((place / "run" / "trace.json").read_text())["step"] >= live

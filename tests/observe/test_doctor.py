@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from superstep.cli.doctor.text import page
 from superstep.observe.doctor.box import read_box, write_box
 from superstep.observe.doctor.diagnose import _HERE, diagnose
 from superstep.observe.doctor.seen import DATA, Disk, Note, RankSeen, RunSeen
+from superstep.observe.page.doctor import doctor_page, graph
 from superstep.observe.steps_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.trace import load_trace
 from superstep.plan.mesh import Coordinate
@@ -133,6 +135,24 @@ def test_who_waits_for_whom_is_said_down_to_the_tensor():
     assert f"act u{world.program.units_of(3)[0]} m0 from rank 2, which waits in forward u{unit} m0" in said
 
 
+def test_who_waits_for_whom_is_drawn():
+    world = World({"pp": 2, "dp": 2, "zero": 1})
+    index = next(i for i, each in enumerate(world.lists[2]) if describe(each).startswith("forward"))
+    run = world.seen(world.stop(2, index))
+    verdict = diagnose(run)
+    drawn = ElementTree.fromstring(graph(run, verdict))
+    boxes = {box.findtext("text").split(",")[0]: box.get("class") for box in drawn.iter("g")}
+    assert boxes == {f"rank {rank}": "rank blamed" if rank == 2 else "rank" for rank in range(4)}
+    told = [path.findtext("title") for path in drawn.findall("path")]
+    assert told == [f"rank {wait.rank}: {wait.what}" for wait in verdict.waits for _ in wait.missing]
+    edges = {(wait.rank, other) for wait in verdict.waits for other in wait.missing}
+    assert {(0, 2), (1, 0), (3, 2)} == edges
+    evil = doctor_page("<b>x", changed(run, 2, what="forward <script>"), verdict, "<i>all")
+    assert "<b>x" not in evil
+    assert "forward <script>" not in evil
+    assert "&lt;i&gt;all" in evil
+
+
 def test_who_is_past_a_sum_that_another_is_still_in_has_left_one_out():
     world = World({"dp": 2, "zero": 2})
     at = [i for i, each in enumerate(world.lists[0]) if describe(each).startswith("settle")][-1]
@@ -141,6 +161,22 @@ def test_who_is_past_a_sum_that_another_is_still_in_has_left_one_out():
     reduce = describe(world.lists[0][at]).replace("settle", "reduce")
     assert (found.kind, found.rank, found.at) == ("skipped", 1, reduce)
     assert diagnose(replace(run, ranks=tuple(replace(r, since_s=0.5) for r in run.ranks))).findings == ()
+    # Where the lane sees it both have raised an error, and that is what is left of the run.
+    raised = replace(run, ranks=tuple(replace(r, has_raised=True, since_s=0.1) for r in run.ranks))
+    assert [(f.kind, f.rank, f.at) for f in diagnose(raised).findings] == [("skipped", 1, reduce)]
+    left = replace(raised, is_live=False, fault="rank 0: rank 1 of the group is at another operation.")
+    assert [(f.kind, f.rank) for f in diagnose(left).findings] == [("skipped", 1), ("fault", 0)]
+    other = replace(left, fault="rank 0: the process of rank 1 of the group has ended.")
+    assert [f.kind for f in diagnose(other).findings] == ["fault"], "of a link that breaks one may be past the other"
+    elsewhere = replace(raised, ranks=raised.ranks[:1])
+    assert [f.kind for f in diagnose(elsewhere).findings] == [], "within the first second"
+
+
+def test_a_rank_that_has_raised_an_error_is_named():
+    world = World({"dp": 2, "zero": 2})
+    run = changed(world.seen(world.stop(1, 5)), 1, has_raised=True, since_s=2.0)
+    (found,) = diagnose(run).findings
+    assert (found.kind, found.rank, found.at) == ("raised", 1, describe(world.lists[1][5]))
 
 
 def changed(run, rank, /, **fields):

@@ -170,6 +170,8 @@ def test_both_scenes_are_accessible(seen, eight_ranks, dark):
     seen.is_accessible()
     seen.tab.click("#tab-where")
     seen.is_accessible()
+    # The page has become so long that it scrolls, and narrower by that.
+    assert seen("(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('.where'))")
 
 
 def test_it_fits_a_phone(seen, eight_ranks):

@@ -17,6 +17,7 @@ from pool import RankError
 from superstep.cli.doctor.verb import look
 from superstep.observe.doctor.pace import WINDOW_S
 from superstep.plan.resolve import resolve
+from superstep.program.text import describe
 from superstep.runtime.looking import Looker, views_of, vitals
 from superstep.train.run_folder import RunFolder
 from superstep.train.seen_run import Live
@@ -34,10 +35,11 @@ class Patient:
     Args:
         pool: of ranks.
         place: the folder of the run.
+        job: what each of them does.
     """
 
-    def __init__(self, pool, place):
-        self.place, self._ended = place, None
+    def __init__(self, pool, place, job=planted.train):
+        self.place, self._job, self._ended = place, job, None
         (place / "now").write_text("healthy")
         run = resolve(small.config(layers=2, microbatch=2, dp=RANKS, zero=2), RANKS)
         self._thread = threading.Thread(target=self._train, args=(pool, run))
@@ -45,12 +47,20 @@ class Patient:
 
     def _train(self, pool, run):
         try:
-            pool.run(RANKS, planted.train, run, str(self.place), timeout_s=240.0)
+            pool.run(RANKS, self._job, run, str(self.place), timeout_s=240.0)
         except RankError as error:
             self._ended = str(error)
 
     def processes(self):
         return {rank: int((self.place / f"rank-{rank}").read_text()) for rank in range(RANKS)}
+
+    def views(self, stack):
+        """Of each rank's page, once it has one, until the stack ends."""
+        self.wait(lambda: all((self.place / f"rank-{rank}").exists() for rank in range(RANKS)))
+        views = {rank: view for pid in self.processes().values() for rank, view in views_of(pid).items()}
+        for view in views.values():
+            stack.callback(view.close)
+        return views
 
     def wait(self, is_there, most_s=FIRST_S):
         until_s = time.monotonic() + most_s
@@ -62,7 +72,7 @@ class Patient:
     def plant(self, name):
         """Have it begin; when it did, for one that keeps a rank."""
         (self.place / "now").write_text(name)
-        if name in ("hook", "held"):
+        if name in ("hook", "held", "skip"):
             begun = self.place / "begun"
             self.wait(lambda: begun.exists() and begun.read_text().startswith(f"{name} "))
             return float(begun.read_text().split()[1])
@@ -76,6 +86,10 @@ class Patient:
         (self.place / "leave").touch()
         self._thread.join(30.0)
         assert not self._thread.is_alive()
+        until_s = time.monotonic() + 30.0
+        while any(vitals(process).state not in ("", "Z") for process in self.processes().values()):
+            assert time.monotonic() < until_s, "the pool starts others only once these have gone"
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -92,10 +106,7 @@ def runs_done(live):
 @pytest.mark.long
 def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_healthy_ranks(patient):
     with ExitStack() as stack:
-        patient.wait(lambda: all((patient.place / f"rank-{rank}").exists() for rank in range(RANKS)))
-        views = {rank: view for pid in patient.processes().values() for rank, view in views_of(pid).items()}
-        for view in views.values():
-            stack.callback(view.close)
+        views = patient.views(stack)
 
         def live(**system):
             return Live(RunFolder(root=patient.place), views, Looker(views, **system))
@@ -161,3 +172,30 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
             one = found(time.monotonic())
             assert (one.kind, one.rank, one.at) == (kind, planted.RANK, at)
             patient.heal()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [(planted.train_over_gloo, "has waited for"), (planted.train, "found another operation in its place")],
+    ids=["the others wait for it", "the lane sees that others are elsewhere, and an error ends the ranks"],
+)
+def test_a_rank_that_leaves_out_a_sum_is_named(pool, tmp_path, job, said):
+    patient = Patient(pool, tmp_path, job)
+    try:
+        with ExitStack() as stack:
+            views = patient.views(stack)
+            live = Live(RunFolder(root=patient.place), views, Looker(views))
+            patient.wait(lambda: runs_done(live) >= 40)
+            assert look(Live(live.folder, views, Looker(views)))[1].findings == (), "of a healthy run nothing is said"
+            begun_s = patient.plant("skip")
+            findings = ()
+            while not findings:
+                run, verdict = look(Live(live.folder, views, Looker(views)))
+                findings = verdict.findings
+                longest_s = max(rank.longest_s for rank in run.ranks)
+                assert time.monotonic() < begun_s + WITHIN_S + 10 * longest_s
+            (one,) = findings
+            assert (one.kind, one.rank, one.at) == ("skipped", planted.RANK, describe(planted.SKIPPED))
+            assert said in one.evidence[0]
+    finally:
+        patient.end()

@@ -175,19 +175,21 @@ class Looker:
 
 
 def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
-    """The rank with what it did last, and the list that it follows."""
+    """The rank with what it did last, and the list that it follows. What raised an error is apart by now: where it was
+    in its program counts.
+    """
     words, beat = Words(view), read_beat(view)
-    return replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
-
-
-def last_seen(view: mmap.mmap, rank: int) -> RankSeen:
-    """A rank of a run that has failed. What raised an error is apart by now: where it was in its program counts."""
-    found = with_notes(Looker({rank: view}).look()[0], view)
+    found = replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
     last = next((note for note in reversed(found.notes) if note.index >= 0), None)
     if found.doing != "apart" or last is None or last.is_done:
         return found
     doing: Does = "works" if last.start_s else "waits"
-    return replace(found, doing=doing, what=last.what, run=last.run, step=last.step, index=last.index)
+    return replace(found, doing=doing, has_raised=True, what=last.what, run=last.run, step=last.step, index=last.index)
+
+
+def last_seen(view: mmap.mmap, rank: int) -> RankSeen:
+    """A rank of a run that has failed."""
+    return with_notes(Looker({rank: view}).look()[0], view)
 
 
 @lru_cache(maxsize=8)

@@ -41,6 +41,11 @@ class RunFolder:
         return self.root / "fault.json"
 
     @property
+    def doctor(self) -> Path:
+        """What the doctor says of the run, once it was asked for as a page."""
+        return self.root / "doctor.html"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object for each event."""
         return self.root / "metrics.jsonl"

@@ -29,6 +29,8 @@ def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
     parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
     parser.add_argument("--stacks", action="store_true", help="print the whole stack of every thread of a live run")
+    parser.add_argument("--page", action="store_true", help="write doctor.html into the folder too, with a graph")
+    parser.add_argument("--open", action="store_true", help="likewise, and open it in the browser")
     options = parser.parse_args(list(argv))
     if options.run is None:
         raise ConfigError("name the folder of a run: superstep doctor runs/demo.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -14,10 +15,12 @@ from superstep.errors import StateError
 from superstep.observe.doctor.diagnose import Verdict, diagnose
 from superstep.observe.doctor.seen import RunSeen
 from superstep.observe.jsonl import last_line
+from superstep.observe.page.doctor import doctor_page
 from superstep.train.hold import owner
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.seen_run import Live, left, live, over, require_run
 
+PAGE_COLUMNS = 120
 POLL_S = 0.2
 LEAST_S, MOST_S = 1.0, 2.2
 """How long a run is looked at: no less, so that there is something to see; and no more, where nothing is found."""
@@ -39,6 +42,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
         return 0
     run, verdict = found
+    if options.page or options.open:
+        said = page(str(folder.root), run, verdict, width=PAGE_COLUMNS, is_whole=True)
+        write_whole(folder.doctor, doctor_page(str(folder.root), run, verdict, said))
+    if options.open:
+        webbrowser.open(folder.doctor.resolve().as_uri())
     if options.json:
         print(json.dumps(as_json(folder, run, verdict), indent=1))
     else:

@@ -24,8 +24,8 @@ from superstep.observe.doctor.seen import CHECKPOINT, DATA, VALIDATION, RankSeen
 from superstep.observe.doctor.waits import Wait, Waits, first_of
 
 Kind = Literal[
-    "fault", "stopped", "gone", "held", "hook", "hang", "busy", "skipped", "circle", "data", "beside", "slow", "swaps",
-    "memory", "disk",
+    "fault", "stopped", "gone", "held", "hook", "hang", "busy", "skipped", "raised", "circle", "data", "beside", "slow",
+    "swaps", "memory", "disk",
 ]  # fmt: skip
 
 STANDS_S = 1.0
@@ -58,6 +58,8 @@ LEAST_FREE_BYTES = 16 * 2**20
 
 _NAMED = ("rank", "step")
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+_CROSSED = re.compile("at another operation|[Tt]imed out|[Tt]imeout")
+"""What a collective says that not all have come to: at once, where it sees what others do instead, or in the end."""
 _HERE = str(Path(__file__).parents[2])
 
 
@@ -106,7 +108,7 @@ def diagnose(run: RunSeen) -> Verdict:
     waits, took_s = Waits(run), step_s(run)
     stands = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
     pace = spent(run)
-    found = [*_ended(run), *_processes(run)]
+    found = [*_ended(run, waits), *_processes(run)]
     if stands and run.is_live and not found:
         found += _standing(run, waits, took_s)
     if run.is_live and not found:
@@ -118,9 +120,11 @@ def diagnose(run: RunSeen) -> Verdict:
     return Verdict(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
 
 
-def _ended(run: RunSeen) -> Iterator[Finding]:
+def _ended(run: RunSeen, waits: Waits) -> Iterator[Finding]:
     if not run.fault:
         return
+    if _CROSSED.search(run.fault):
+        yield from _skipped(run, waits)[:1]
     rank, step = (None if at is None else int(at[1]) for at in (re.search(rf"\b{w} (\d+)", run.fault) for w in _NAMED))
     rank = run.ranks[0].rank if rank is None and len(run.ranks) == 1 else rank
     seen = next((each for each in run.ranks if each.rank == rank), None)
@@ -152,10 +156,12 @@ def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
     if held:
         return [_held(rank) for rank in held]
     ends = sorted({end for rank in run.ranks for end in first_of(waits, rank.rank)})
-    past = {wait.rank: wait for wait in waits.all if wait.past}
-    skipped = [_skipped(seen, past[rank]) for rank in past if seen[rank].since_s >= max(STANDS_S, 2 * took_s)]
+    skipped = _skipped(run, waits, least_s=max(STANDS_S, 2 * took_s))
     if skipped:
         return skipped[:1]
+    raised = [rank for rank in run.ranks if rank.has_raised]
+    if raised and min(rank.since_s for rank in run.ranks) >= STANDS_S:
+        return [_raised(max(raised, key=lambda rank: rank.since_s))]
     if not ends:
         return _circle(run, waits)
     # The one that is farthest behind came to it first: others may sleep in what it has not sent.
@@ -193,17 +199,32 @@ def _held(seen: RankSeen) -> Finding:
     return _of(seen, "held", what, f"none of its other threads has run for {seen.looked_s:.1f} s and more", *_top(seen))
 
 
-def _skipped(seen: Mapping[int, RankSeen], wait: Wait) -> Finding:
-    """One rank is past a sum that another is still in. The odd one of more than two has left it out."""
-    here = seen[wait.rank]
-    others = ", ".join(f"rank {rank}, in {_where(seen[rank])}" for rank in wait.past)
-    who = seen[wait.past[0]]
-    what = (
-        f"rank {who.rank} has left out {wait.what}, or one on its lane before: rank {wait.rank} is still in it, and "
-        f"{others} is past it"
-    )
-    said = f"rank {here.rank} has waited for {here.since_s:.1f} s for what all ranks say they have started"
-    return Finding(kind="skipped", what=what, rank=who.rank, step=here.step, at=wait.what, evidence=(said,))
+def _skipped(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
+    """Ranks that are past a sum which another is still in, for so long: the odd one of several has left it out."""
+    seen, found = {rank.rank: rank for rank in run.ranks}, []
+    for wait in waits.all:
+        here = seen[wait.rank]
+        # Who has raised an error goes on no more; but it may be that of a rank which is not seen here.
+        is_sure = len(seen) == run.mesh.world if here.has_raised else here.since_s >= least_s
+        if not wait.past or not is_sure:
+            continue
+        others = ", ".join(f"rank {rank}, in {_where(seen[rank])}," for rank in wait.past)
+        what = (
+            f"rank {wait.past[0]} has left out {wait.what}, or one on its lane before: rank {wait.rank} is still in "
+            f"it, and {others} is past it"
+        )
+        said = f"rank {here.rank} has waited for {here.since_s:.1f} s for what all ranks say they have started"
+        if here.has_raised:
+            said = f"rank {here.rank} has found another operation in its place, and ended with an error"
+        found.append(
+            Finding(kind="skipped", what=what, rank=wait.past[0], step=here.step, at=wait.what, evidence=(said,))
+        )
+    return found
+
+
+def _raised(seen: RankSeen) -> Finding:
+    what = f"rank {seen.rank} has raised an error in {_where(seen)}, {seen.since_s:.1f} s ago, and nothing goes on"
+    return _of(seen, "raised", what, "the launcher says which, once it has ended the ranks")
 
 
 def _circle(run: RunSeen, waits: Waits) -> list[Finding]:

@@ -70,6 +70,7 @@ class RankSeen:
         run, step, index: where that is; see ``Note``.
         since_s: for how long it has been so.
         longest_s: the longest that it has worked on this instruction before.
+        has_raised: whether that has raised an error, and the rank has left its program for it.
         has_moved: whether it went on while it was looked at.
         looked_s: for how long it was seen to stand; 0.0 where there was one look.
         is_held: some code keeps Python's lock: its other threads do not run.
@@ -95,6 +96,7 @@ class RankSeen:
     index: int = 0
     since_s: float = 0.0
     longest_s: float = 0.0
+    has_raised: bool = False
     has_moved: bool = False
     looked_s: float = 0.0
     is_held: bool = False

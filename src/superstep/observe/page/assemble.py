@@ -10,7 +10,7 @@ import base64
 import html
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -42,6 +42,7 @@ def assembled(
     title: str,
     data: dict[str, Any],
     libraries: Sequence[str] = (),
+    body: Mapping[str, str] | None = None,
 ) -> str:
     """The whole page.
 
@@ -50,21 +51,27 @@ def assembled(
         styles: files, in order.
         scripts: files, which become one script: what one declares all see.
         title: of the page.
-        data: JSON that ``window.superstep`` finds; strings made by ``packed`` stay as they are until they are used.
+        data: JSON that the script finds; strings made by ``packed`` stay as they are until they are used. With
+            ``is_live`` in it the script may ask the server that the page is from, and no other.
         libraries: files of others, before the scripts, each a script of its own.
+        body: markup by name, in the place of ``{{name}}``; what comes of a user is escaped there.
     """
+    text = asset(f"assets/{markup}").replace("{{title}}", html.escape(title))
+    for name, part in (body or {}).items():
+        text = text.replace(f"{{{{{name}}}}}", part)
     own = "\n".join(asset(f"assets/{name}") for name in scripts)
     head = "\n".join(f"<style>\n{asset(name)}</style>" for name in styles)
     foreign = "\n".join(f"<script>\n{_closed(asset(name))}\n</script>" for name in libraries)
     # In a script element "</" could end it and "<!--" begin a comment; in JSON < may be written so.
+    asks = " connect-src 'self';" if data.get("is_live") else ""
     told = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';{asks} script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">\n"
         f'<title>{html.escape(title)}</title>\n<link rel="icon" href="data:,">\n{head}\n</head>\n<body>\n'
-        f"{asset(f'assets/{markup}').replace('{{title}}', html.escape(title))}"
+        f"{text}"
         f'<script type="application/json" id="data">{told}</script>\n{foreign}\n'
         f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>\n</body>\n</html>\n'
     )

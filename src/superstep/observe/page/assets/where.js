@@ -18,7 +18,7 @@ function openWhere() {
   if (step.mesh.ep > 1) lines.push("experts");
   W.lines = lines;
   W.height = HEAD + lines.length * (ROW + GAP) + 8;
-  W.total = { w: Math.max(wide + 15, W.perLine * (W.width + 16) + 10), h: Math.ceil((rows * shown.length) / W.perLine) * (W.height + 26) + 14 };
+  W.total = { w: Math.max(wide, W.perLine * (W.width + 16) + 10), h: Math.ceil((rows * shown.length) / W.perLine) * (W.height + 26) + 14 };
   W.boxes = [];
   for (let rank = 0; rank < rows; rank++) shown.forEach((place, n) => {
     const line = rank * Math.ceil(shown.length / W.perLine) + Math.floor(n / W.perLine);

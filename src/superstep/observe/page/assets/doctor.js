@@ -1,0 +1,2 @@
+// Nothing moves on this page; it says when it is there.
+document.documentElement.dataset.ready = "doctor";
