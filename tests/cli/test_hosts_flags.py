@@ -1,13 +1,18 @@
 """What is wrong with the flags of several hosts is told in a line."""
 
+from dataclasses import replace
+
 import pytest
 
 import runs
 from superstep.cli.arguments.hosts import PORT
 from superstep.cli.arguments.train import read
 from superstep.cli.main import main
+from superstep.cli.train import elastic
 from superstep.errors import UserError
+from superstep.plan.resolve import resolve
 
+ELASTIC = ["--train.elastic", "true", "--state.snapshot-every", "1"]
 TWO = ["--hosts", "2", "--host", "1", "--meet", "10.0.0.1:29400"]
 SECRET = {"SUPERSTEP_SECRET": "sixteen bytes or more"}
 
@@ -52,6 +57,9 @@ def test_torchrun_may_say_so(place, monkeypatch):
         ([*TWO, "--patience", "0"], "--patience = 0 must be above 0"),
         ([*TWO, "--secret-file", "nowhere"], "--secret-file = nowhere cannot be read"),
         ([*TWO, "--hosts", "3"], "--hosts = 3 does not divide the plan's 2 ranks; give one of [2]"),
+        ([*TWO, "--without-after", "-1"], "--without-after = -1 must be at least 0"),
+        ([*TWO, "--train.elastic", "true"], "there are none; set state.snapshot_every = 1"),
+        (ELASTIC, "train.elastic = true needs several hosts"),
         ([*TWO, "--state.peers", "1"], "state.peers = 1: one other host has copies of snapshots"),
     ],
 )
@@ -74,3 +82,17 @@ def test_a_secret_must_be_one(secret, says, place, monkeypatch, capsys):
 def test_copies_on_another_host_need_one(place, capsys):
     assert main(["train", "run.toml", "--state.snapshot-every", "1", "--state.peers", "1"]) == 2
     assert "state.peers = 1 needs several hosts" in capsys.readouterr().err
+
+
+def test_an_elastic_run_for_which_no_smaller_plan_has_room_is_refused(place, monkeypatch, capsys):
+    monkeypatch.setattr(elastic.Device, "free_bytes", lambda self, ranks: 2**18)
+    assert main(["train", "run.toml", "--plan.dp", "2", *TWO, *ELASTIC]) == 2
+    assert "train.elastic = true: no plan fits fewer than 2 hosts of 1 ranks" in capsys.readouterr().err
+
+
+def test_plans_for_fewer_hosts_are_those_that_pay(place):
+    run = resolve(runs.config(plan={"dp": 4, "zero": 1}, train={"elastic": True}))
+    run = replace(run, config=replace(run.config, state=replace(run.config.state, snapshot_every=1)))
+    plans = elastic.plans_of(run, 4)
+    assert plans[4] is run
+    assert {count: plan.plan.mesh.world for count, plan in plans.items()} == {1: 1, 2: 2, 4: 4}, "3 do not cut it"

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from superstep.cli.main import main
-from superstep.cli.train import job
+from superstep.cli.train import job, recovering
 from superstep.errors import Fault, Lost
 
 
@@ -19,8 +19,8 @@ def _run(steps, ending):
             return ending()
         raise Lost("killed", rank=1)
 
-    with mock.patch.object(job, "common", side_effect=steps):
-        return job.recovering(launch, []), told
+    with mock.patch.object(recovering, "common", side_effect=steps):
+        return recovering.recovering(launch, []), told
 
 
 def test_a_run_goes_on_as_long_as_it_gets_further():

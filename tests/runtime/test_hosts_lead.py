@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from superstep.runtime.hosts.attend import attend
+from superstep.runtime.hosts.crew import Held
 from superstep.runtime.hosts.door import Refused, knock
+from superstep.runtime.hosts.events import Cause, Over
 from superstep.runtime.hosts.lead import Lead
 from superstep.runtime.hosts.member import Member
 from superstep.runtime.hosts.messages import Hello
 from superstep.runtime.hosts.steer import Steer
-from superstep.runtime.hosts.table import Cause, Held, Over, Table
+from superstep.runtime.hosts.table import Table
 
 SECRET = b"known to both sides"
 HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=1)
@@ -71,7 +73,7 @@ def lead():
     told = []
     found = Lead(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), Steer(2, 1)), tell=told.append,
+        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), Steer(1)), tell=told.append,
     )  # fmt: skip
     found.said = told
     yield found
@@ -110,7 +112,7 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
     lead.begin()
     wire = knock(lead.address, SECRET, replace(HELLO, process="silent"))
     wire.say({"say": "came", "epoch": 0})
-    wire.say({"say": "holds", "own": [[4, 0]], "copies": []})
+    wire.say({"say": "holds", "own": [[4, 0]], "copies": [], "cut": {"epoch": 0, "hosts": []}})
     _until(lambda: host.ranks.given)
     took_s = _until(lambda: any("Waiting for host 1" in line for line in lead.said))
     assert 2.0 < took_s < 3.25, "its last word came up to a beat before"
@@ -126,7 +128,7 @@ def test_a_member_without_its_lead_ends_its_ranks_and_asks_until_its_patience_is
     table = Table(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
     first = Lead(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), Steer(2, 1)), tell=lambda line: None,
+        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), Steer(1)), tell=lambda line: None,
     )  # fmt: skip
     mine, other = Host(0, first), Host(1, _member(first, patience_s=1.0))
     first.begin()

@@ -1,30 +1,14 @@
 """What the lead of several hosts decides: values alone, no network and no clock."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from superstep.runtime.hosts.crew import Cut, Held, largest, newest
+from superstep.runtime.hosts.events import Abort, Came, Cause, Done, Fetch, Go, Holds, Left, Over, Tick, Troubled
 from superstep.runtime.hosts.steer import Course, Progress, steered
-from superstep.runtime.hosts.table import (
-    ECHO_S,
-    MOST_TRIES,
-    Abort,
-    Came,
-    Cause,
-    Done,
-    Fetch,
-    Go,
-    Held,
-    Holds,
-    Left,
-    Over,
-    Phase,
-    Table,
-    Tick,
-    Troubled,
-    after,
-    newest,
-)
+from superstep.runtime.hosts.table import ECHO_S, MOST_TRIES, Phase, Table, after
 
 LOST = Cause("rank 1 was killed", is_lost=True)
 ECHO = Cause("a connection broke", order=3)
@@ -146,15 +130,19 @@ def test_patience_has_an_end_that_names_the_host_and_why_it_is_waited_for():
     assert "host 2 is silent" in over.cause.text
 
 
+def _newest(*held):
+    return newest(dict(enumerate(held)), range(len(held)))
+
+
 def test_the_newest_state_is_one_that_every_host_can_have():
-    assert newest([_held((4, 5)), _held((5, 6))]) == (5, 0)
-    assert newest([_held((9,), copies=(4, 8)), _held()]) is None
-    assert newest([_held((4, 8, 9), copies=(4, 8)), _held()]) == (8, 0)
+    assert _newest(_held((4, 5)), _held((5, 6))) == (5, 0)
+    assert _newest(_held((9,), copies=(4, 8)), _held()) is None
+    assert _newest(_held((4, 8, 9), copies=(4, 8)), _held()) == (8, 0)
     # In a ring: the copies of host 1 are with host 2, those of host 2 with host 0.
-    assert newest([_held((3,)), _held(), _held((3,), copies=(3,))]) == (3, 0)
-    assert newest([_held((3,), copies=(3,)), _held(), _held((3,))]) is None
+    assert _newest(_held((3,)), _held(), _held((3,), copies=(3,))) == (3, 0)
+    assert _newest(_held((3,), copies=(3,)), _held(), _held((3,))) is None
     other_turn = Held(frozenset({(5, 1)}))
-    assert newest([_held((5,)), other_turn]) is None, "a run that has gone back since is another"
+    assert _newest(_held((5,)), other_turn) is None, "a run that has gone back since is another"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -176,7 +164,7 @@ def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_
             return
         for order in found.orders:
             match order:
-                case Go(new, state, _):
+                case Go(new, state):
                     assert new > epoch
                     epoch = new
                     told = [seat.held for seat in before.seats]
@@ -216,3 +204,149 @@ def test_after_a_restart_the_state_that_all_have_is_copied_first():
     course = Course(copied=8, next=8, newest=8)
     assert steered(course, [Progress(newest=8, held=8)] * 2, 1).next == 8
     assert steered(course, [Progress(newest=9, copied=8, held=8)] * 2, 1).next > 9
+
+
+def _elastic(hosts, sizes, *, without_s=5.0):
+    """A run with plans for so many hosts that trains on all of them."""
+    table = Table(seats=(None,) * hosts, can_recover=True, patience_s=60, sizes=sizes, without_s=without_s)
+    table, _ = _told(table, *(event for host in range(hosts) for event in (Came(host), Holds(host, Held()))))
+    assert table.phase is Phase.RUNS
+    return table
+
+
+def _cut(own=(), copies=(), cut=None):
+    held = _held(own, copies)
+    return held if cut is None else Held(held.own, held.copies, cut)
+
+
+def test_a_lost_host_is_gone_on_without_and_those_left_write_down_what_they_have_of_it_first():
+    table = _elastic(3, (1, 2, 3))
+    table, orders = _told(table, Left(1, "host 1 is lost"), at=100.0)
+    assert [type(order) for order in orders] == [Abort]
+    table, orders = _told(table, Holds(0, _held((7, 8), copies=(7,))), Holds(2, _held((7, 8), copies=(7,))), at=100.0)
+    assert orders == []
+    assert _told(table, Tick(), at=104.9)[1] == [], "it may come back"
+    table, (write,) = _told(table, Tick(), at=105.0)
+    assert (write.epoch, write.state, write.sources) == (2, (7, 0), (0, 2, 2)), "host 2 has the copy of host 1's"
+    assert write.crew(3) == (0, 2)
+    table, orders = _told(table, Done(0, 2), at=106.0)
+    assert orders == []
+    table, (go,) = _told(table, Done(2, 2), at=106.0)
+    assert (go.epoch, go.state, go.cut, go.sources) == (3, None, Cut(3, (0, 2)), ())
+    assert go.lost.text == "host 1 is lost"
+
+
+def test_a_host_that_comes_back_in_time_is_waited_for():
+    table, _ = _told(_elastic(2, (1, 2)), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))), at=100.0)
+    _, orders = _told(table, Came(1, 1), Holds(1, _held((7,))), at=104.0)
+    assert [(order.state, order.cut) for order in orders] == [((7, 0), Cut())]
+
+
+def _on_one(step=7):
+    """A run on two hosts that goes on with host 0, which has come to a step."""
+    table = _elastic(2, (1, 2), without_s=0.0)
+    table, (_, write) = _told(table, Left(1, "gone"), Holds(0, _held((step,), copies=(step,))))
+    assert write.sources == (0, 0)
+    table, (go,) = _told(table, Done(0, 2))
+    assert go.cut == Cut(3, (0,))
+    return table
+
+
+def test_it_grows_back_once_another_state_is_whole_and_what_the_host_had_before_means_nothing():
+    table = _on_one()
+    table, orders = _told(table, Tick(9), Came(1, 1), Holds(1, _held((7, 8), copies=(7,))), Tick(9), Tick(9))
+    assert orders == [], "the newest state is not thrown away"
+    table, (abort,) = _told(table, Tick(10))
+    assert abort.cause.is_gain
+    assert "host 1" in abort.cause.text
+    mine = Holds(0, _cut((9, 10), cut=Cut(3, (0,))))
+    table, (write,) = _told(table, Holds(1, _held((7, 8), copies=(7,))), mine)
+    assert (write.state, write.cut, write.sources) == ((10, 0), Cut(3, (0,)), (0,))
+    table, (go,) = _told(table, Done(0, 4))
+    assert (go.epoch, go.state, go.cut) == (5, None, Cut(5, (0, 1)))
+    table, orders = _told(table, Done(0, 5), Done(1, 5))
+    assert orders == [Over()]
+
+
+def test_a_host_that_waits_for_its_turn_may_go_and_the_run_ends_without_it():
+    table = _on_one()
+    table, orders = _told(table, Came(1, 1), Holds(1, Held()), Left(1, "gone again"), Tick(9), Tick(10), Tick(11))
+    assert orders == []
+    assert _told(table, Done(0, 3))[1] == [Over()]
+
+
+def test_a_rank_that_is_lost_on_fewer_hosts_waits_for_nobody():
+    table = _on_one()
+    cut = Cut(3, (0,))
+    _, orders = _told(table, Troubled(0, 3, LOST), Holds(0, _cut((8,), cut=cut)), at=50.0)
+    assert orders[1:] == [Go(4, (8, 0), Cause(LOST.text, is_lost=True, at_s=50.0), cut)]
+
+
+def test_where_nobody_has_all_of_a_state_those_left_go_on_from_the_newest_checkpoint():
+    table = _elastic(4, (2, 4), without_s=0.0)
+    events = [Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,), copies=(7,))), Holds(3, _held((7,)))]
+    _, orders = _told(table, *events)
+    assert [(go.state, go.cut) for go in orders if isinstance(go, Go)] == [(None, Cut(2, (0, 3)))]
+
+
+def test_where_no_plan_is_for_so_few_the_host_is_waited_for_until_patience_ends():
+    table, _ = _told(_elastic(3, (2, 3)), Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,))), at=100.0)
+    table, orders = _told(table, Tick(), at=130.0)
+    assert (table.phase, orders) == (Phase.GATHERS, [])
+    assert isinstance(_told(table, Tick(), at=160.0)[1][0], Over)
+
+
+def test_who_is_lost_while_a_state_is_written_down_is_gone_on_without_too():
+    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))))
+    table, (write,) = _told(table, Holds(2, _held((7,), copies=(7,))))
+    assert write.sources == (0, 2, 2)
+    table, orders = _told(table, Left(2, "gone too"), Holds(0, _held((7,), copies=(7,))))
+    assert [type(order) for order in orders] == [Abort, Go]
+    assert (orders[-1].state, orders[-1].cut) == (None, Cut(3, (0,))), "host 1's part is lost with host 2"
+
+
+def test_those_stay_that_trained_and_hosts_beyond_a_plan_wait():
+    assert largest((0, 1, 2, 3), (1, 2, 4, 8), ()) == (0, 1, 2, 3)
+    assert largest((0, 1, 3), (1, 2, 4), (0, 3)) == (0, 3)
+    assert largest((0, 2), (3,), (0, 1, 2)) == ()
+
+
+def test_whatever_happens_to_an_elastic_run_its_ranks_are_of_hosts_that_are_here_and_a_state_is_whole():
+    seen = [go for seed in range(40) for go in _lives(random.Random(seed))]
+    assert len([go for go in seen if go.sources]) > 20
+    assert len({go.cut.hosts for go in seen}) > 5
+
+
+def _lives(luck):
+    """What is started in a run that anything happens to, each looked at."""
+    hosts = luck.choice((2, 3, 4))
+    sizes = tuple(sorted({hosts, *luck.sample(range(1, hosts), luck.randint(1, hosts - 1))}))
+    table, epoch = replace(_elastic(hosts, sizes, without_s=2.0), patience_s=1e9), 1
+    for number in range(400):
+        host = luck.randrange(hosts)
+        held = _cut(luck.sample(range(6), 3), luck.sample(range(6), 3), luck.choice((None, table.cut)))
+        event = luck.choice(
+            (Came(host, epoch), Left(host, "gone"), Holds(host, held), Troubled(host, table.epoch, LOST),
+             Done(host, table.epoch), Tick(number))
+        )  # fmt: skip
+        before, found = table, after(table, event, number)
+        table = found.table
+        for go in (order for order in found.orders if isinstance(order, Go)):
+            assert go.epoch > epoch
+            epoch = go.epoch
+            told = {h: seat.held for h, seat in enumerate(before.seats) if seat is not None and seat.held is not None}
+            told |= {event.host: event.held} if isinstance(event, Holds) else {}
+            _check_start(go, table, {h: each for h, each in told.items() if each.cut == go.cut})
+            yield go
+
+
+def _check_start(go, table, told):
+    hosts = len(table.seats)
+    crew = go.crew(hosts)
+    assert crew == table.crew
+    assert set(crew) <= set(table.here)
+    if not go.sources:
+        assert len(crew) in table.sizes
+        assert go.state is None or all(go.state in told[host].own for host in crew)
+    for part, source in zip(go.cut.crew(hosts), go.sources, strict=bool(go.sources)):
+        assert go.state in (told[source].own if source == part else told[source].copies)

@@ -183,3 +183,34 @@ def test_another_secret_is_refused_and_the_run_goes_on(place):
         assert "has another secret than this host" in hosts.said[1].read_text()
         hosts.start(1)
         assert run.ends_as_one() == []
+
+
+def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_the_bits_of_one_process(place):
+    # A constant learning rate: how many steps are done while hosts come and go is not known before.
+    plan = [*PLAN, "--train.decay", "wsd", "--train.decay-steps", "1"]
+    elastic = ["--train.steps", "100000", "--train.elastic", "true", "--without-after", "0", *COPIED]
+    two, run = several.Several(place, [*plan, *elastic], [small_launcher.__file__]), place / "two"
+
+    def until(event, count):
+        two.until(lambda: len(several.told(run, event)) >= count)
+
+    with two:
+        two.start(1)
+        two.start(0)
+        until("step", 20)
+        time.sleep(1.0)
+        two.cut(1)
+        until("resumed", 1)
+        until("step", len(several.told(run, "step")) + 5)
+        two.heal(1)
+        until("resumed", 2)
+        until("step", len(several.told(run, "step")) + 5)
+    lost, joined = several.told(run, "resumed")
+    assert lost["lost"].startswith("host 1 (10.77.0.2): it is lost, it has said nothing for")
+    assert lost["path"].endswith(f"step-{lost['step']:06d}"), "written from memory: the run itself has saved none"
+    assert (joined["lost"], joined["joined"]) == ("", "host 1")
+    assert [line["world"] for line in several.told(run, "started")] == [2, 1, 2]
+    done = several.losses(run)
+    again = ["--train.steps", str(len(done) + 1), "--plan.dp", "1", "--state.dir", "one"]
+    assert main(["train", "run.toml", *plan, *again]) == 0
+    assert several.losses(place / "one")[:-1] == done

@@ -63,6 +63,8 @@ class Resumed:
     """Which rank or host was lost; where the run goes on from a snapshot in memory there is no checkpoint to name."""
     lost_at_s: float | None = None
     """When that was seen, in seconds of the host's clock."""
+    joined: str = ""
+    """Where nothing was lost, and the run goes on under a larger plan: the host that came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,9 @@ class TrainConfig:
     """Steps between validations; the last step is always followed by one."""
     eval_batches: int = 8
     """Global batches in one validation."""
+    elastic: bool = False
+    """Whether a run goes on with fewer hosts where one is lost, under a plan that is chosen beforehand, and with all of
+    them once it is back; needs `state.snapshot_every`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

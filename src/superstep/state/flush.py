@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from superstep.errors import SuperstepError
@@ -21,6 +22,7 @@ from superstep.state.checkpoint import save
 from superstep.state.folders import checkpoint_at, checkpoints, prune
 from superstep.state.piece import STATE
 from superstep.state.snapshot import FAILED, ON_DISK, Memory, Wanted, folder_of, pieces_of, wanted
+from superstep.state.together import Peers
 from superstep.state.verify import Alone, require_newest
 
 POLL_S = 0.02
@@ -83,15 +85,35 @@ class Flusher:
             memory.put(slot, "disk", outcome)
 
     def _save(self, found: Wanted) -> int:
-        table = self._memories[0].table()
-        root = folder_of(self._memories[0])
-        place = checkpoint_at(root, found.position.step)
-        if place in checkpoints(root):  # the run has come by this step before
-            return 0
-        pieces = (p for memory, slot in zip(self._memories, found.slots, strict=True) for p in pieces_of(memory, slot))
-        shapes = {name: tuple(shape) for name, shape in table["shapes"].items()}
-        tensors = dict.fromkeys(STATE, shapes)
-        size = save(place, pieces, found.position, Alone(), tensors=tensors, beside=table["beside"])
-        require_newest(place, self._keep, Alone())
-        prune(root, self._keep)
-        return size
+        parts = list(zip(self._memories, found.slots, strict=True))
+        return write_down(parts, folder_of(self._memories[0]), self._keep, Alone())
+
+
+def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers: Peers) -> int:
+    """Write a state as a checkpoint. All who have parts of it call this together.
+
+    Args:
+        parts: memories of ranks, and the slot of each; that of rank 0 has what stands beside.
+        root: of the checkpoints.
+        keep: how many stay.
+        peers: who has the other parts.
+
+    Returns:
+        Bytes of tensors on disk; 0 where it was there.
+
+    Raises:
+        Fault: it cannot be written.
+    """
+    tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])
+    place = checkpoint_at(root, position.step)
+    if peers.gather(peers.rank == 0 and place in checkpoints(root))[0]:  # the run has come by this step before
+        return 0
+    mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
+    pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
+    shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
+    files = next((found for found in peers.gather(mine) if found), {})
+    size = save(place, pieces, position, peers, tensors=dict.fromkeys(STATE, shapes), beside=files)
+    require_newest(place, keep, peers)
+    if peers.rank == 0:
+        prune(root, keep)
+    return size

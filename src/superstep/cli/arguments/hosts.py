@@ -33,6 +33,8 @@ class Options(RunConfig):
     """A file with the run's secret, 16 bytes or more; none takes the environment's SUPERSTEP_SECRET."""
     patience: float = 600.0
     """Seconds that a host which is lost, or has not come yet, is waited for."""
+    without_after: float = 5.0
+    """With train.elastic: seconds that a lost host is waited for before the others go on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Hosts:
         meet: where host 0 is asked.
         secret: of the run.
         patience_s: how long a host is waited for.
+        without_s: how long a lost one is, before an elastic run goes on without it.
     """
 
     number: int
@@ -52,6 +55,7 @@ class Hosts:
     meet: tuple[str, int]
     secret: bytes
     patience_s: float
+    without_s: float
 
 
 def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> Hosts | None:
@@ -73,8 +77,16 @@ def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> H
         )
     if options.patience <= 0:
         raise ConfigError(f"--patience = {options.patience:g} must be above 0; it is in seconds.")
-    secret = _secret(options.secret_file, environment)
-    return Hosts(number=number, count=count, meet=meet, secret=secret, patience_s=options.patience)
+    if options.without_after < 0:
+        raise ConfigError(f"--without-after = {options.without_after:g} must be at least 0; it is in seconds.")
+    return Hosts(
+        number=number,
+        count=count,
+        meet=meet,
+        secret=_secret(options.secret_file, environment),
+        patience_s=options.patience,
+        without_s=options.without_after,
+    )
 
 
 def _places(options: Options, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:

@@ -19,15 +19,20 @@ from pathlib import Path
 
 import superstep
 from superstep.cli.arguments.hosts import TORCHRUN, Hosts
+from superstep.cli.describe import plan_text
 from superstep.cli.train.display import restore
+from superstep.cli.train.elastic import Parts, plans_of, write_parts
 from superstep.cli.train.ending import ended, stopped
-from superstep.cli.train.job import Job, Recovered, Tokens, prepared_job, rank
+from superstep.cli.train.job import Job, Tokens, prepared_job, rank
+from superstep.cli.train.recovering import Recovered
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import write_config
 from superstep.runtime.device import choose
 from superstep.runtime.hosts.attend import attend, raised
+from superstep.runtime.hosts.crew import Held
 from superstep.runtime.hosts.door import Door
+from superstep.runtime.hosts.events import Cause, Go, Over
 from superstep.runtime.hosts.interface import address_to, interface_of
 from superstep.runtime.hosts.keeping import Keeper
 from superstep.runtime.hosts.lead import Lead
@@ -35,11 +40,11 @@ from superstep.runtime.hosts.member import Member
 from superstep.runtime.hosts.messages import Address, Fetching, Hello, Message, Orders
 from superstep.runtime.hosts.steer import Steer
 from superstep.runtime.hosts.store import Store
-from superstep.runtime.hosts.table import Cause, Go, Held, Over, Table
+from superstep.runtime.hosts.table import Table
 from superstep.runtime.launch import Party, launch_here
 from superstep.runtime.meeting import Meeting
 from superstep.runtime.trouble import Trouble
-from superstep.state.snapshot import Handles, Memory, made
+from superstep.state.snapshot import Handles
 from superstep.state.verify import newest
 from superstep.train.model import flops_per_token, operations
 from superstep.train.run_folder import RunFolder
@@ -63,6 +68,9 @@ def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     _say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
     here = _Here(run, hosts, address)
+    if hosts.number == 0:
+        for count in sorted(here.plans, reverse=True)[1:]:
+            _say(f"on {count} host{'s' * (count > 1)}: {plan_text(here.plans[count])}")
     return _led(here, tokens) if hosts.number == 0 else _followed(here)
 
 
@@ -92,22 +100,20 @@ class _Here:
     def __init__(self, run: Resolved, hosts: Hosts, address: str) -> None:
         self.resolved, self.hosts, self.address = run, hosts, address
         self.size = run.plan.mesh.world // hosts.count
-        self.first = self.size * hosts.number
+        self.plans = plans_of(run, hosts.count)
         self.name = f"{hosts.number} ({os.uname().nodename})"
         self.job: Job | None = None
         self.is_stopped = False
-        self._handles: Handles | None = None
-        memories: list[Memory] = []
-        if run.config.state.snapshot_every is not None:
-            self._handles, memories = made(self.size, self.first)
         state = run.config.state
-        self.keeper = Keeper(memories, hosts.secret, peers=state.peers or 0, bytes_per_s=state.peer_bytes_per_s)
+        kept = 0 if state.snapshot_every is None else self.size
+        self.keeper = Keeper(kept, hosts.secret, peers=state.peers or 0, bytes_per_s=state.peer_bytes_per_s)
 
     def hello(self, port: int) -> Hello:
         """Who it is, for other launchers."""
         # Where the run is gone on with may differ: it is host 0 that looks.
         config = self.resolved.config
-        text = write_config(replace(config, state=replace(config.state, existing="refuse")))
+        configs = [config, *(self.plans[count].config for count in sorted(self.plans))]
+        text = "".join(write_config(replace(each, state=replace(each.state, existing="refuse"))) for each in configs)
         self.keeper.hello = Hello(
             purpose="join",
             host=self.hosts.number,
@@ -131,11 +137,15 @@ class _Here:
         """Start its ranks, and wait for them; whether all have come to their end."""
         if self.job is None:
             self.job = _job(self.resolved, given.facts)
-        kind = choose(self.job.run.config.plan.device, self.size)
-        world = self.resolved.plan.mesh.world
-        meeting = Meeting(store=given.store, first=self.first, world=world, host=self.name)
-        party = Party(size=self.size, worker=rank, args=(self._told(self.job, given),), meeting=meeting)
+        crew = given.go.crew(self.hosts.count)
+        at = crew.index(self.hosts.number)
+        if given.go.sources:
+            return launch_here("cpu", self._writes(given, self.job, at), cut, troubled)[1]
+        job = self._planned(self.job, len(crew))
+        kind = choose(job.run.config.plan.device, self.size)
         self.keeper.begin(given)
+        told = replace(self._told(job, given), snapshots=self._snapshots(at))
+        party = Party(size=self.size, worker=rank, args=(told,), meeting=self._meeting(given, at, self.size))
         try:
             value, is_done = launch_here(kind, party, cut, troubled)
         finally:
@@ -144,18 +154,41 @@ class _Here:
         self.is_stopped = bool(value)
         return is_done
 
+    def _meeting(self, given: Orders, at: int, size: int) -> Meeting:
+        """Where so many ranks of each host meet; this is the ``at``-th of those that have some."""
+        world = size * len(given.go.crew(self.hosts.count))
+        return Meeting(store=given.store, first=size * at, world=world, host=self.name)
+
+    def _writes(self, given: Orders, job: Job, at: int) -> Party:
+        """A rank that writes down what this host has of a state."""
+        go, number = given.go, self.hosts.number
+        assert go.state is not None
+        of = [host for host, source in zip(go.cut.crew(self.hosts.count), go.sources, strict=True) if source == number]
+        kept = [self.keeper.own] * (number in of) + [self.keeper.copies] * any(host != number for host in of)
+        parts = Parts(handles=tuple(kept), state=go.state, folder=job.folder, keep=job.run.config.state.keep)
+        return Party(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
+
+    def _planned(self, job: Job, hosts: int) -> Job:
+        """The job under the plan for so many hosts."""
+        if hosts == self.hosts.count:
+            return job
+        plan = self.plans[hosts]
+        run = replace(plan, config=replace(plan.config, state=job.run.config.state))
+        seen = operations(run)
+        return replace(job, run=run, asked=job.run, operations=seen, flops_per_token=flops_per_token(run, seen))
+
+    def _snapshots(self, at: int) -> Handles | None:
+        has_some = self.resolved.config.state.snapshot_every is not None
+        return replace(self.keeper.own, first=self.size * at) if has_some else None
+
     def _told(self, job: Job, given: Orders) -> Job:
         go, found = given.go, given.facts["checkpoint"]
         recovered = None
         if go.lost is not None:
-            recovered = Recovered(None if go.state is None else go.state[0], go.lost.text, go.lost.at_s)
-        return replace(
-            job,
-            checkpoint=None if found is None else Path(found),
-            snapshots=self._handles,
-            recovered=recovered,
-            epoch=go.epoch,
-        )
+            step = None if go.state is None else go.state[0]
+            recovered = Recovered(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
+        checkpoint = None if found is None else Path(found)
+        return replace(job, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch)
 
 
 def _facts(job: Job, go: Go) -> Message:
@@ -202,6 +235,8 @@ def _led(here: _Here, tokens: Tokens) -> int:
         seats=(None,) * hosts.count,
         can_recover=config.state.snapshot_every is not None,
         patience_s=hosts.patience_s,
+        sizes=tuple(sorted(here.plans)),
+        without_s=hosts.without_s,
         since_s=time.time(),
     )
     try:
@@ -212,7 +247,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
             mine=mine,
             table=table,
             prepare=prepare,
-            copies=(here.keeper, Steer(hosts.count, config.state.snapshot_every or 1)),
+            copies=(here.keeper, Steer(config.state.snapshot_every or 1)),
             tell=_say,
         )
     except OSError as error:

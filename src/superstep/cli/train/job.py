@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from superstep.cli.report import ReportAtEnd
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
+from superstep.cli.train.recovering import Recovered, recovering
 from superstep.cost.device_peak import peak_flops
 from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
@@ -23,7 +24,7 @@ from superstep.cost.program.predict import predict
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
-from superstep.errors import ConfigError, Fault, Lost
+from superstep.errors import ConfigError, Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.goodput import Counted, spent_s
 from superstep.observe.jsonl import JsonLines
@@ -41,7 +42,7 @@ from superstep.state.checkpoint import read_position
 from superstep.state.flush import Flusher
 from superstep.state.manifest import Position
 from superstep.state.mirror import fetch_newest, mirrored
-from superstep.state.snapshot import Handles, Memory, common, made
+from superstep.state.snapshot import Handles, made
 from superstep.state.verify import newest, verify
 from superstep.train import rundir
 from superstep.train.beside import ToldBeside
@@ -57,29 +58,11 @@ from superstep.train.session import Session
 from superstep.train.start import check_start
 from superstep.train.stored import store_of
 
-MOST_TRIES = 3
-"""How often a run is recovered after one and the same step."""
-
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
 
 Length = Callable[[Resolved, Path], Resolved]
 """The run with as many steps as its tokens make."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """That a run goes on, and from which snapshot.
-
-    Attributes:
-        step: finished steps; None where nobody has a snapshot, and it goes on from the newest checkpoint.
-        lost: the rank that was lost, and how.
-        lost_at_s: when that was seen, in seconds of the host's clock.
-    """
-
-    step: int | None
-    lost: str
-    lost_at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +88,8 @@ class Job:
     """The ranks' memories that outlive them, where there are any."""
     recovered: Recovered | None = None
     """What was lost, where something was, and the snapshot to go on from in the place of the checkpoint."""
+    asked: Resolved | None = None
+    """The run as it was asked for, where it goes on under a plan for fewer ranks: the directory keeps that one."""
     epoch: int = 0
     """How often launchers of several hosts have started ranks: none of them has all memories, and ranks write
     checkpoints. 0 where one launcher does."""
@@ -162,26 +147,6 @@ def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
             memory.close()
 
 
-def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Memory]) -> bool:
-    """What ``launch`` returns, called again with the newest snapshot that all ranks have where one was lost.
-
-    Raises:
-        Lost: there is none, or ranks are lost again and again after the same step.
-    """
-    recovered: Recovered | None = None
-    tries = 0
-    while True:
-        try:
-            return launch(recovered)
-        except Lost as lost:
-            step = common(memories)
-            tries = tries + 1 if recovered is not None and recovered.step == step else 1
-            if step is None or tries > MOST_TRIES:
-                raise
-            restore(sys.stdout)
-            recovered = Recovered(step, str(lost), lost.at_s)
-
-
 @contextmanager
 def prepared_job(
     run: Resolved,
@@ -201,6 +166,8 @@ def prepared_job(
             f"state.snapshot_every = {run.config.state.snapshot_every} needs ranks that superstep launches itself, on "
             "Linux; leave it out, or start the run without torchrun and srun."
         )
+    if run.config.train.elastic and hosts == 1:
+        raise ConfigError("train.elastic = true needs several hosts; start it by --hosts, or set false.")
     if run.config.state.peers and hosts == 1:
         raise ConfigError(f"state.peers = {run.config.state.peers} needs several hosts; start it by --hosts, or set 0.")
     began_at_s = time.time()
@@ -296,7 +263,7 @@ def _train(world: World, job: Job) -> bool:
         if world.rank == 0:
             # Whatever can be refused has been: only now does the directory become, or change, a run.
             had_begun = job.folder.metrics.exists()
-            rundir.write(job.run, job.folder)
+            rundir.write(job.asked or job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
@@ -331,7 +298,8 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
         position = session.keep_snapshots(memory, step, epoch=job.epoch) or position
     told = Resumed(step=position.step, path="")
     if lost is not None:
-        told = replace(told, lost=lost.lost, lost_at_s=lost.lost_at_s)
+        told = replace(told, joined=lost.lost) if lost.is_gain else replace(told, lost=lost.lost)
+        told = replace(told, lost_at_s=lost.lost_at_s)
     if start is None or step is not None:
         return position, None if lost is None else told
     passed_over = start.set_damaged_aside() if world.rank == 0 else ()

@@ -36,6 +36,8 @@ def _corrupted(event: Corrupted) -> str:
 
 def _resumed(event: Resumed) -> list[str]:
     passed = [f"passed over: {why}" for why in event.passed_over]
+    if event.joined:
+        return [f"{event.joined} has joined", *passed, f"goes on after step {event.step}, from {event.path}"]
     if event.lost:
         whence = event.path or ("memory" if event.step else "the start")
         return [f"lost {event.lost}", *passed, f"recovered after step {event.step}, from {whence}"]

@@ -7,8 +7,9 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from superstep.errors import Fault, Lost, UserError
+from superstep.runtime.hosts.crew import Held
+from superstep.runtime.hosts.events import Abort, Came, Cause, Done, Event, Holds, Over, Troubled
 from superstep.runtime.hosts.messages import Adrift, Fetching, Met, Orders
-from superstep.runtime.hosts.table import Abort, Came, Cause, Done, Event, Held, Holds, Over, Troubled
 from superstep.runtime.trouble import Trouble
 
 

@@ -80,7 +80,10 @@ def _send_bytes(wire: Wire, data: bytes | memoryview, rate: Rate) -> None:
 
 
 def receive(
-    wire: Wire, memories: Sequence[Memory], keep: Callable[[State, int, Callable[[], None]], None]
+    wire: Wire,
+    memories: Sequence[Memory],
+    keep: Callable[[State, int, Callable[[], None]], None],
+    is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> State | None:
     """Take one state in; None where it was void.
 
@@ -88,18 +91,14 @@ def receive(
         wire: from which the next message begins it.
         memories: of as many ranks; where they are not laid out they are.
         keep: told which state, and of which epoch, and given what marks it as whole; it may leave that.
+        is_wanted: whether states of an epoch are; of an older one they may be cut otherwise.
 
     Raises:
         OSError: the other side is gone, or sends something else.
     """
-    begin = wire.hear()
-    try:
-        state: State = (int(begin["state"][0]), int(begin["state"][1]))
-        epoch, ranks = int(begin["epoch"]), [{name: int(each[name]) for name in each} for each in begin["ranks"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConnectionError(f"a copy begins otherwise ({error!r})") from error
-    if len(ranks) != len(memories):
-        raise ConnectionError(f"a copy of {len(ranks)} ranks, and {len(memories)} are expected")
+    state, epoch, ranks = _begun(wire, len(memories))
+    if not is_wanted(epoch):
+        raise ConnectionError(f"a copy of epoch {epoch}, which is over")
     slots = []
     for memory, told in zip(memories, ranks, strict=True):
         if told["table_bytes"] > MOST_TABLE_BYTES:
@@ -132,6 +131,19 @@ def receive(
         keep(state, epoch, mark)
     wire.say({"say": "kept" if is_whole else "left"})
     return state if is_whole else None
+
+
+def _begun(wire: Wire, count: int) -> tuple[State, int, list[dict[str, int]]]:
+    """Which state comes, of which epoch, and of each of so many ranks what its memory is like."""
+    begin = wire.hear()
+    try:
+        state: State = (int(begin["state"][0]), int(begin["state"][1]))
+        epoch, ranks = int(begin["epoch"]), [{name: int(each[name]) for name in each} for each in begin["ranks"]]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConnectionError(f"a copy begins otherwise ({error!r})") from error
+    if len(ranks) != count:
+        raise ConnectionError(f"a copy of {len(ranks)} ranks, and {count} are expected")
+    return state, epoch, ranks
 
 
 def _receive_bytes(wire: Wire, place: bytearray | memoryview) -> bytearray | memoryview:

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from superstep.runtime.hosts.copying import Rate, Void, receive, send
+from superstep.runtime.hosts.crew import ALL, Cut, Held
 from superstep.runtime.hosts.door import MEANINGLESS, Refused, knock
 from superstep.runtime.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
-from superstep.runtime.hosts.table import Held
 from superstep.runtime.hosts.wire import Wire
 from superstep.state.flush import NICE
 from superstep.state.snapshot import Memory, State, made
@@ -30,20 +30,21 @@ class Keeper:
     """A host's.
 
     Args:
-        memories: of its own ranks; none without snapshots.
+        ranks: how many it has; 0 without snapshots.
         secret: of the run.
         peers: how many other hosts have copies of them: 0 or 1.
         bytes_per_s: the most that is sent; None sends as fast as the link goes.
     """
 
-    def __init__(self, memories: Sequence[Memory], secret: bytes, *, peers: int, bytes_per_s: float | None) -> None:
-        self._memories, self._secret = memories, secret
-        self._has_peer = peers > 0 and bool(memories)
-        self._copies = made(len(memories))[1] if self._has_peer else []
+    def __init__(self, ranks: int, secret: bytes, *, peers: int, bytes_per_s: float | None) -> None:
+        self._ranks, self._secret = ranks, secret
+        self._has_peer = peers > 0 and ranks > 0
+        self._cut = ALL
+        self._make()
         self._bytes_per_s = bytes_per_s
         self._one, self._receives = threading.Lock(), threading.Lock()
         self._guest: Wire | None = None
-        self._epoch = 0
+        self._epoch, self._is_begun = 0, False
         self._copied: State = (0, 0)
         self._sender: _Sender | None = None
         self.hello: Hello | None = None
@@ -52,11 +53,31 @@ class Keeper:
     def held(self) -> Held:
         """States that are whole here."""
         with self._one:
-            return Held(own=_common(self._memories), copies=_common(self._copies))
+            return Held(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
+
+    def _make(self) -> None:
+        """New memory, with nothing in it: of its own ranks, and for copies."""
+        self.own, self._memories = made(self._ranks)
+        self.copies, self._copies = made(self._ranks if self._has_peer else 0)
+
+    def _recut(self, cut: Cut) -> None:
+        """Forget all, where states are cut otherwise from now on."""
+        if cut == self._cut:
+            return
+        while not self._receives.acquire(timeout=LOOK_S):
+            if (guest := self._guest) is not None:  # who brings parts of another cut
+                guest.close()
+        with self._one:
+            for memory in (*self._memories, *self._copies):
+                memory.close()
+            self._cut, self._epoch = cut, max(self._epoch, cut.epoch)
+            self._make()
+        self._receives.release()
 
     def fetch(self, order: Fetching) -> None:
         """Get a state of its own ranks back from the host that has the copy."""
         assert self.hello is not None
+        self._recut(order.cut)
         with suppress(OSError, Refused, *MEANINGLESS):
             wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
             try:
@@ -69,6 +90,7 @@ class Keeper:
 
     def begin(self, given: Orders) -> None:
         """Ranks start, from a state or from none: what is of later ones is void."""
+        self._recut(given.go.cut)
         step = -1 if given.go.state is None else given.go.state[0]
         with self._one:
             self._epoch, self._copied = given.go.epoch, (0, 0)
@@ -79,22 +101,24 @@ class Keeper:
                     memory.ask(0)
                 for state, slot in memory.states().items():
                     memory.put(slot, "is_held", int(state == given.go.state))
+        self._is_begun = True
         if self._has_peer and given.next is not None:
             there, epoch = given.next, given.go.epoch
             self._sender = _Sender(lambda sender: self._send(there, epoch, sender))
 
     def rest(self) -> None:
         """They have ended."""
+        self._is_begun = False
         if self._sender is not None:
             self._sender.stop()
             self._sender = None
 
     def progress(self) -> Message:
         """How far its own are copied."""
-        if not self._has_peer or self._sender is None:
+        if not self._is_begun:
             return {}
-        held = _common(self._memories, held=True)
-        own = _common(self._memories)
+        with self._one:
+            held, own = _common(self._memories, held=True), _common(self._memories)
         return {
             "newest": max(own, default=(0, 0))[0],
             "copied": self._copied[0],
@@ -130,7 +154,7 @@ class Keeper:
         with self._receives:
             wire.say({"say": "has", "states": sorted(_common(self._copies))})
             while True:
-                receive(wire, self._copies, self._keep)
+                receive(wire, self._copies, self._keep, lambda epoch: epoch >= self._epoch)
 
     def _keep(self, state: State, epoch: int, mark: Callable[[], None]) -> None:
         with self._one:

@@ -18,7 +18,10 @@ from multiprocessing import Pipe
 from typing import Protocol
 
 from superstep.errors import SuperstepError, UserError
+from superstep.runtime.hosts.crew import neighbour
 from superstep.runtime.hosts.door import MEANINGLESS, Door
+from superstep.runtime.hosts.events import Cause, Event, Fetch, Go, Left, Over, Tick
+from superstep.runtime.hosts.events import Order as Decision
 from superstep.runtime.hosts.messages import (
     BEAT_S,
     Address,
@@ -33,8 +36,7 @@ from superstep.runtime.hosts.messages import (
     ordered,
 )
 from superstep.runtime.hosts.steer import Steer
-from superstep.runtime.hosts.table import Cause, Event, Fetch, Go, Left, Over, Phase, Table, Tick, after
-from superstep.runtime.hosts.table import Order as Decision
+from superstep.runtime.hosts.table import Phase, Table, after
 from superstep.runtime.hosts.wire import Wire
 
 LEAVING_S = 2.0
@@ -133,8 +135,7 @@ class Lead:
                 self._apply(self._events.get(timeout=max(0.0, next_s - time.monotonic())))
                 continue
             next_s = time.monotonic() + BEAT_S
-            self._beat()
-            self._apply(Tick())
+            self._apply(Tick(self._beat()))
 
     def _apply(self, event: Event) -> None:
         found = after(self._table, event, time.time())
@@ -146,27 +147,27 @@ class Lead:
             self._table = replace(found.table, phase=Phase.OVER)
             self._do(Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
         if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
-            missing = ", ".join(map(str, self._table.missing))
-            patience = f"{self._table.patience_s:g} s"
-            self._tell(f"Waiting for host {missing}, {patience} at most: start the same command there again ...")
+            self._tell(_waiting(self._table))
 
     def _do(self, order: Decision) -> None:
-        everyone = range(len(self._table.seats))
         match order:
             case Go():
-                self._steering.begin(0 if order.state is None else order.state[0])
+                crew = order.crew(len(self._table.seats))
+                if order.cut.hosts and order.cut.epoch == order.epoch:
+                    who = f"host {crew[0]} trains" if len(crew) == 1 else f"hosts {', '.join(map(str, crew))} train"
+                    self._tell(f"From here on {who}.")
+                self._steering.begin(0 if order.state is None else order.state[0], () if order.sources else crew)
                 store, facts = self._prepare(order)
-                for host in everyone:
-                    self._send([host], Orders(go=order, store=store, facts=facts, next=self._next(host)))
-            case Fetch(host, source, state):
+                for host in crew:
+                    has_next = len(crew) > 1 and not order.sources
+                    there = self._address(neighbour(host, crew)) if has_next else None
+                    self._send([host], Orders(go=order, store=store, facts=facts, next=there))
+            case Fetch(host, source, state, cut):
                 address = self._address(source)
                 if address is not None:
-                    self._send([host], Fetching(state, address))
+                    self._send([host], Fetching(state, address, cut))
             case _:
-                self._send(everyone, order)
-
-    def _next(self, host: int) -> Address | None:
-        return self._address((host + 1) % len(self._table.seats))
+                self._send(range(len(self._table.seats)), order)
 
     def _address(self, host: int) -> Address | None:
         """Where a host is asked for copies."""
@@ -187,11 +188,13 @@ class Lead:
                 with suppress(OSError):  # it is gone, as who receives from it says
                     member.wire.say(ordered(order))
 
-    def _beat(self) -> None:
+    def _beat(self) -> int:
+        """Say that it is here, and what is copied next; the step that is whole in the memory of host 0."""
         now_s = time.monotonic()
         with self._one:
             members = dict(self._members)
-        told = self._steering.after({0: self._own.progress()} | {h: m.progress for h, m in members.items()})
+        own = self._own.progress()
+        told = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
         self._own.steer(told)
         for member in members.values():
             if member.silence.look(now_s):
@@ -199,6 +202,7 @@ class Lead:
             else:
                 with suppress(OSError):
                     member.wire.say({"say": "beat"} | told)
+        return int(own.get("newest", 0))
 
     def _enters(self, wire: Wire, hello: Hello) -> None:
         if (why := unlike(hello, self._mine)) is not None:
@@ -247,6 +251,13 @@ class Lead:
             with self._one:  # who comes next comes after this one has left
                 self._events.put(Left(host, f"host {host} ({there}): it is lost, {why}"))
                 del self._members[host]
+
+
+def _waiting(table: Table) -> str:
+    missing = ", ".join(map(str, table.missing))
+    goes_on = table.epoch and table.sizes and table.sizes[0] <= len(table.here)
+    patience = f"{table.without_s:g} s, then the run goes on without" if goes_on else f"{table.patience_s:g} s at most"
+    return f"Waiting for host {missing}, {patience}: start the same command there again ..."
 
 
 def unlike(hello: Hello, mine: Hello) -> str | None:

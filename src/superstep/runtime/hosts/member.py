@@ -13,9 +13,9 @@ from contextlib import suppress
 from multiprocessing import Pipe
 
 from superstep.runtime.hosts.door import MEANINGLESS, Refused, knock
+from superstep.runtime.hosts.events import Cause, Event, Over
 from superstep.runtime.hosts.lead import Keeping
 from superstep.runtime.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, order_of, told
-from superstep.runtime.hosts.table import Cause, Event, Over
 from superstep.runtime.hosts.wire import Stranger, Unlike, Wire
 
 

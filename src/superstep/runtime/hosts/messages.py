@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superstep.runtime.hosts.table import Abort, Came, Cause, Done, Event, Go, Held, Holds, Over, Troubled
+from superstep.runtime.hosts.crew import ALL, Cut, Held
+from superstep.runtime.hosts.events import Abort, Came, Cause, Done, Event, Go, Holds, Over, Troubled
 from superstep.state.snapshot import State
 
 BEAT_S = 0.25
@@ -68,6 +69,7 @@ class Fetching:
 
     state: State
     source: Address
+    cut: Cut = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ def told(event: Event) -> Message:
         case Came(_, epoch):
             return {"say": "came", "epoch": epoch}
         case Holds(_, held):
-            return {"say": "holds", "own": sorted(held.own), "copies": sorted(held.copies)}
+            parts = {"own": sorted(held.own), "copies": sorted(held.copies)}
+            return {"say": "holds", "cut": asdict(held.cut)} | parts
         case Troubled(_, epoch, cause):
             return {"say": "troubled", "epoch": epoch, "cause": asdict(cause)}
         case Done(_, epoch):
@@ -107,7 +110,7 @@ def event_of(host: int, message: Mapping[str, Any]) -> Event:
         case "came":
             return Came(host, int(message["epoch"]))
         case "holds":
-            return Holds(host, Held(_states(message["own"]), _states(message["copies"])))
+            return Holds(host, Held(_states(message["own"]), _states(message["copies"]), _cut(message["cut"])))
         case "troubled":
             return Troubled(host, int(message["epoch"]), Cause(**message["cause"]))
         case "done":
@@ -140,7 +143,13 @@ def order_of(message: Mapping[str, Any]) -> Order:
     match message["say"]:
         case "go":
             go, at = message["go"], message["next"]
-            orders = Go(int(go["epoch"]), _state(go["state"]), _cause(go["lost"]))
+            orders = Go(
+                int(go["epoch"]),
+                _state(go["state"]),
+                _cause(go["lost"]),
+                _cut(go["cut"]),
+                tuple(int(host) for host in go["sources"]),
+            )
             return Orders(
                 go=orders,
                 store=_address(message["store"]),
@@ -150,7 +159,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
         case "fetch":
             state = _state(message["state"])
             assert state is not None
-            return Fetching(state, _address(message["source"]))
+            return Fetching(state, _address(message["source"]), _cut(message["cut"]))
         case "abort":
             return Abort(int(message["epoch"]), Cause(**message["cause"]))
         case "over":
@@ -161,6 +170,10 @@ def order_of(message: Mapping[str, Any]) -> Order:
 
 def _state(found: list[int] | None) -> State | None:
     return None if found is None else (int(found[0]), int(found[1]))
+
+
+def _cut(found: Mapping[str, Any]) -> Cut:
+    return Cut(int(found["epoch"]), tuple(int(host) for host in found["hosts"]))
 
 
 def _cause(found: dict[str, Any] | None) -> Cause | None:

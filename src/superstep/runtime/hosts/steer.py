@@ -67,21 +67,27 @@ class Steer:
     """The lead's: remembers the course.
 
     Args:
-        hosts: how many there are.
         every: steps between two snapshots.
     """
 
-    def __init__(self, hosts: int, every: int) -> None:
-        self._hosts, self._every = hosts, every
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._hosts: tuple[int, ...] = ()
         self._course = Course()
 
-    def begin(self, step: int) -> None:
-        """Ranks start from a state that is whole in the memory of each host, after so many steps; 0 where from none."""
+    def begin(self, step: int, hosts: tuple[int, ...]) -> None:
+        """Ranks of these hosts start from a state that is whole in the memory of each, after so many steps; 0 where
+        from none.
+        """
+        self._hosts = hosts
         self._course = Course(copied=step, next=step, newest=step)
 
     def after(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """What all are told, given how far those are that are here."""
-        if len(progress) == self._hosts and all("newest" in told for told in progress.values()):
-            each = [Progress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in progress.values()]
+        if len(self._hosts) < 2:
+            return {}
+        found = [progress.get(host, {}) for host in self._hosts]
+        if all("newest" in told for told in found):
+            each = [Progress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in found]
             self._course = steered(self._course, each, self._every)
         return {"copied": self._course.copied, "next": self._course.next}

@@ -8,6 +8,10 @@
        │                                          OVER ◄─── nothing that a restart mends ─────┤
        └─────────────────────────────────────────────────── ranks were lost, or a host ───────┘
 
+A run that is elastic has plans for fewer hosts. Where one is lost and does not come back at once, those that are left
+write the newest state down, in an epoch of its own, and go on from there with such a plan; and with a larger one, in
+the same way, once there are hosts for it.
+
 Nothing here waits, sends, or reads a clock: the time comes along with each event.
 """
 
@@ -17,6 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from superstep.runtime.hosts.crew import ALL, Cut, Held, largest, neighbour, newest, sources
+from superstep.runtime.hosts.events import (
+    Abort,
+    Came,
+    Cause,
+    Done,
+    Event,
+    Fetch,
+    Go,
+    Holds,
+    Left,
+    Order,
+    Over,
+    Tick,
+    Troubled,
+)
 from superstep.state.snapshot import State
 
 MOST_TRIES = 3
@@ -39,38 +59,6 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """States that are whole in a host's memory.
-
-    Attributes:
-        own: of its own ranks.
-        copies: of the ranks of the host before it, the last host's for host 0.
-    """
-
-    own: frozenset[State] = frozenset()
-    copies: frozenset[State] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why ranks are ended.
-
-    Attributes:
-        text: in words, with rank and host.
-        is_lost: whether a rank or a host was lost, which a restart mends.
-        is_mistake: whether it is the user's.
-        order: the first cause of several comes first in it, as ``runtime.trouble`` has it.
-        at_s: when it was seen, in seconds of the lead's clock.
-    """
-
-    text: str
-    is_lost: bool = False
-    is_mistake: bool = False
-    order: int = 1
-    at_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Seat:
     """A host that is here; ``held`` is None until it has told."""
 
@@ -86,16 +74,26 @@ class Table:
         seats: by the host's number; None of one that is not here.
         can_recover: whether states are copied, so that a run can go on after a loss.
         patience_s: how long a host that is not here is waited for.
+        sizes: for how many hosts there are plans; empty where for all of them alone.
+        without_s: how long one that was lost is waited for where there are others.
         epoch: how often ranks were started.
         causes: why they are ended, while they are; the first decides.
         lost: what was lost last, while or after it is recovered from.
         since_s: when the phase began.
+        state: that ranks started from.
         tries: how often ranks were lost since the run started from ``state``.
+        cut: of the states in memory.
+        crew: the hosts that have ranks, or had them last.
+        is_saving: whether these write a state down, and do not train.
+        saved: that they have, since training ended.
+        newest: step that host 0 had in memory when a host had come for which there is a larger plan.
     """
 
     seats: tuple[Seat | None, ...]
     can_recover: bool
     patience_s: float
+    sizes: tuple[int, ...] = ()
+    without_s: float = 0.0
     epoch: int = 0
     phase: Phase = Phase.GATHERS
     causes: tuple[Cause, ...] = ()
@@ -103,96 +101,21 @@ class Table:
     since_s: float = 0.0
     state: State | None = None
     tries: int = 0
+    cut: Cut = ALL
+    crew: tuple[int, ...] = ()
+    is_saving: bool = False
+    saved: State | None = None
+    newest: int | None = None
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The hosts that are here."""
+        return tuple(host for host, seat in enumerate(self.seats) if seat is not None)
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The hosts that are not here."""
         return tuple(host for host, seat in enumerate(self.seats) if seat is None)
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """A host is here, for the first time or again; it has seen an epoch."""
-
-    host: int
-    epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A host is gone."""
-
-    host: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Holds:
-    """A host has no ranks, and holds this."""
-
-    host: int
-    held: Held
-
-
-@dataclass(frozen=True, slots=True)
-class Troubled:
-    """Ranks of a host are ended, for this."""
-
-    host: int
-    epoch: int
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """All ranks of a host have come to their end."""
-
-    host: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Came | Left | Holds | Troubled | Done | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """A host shall have a state of its ranks back from the host that has the copy."""
-
-    host: int
-    source: int
-    state: State
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """All hosts start their ranks: from this state; None means from the newest checkpoint, or from the start."""
-
-    epoch: int
-    state: State | None
-    lost: Cause | None
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """All hosts end their ranks."""
-
-    epoch: int
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The run has ended, by itself where there is no cause."""
-
-    cause: Cause | None = None
-
-
-Order = Fetch | Go | Abort | Over
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +139,24 @@ def after(table: Table, event: Event, now_s: float) -> Next:
             return _left(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
         case Holds(host, held):
             seat = table.seats[host]
-            if seat is not None and table.phase is not Phase.RUNS:
+            if seat is not None and not _works(table, host):
                 table = _with(table, host, replace(seat, held=held))
+                table = replace(table, cut=max(table.cut, held.cut, key=lambda cut: cut.epoch))
         case Troubled(_, epoch, cause) if epoch == table.epoch:
             return _trouble(table, replace(cause, at_s=now_s), now_s)
-        case Done(host, epoch) if epoch == table.epoch and table.phase is Phase.RUNS:
-            table = _with(table, host, Seat(is_done=True))
+        case Done(host, epoch) if epoch == table.epoch and _works(table, host):
+            seat = table.seats[host] or Seat()
+            table = _with(table, host, replace(seat, is_done=True))
+        case Tick(step) if table.phase is Phase.RUNS:
+            return _grown(table, step, now_s)
         case _:
             pass
     return _forward(table, now_s)
+
+
+def _works(table: Table, host: int) -> bool:
+    """Whether it has ranks."""
+    return table.phase is Phase.RUNS and host in table.crew
 
 
 def _with(table: Table, host: int, seat: Seat | None) -> Table:
@@ -235,10 +167,11 @@ def _with(table: Table, host: int, seat: Seat | None) -> Table:
 def _left(table: Table, cause: Cause, host: int, now_s: float) -> Next:
     if table.seats[host] is None:
         return Next(table)
+    had_ranks = _works(table, host) or table.phase is Phase.ENDS
     table = _with(table, host, None)
     if table.phase is Phase.GATHERS:
         return _forward(replace(table, lost=table.lost or cause) if table.epoch else table, now_s)
-    return _trouble(table, cause, now_s)
+    return _trouble(table, cause, now_s) if had_ranks else Next(table)
 
 
 def _trouble(table: Table, cause: Cause, now_s: float) -> Next:
@@ -252,10 +185,31 @@ def _trouble(table: Table, cause: Cause, now_s: float) -> Next:
     return Next(ending, (Abort(table.epoch, cause),))
 
 
+def _grown(table: Table, step: int, now_s: float) -> Next:
+    """End the ranks where there are hosts for a larger plan, once another state is whole: few steps are done twice."""
+    told = [host for host in table.here if host in table.crew or _held(table, host) is not None]
+    crew = largest(told, table.sizes, table.crew)
+    if table.is_saving or len(crew) <= len(table.crew):
+        return Next(replace(table, newest=None))
+    if table.newest is None:
+        return Next(replace(table, newest=step))
+    if step <= table.newest:
+        return Next(table)
+    came = " and ".join(str(host) for host in crew if host not in table.crew)
+    return _trouble(table, Cause(f"host {came}", is_lost=True, is_gain=True, at_s=now_s), now_s)
+
+
+def _held(table: Table, host: int) -> Held | None:
+    seat = table.seats[host]
+    return None if seat is None else seat.held
+
+
 def _forward(table: Table, now_s: float) -> Next:
     """Go on to the next phase, where it is time."""
     match table.phase:
-        case Phase.RUNS if all(seat is not None and seat.is_done for seat in table.seats):
+        case Phase.RUNS if all((seat := table.seats[host]) is not None and seat.is_done for host in table.crew):
+            if table.is_saving:
+                return _gathered(replace(table, phase=Phase.GATHERS, is_saving=False, saved=table.state), now_s)
             return Next(replace(table, phase=Phase.OVER), (Over(),))
         case Phase.ENDS if all(seat is None or seat.held is not None for seat in table.seats):
             return _concluded(table, now_s)
@@ -272,7 +226,8 @@ def _concluded(table: Table, now_s: float) -> Next:
         return Next(table)
     if not cause.is_lost or not table.can_recover:
         return Next(replace(table, phase=Phase.OVER), (Over(cause),))
-    return _forward(replace(table, phase=Phase.GATHERS, causes=(), lost=cause, since_s=now_s), now_s)
+    gathers = replace(table, phase=Phase.GATHERS, causes=(), lost=cause, since_s=now_s, is_saving=False, saved=None)
+    return _forward(gathers, now_s)
 
 
 def first(causes: Sequence[Cause]) -> Cause:
@@ -281,32 +236,66 @@ def first(causes: Sequence[Cause]) -> Cause:
 
 
 def _gathered(table: Table, now_s: float) -> Next:
-    if table.missing and table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
-        return Next(replace(table, phase=Phase.OVER), (Over(_too_late(table)),))
-    told = [seat.held for seat in table.seats if seat is not None and seat.held is not None]
-    if len(told) < len(table.seats):
+    crew = _crew(table, now_s)
+    if not crew:
+        if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
+            return Next(replace(table, phase=Phase.OVER), (Over(_too_late(table)),))
         return Next(table)
-    state = newest(told)
-    if state is not None:
-        for host, held in enumerate(told):
-            if state not in held.own:
-                seated = _with(table, host, Seat())
-                return Next(seated, (Fetch(host, (host + 1) % len(told), state),))
-    tries = table.tries + 1 if table.epoch and table.state == state and table.lost is not None else 1
+    found = {host: _held(table, host) for host in table.here}
+    told = {host: held for host, held in found.items() if held is not None}
+    if len(told) < len(found):
+        return Next(table)
+    held = {host: each for host, each in told.items() if each.cut == table.cut}
+    parts = table.cut.crew(len(table.seats))
+    state = newest(held, parts)
+    if crew == parts:
+        for host in crew if state is not None else ():
+            if host not in held or state not in held[host].own:
+                assert state is not None
+                return Next(_with(table, host, Seat()), (Fetch(host, neighbour(host, parts), state, table.cut),))
+        return _started(table, Go(table.epoch + 1, state, table.lost, table.cut), state, now_s)
+    if state is not None and state != table.saved:
+        go = Go(table.epoch + 1, state, table.lost, table.cut, sources(held, parts, state))
+        return _started(table, go, state, now_s)
+    go = Go(table.epoch + 1, None, table.lost, Cut(table.epoch + 1, crew))
+    return _started(table, go, state, now_s)
+
+
+def _crew(table: Table, now_s: float) -> tuple[int, ...]:
+    """The hosts that shall train now; none while one is waited for."""
+    if not table.missing:
+        return tuple(range(len(table.seats)))
+    before = table.cut.crew(len(table.seats))
+    wait_s = table.without_s if table.epoch else table.patience_s
+    is_waited_for = not table.epoch or any(host in table.missing for host in before)
+    if table.seats[0] is None or (is_waited_for and now_s - table.since_s < wait_s):
+        return ()
+    return largest(table.here, table.sizes, before)
+
+
+def _started(table: Table, go: Go, state: State | None, now_s: float) -> Next:
+    """Ranks start, where that is not in vain; ``state`` is what they go on from, in memory or written down."""
+    is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
+    tries = table.tries + 1 if table.epoch and is_same and table.lost is not None else 1
     if tries > MOST_TRIES:
         return Next(replace(table, phase=Phase.OVER), (Over(table.lost),))
-    again = Cause("host 0: its launcher was started again", is_lost=True, at_s=now_s)
-    lost = table.lost if state is None else table.lost or again
-    go = Go(table.epoch + 1, state, lost)
-    seats = tuple(Seat() for _ in told)
-    gone = replace(table, seats=seats, epoch=go.epoch, phase=Phase.RUNS, state=state, tries=tries, lost=None)
-    return Next(replace(gone, since_s=now_s), (go,))
-
-
-def newest(held: Sequence[Held]) -> State | None:
-    """The newest state that can be had of all hosts: from the memory of each, or from the next one's copy."""
-    can = (mine.own | held[(host + 1) % len(held)].copies for host, mine in enumerate(held))
-    return max(frozenset.intersection(*can), default=None)
+    if go.state is not None and go.lost is None:
+        go = replace(go, lost=Cause("host 0: its launcher was started again", is_lost=True, at_s=now_s))
+    begun = replace(
+        table,
+        epoch=go.epoch,
+        phase=Phase.RUNS,
+        state=state,
+        tries=tries,
+        cut=go.cut,
+        crew=go.crew(len(table.seats)),
+        newest=None,
+    )
+    if go.sources:  # what they hold they hold still
+        return Next(replace(begun, is_saving=True, lost=go.lost), (go,))
+    seats = tuple(None if seat is None else Seat() for seat in table.seats)
+    idle = tuple(table.seats[h] if h not in begun.crew else seat for h, seat in enumerate(seats))
+    return Next(replace(begun, seats=idle, lost=None, saved=None, since_s=now_s), (go,))
 
 
 def _too_late(table: Table) -> Cause:

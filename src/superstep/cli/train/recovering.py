@@ -1,0 +1,51 @@
+"""Recovering: a run that has lost a rank, started again from the newest snapshot that all ranks have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from superstep.cli.train.display import restore
+from superstep.errors import Lost
+from superstep.state.snapshot import Memory, common
+
+MOST_TRIES = 3
+"""How often a run is recovered after one and the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """That a run goes on, and from which snapshot.
+
+    Attributes:
+        step: finished steps; None where nobody has a snapshot, and it goes on from the newest checkpoint.
+        lost: the rank that was lost, and how.
+        lost_at_s: when that was seen, in seconds of the host's clock.
+        is_gain: whether nothing was, and ``lost`` is the host that came.
+    """
+
+    step: int | None
+    lost: str
+    lost_at_s: float
+    is_gain: bool = False
+
+
+def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Memory]) -> bool:
+    """What ``launch`` returns, called again with the newest snapshot that all ranks have where one was lost.
+
+    Raises:
+        Lost: there is none, or ranks are lost again and again after the same step.
+    """
+    recovered: Recovered | None = None
+    tries = 0
+    while True:
+        try:
+            return launch(recovered)
+        except Lost as lost:
+            step = common(memories)
+            tries = tries + 1 if recovered is not None and recovered.step == step else 1
+            if step is None or tries > MOST_TRIES:
+                raise
+            restore(sys.stdout)
+            recovered = Recovered(step, str(lost), lost.at_s)

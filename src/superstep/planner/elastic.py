@@ -1,0 +1,89 @@
+"""Elastic: the plans that a run goes on with on fewer chips, chosen before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from superstep.errors import ConfigError
+from superstep.hardware.cluster import Cluster
+from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.resolve import Resolved, resolve
+from superstep.planner.price import pricing_of
+from superstep.planner.search import Side, search
+from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.verify import verified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smaller:
+    """A run under a plan for fewer chips.
+
+    Attributes:
+        step_s: by the price of its program; it means something beside that of others only.
+    """
+
+    run: Resolved
+    step_s: float
+
+
+KEPT = 32
+"""Meshes of which the first that the run can have is taken."""
+
+
+def smaller_plan(run: Resolved, cluster: Cluster, memory_bytes: float) -> Smaller | None:
+    """The best plan of a run on other chips than its own: the same computation, and in exact mode the same bits.
+
+    Args:
+        run: as it was asked for.
+        cluster: the chips that are left.
+        memory_bytes: of one, as far as a plan may fill it.
+
+    Returns:
+        The run under the plan; None where none fits, or cuts the batch and the model.
+
+    Raises:
+        ConfigError: steps of this model are not predicted.
+    """
+    config = run.config
+    if config.model.source is not None:
+        raise ConfigError(
+            f"train.elastic = true with model.source = '{config.model.source}': its steps are not predicted, so that "
+            "no plan can be chosen for what is left; set train.elastic = false."
+        )
+    problem = Problem(
+        base=_priced(config),
+        cluster=cluster,
+        compute=config.numerics.compute,
+        memory_bytes=memory_bytes,
+        rules=tuple(_kept(config)),
+    )
+    side = Side(problem=problem, pricing=pricing_of(problem))
+    if not len(side.space.cores()):
+        return None
+    for found in search([side], keep=KEPT).best:
+        plan = found.plan.plan_config(0, problem)
+        try:
+            again = resolve(replace(config, plan=replace(plan, rules=config.plan.rules, device=config.plan.device)))
+        except ConfigError:  # exact mode cuts less finely, say
+            continue
+        priced = verified(found)
+        if priced.memory_bytes <= memory_bytes:
+            return Smaller(run=again, step_s=priced.step_s)
+    return None
+
+
+def _priced(config: RunConfig) -> RunConfig:
+    """The run without what has no price."""
+    numerics = replace(config.numerics, exact=False)
+    state = replace(config.state, recompute_every=None)
+    plan = PlanConfig(prefetch=config.plan.prefetch)
+    return replace(config, numerics=numerics, state=state, lora=None, plan=plan)
+
+
+def _kept(config: RunConfig) -> Iterator[Rule]:
+    """What may not change."""
+    if config.numerics.exact:  # gradients of microbatches are summed in their order
+        yield Rule("microbatch", config.plan.microbatch)
+    if config.numerics.compile:
+        yield from (Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v"))
