@@ -42,6 +42,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"train__beta2": 1.0}, None, ["train.beta2 = 1.0", "below 1"]),
     ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
+    ({"observe__profile": (0,)}, None, ["observe.profile = 0", "steps from 1 to train.steps"]),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
     (
         {"numerics__exact": True, "plan__rules": (("ffn", "none"),)},
