@@ -111,6 +111,8 @@ def values(hint: object) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple and ... in typing.get_args(typing.get_args(hint)[0]):
         return f"lists of {values(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is tuple and typing.get_origin(item := typing.get_args(hint)[0]) is Literal:
+        return f"any of {values(item)}"
     if (entry := table_entry(hint)) is not None:
         return f"a table of {values(entry)}"
     if typing.get_origin(hint) is Mapping:

@@ -190,6 +190,7 @@ def test_following_the_advice_ends_in_a_plan(data):
 
 TOML: list[tuple[str, list[str]]] = [
     ("[plan]\nschdule = '1f1b'", ["unknown key 'plan.schdule'", "did you mean 'schedule'?"]),
+    ('[observe]\ntrackers = ["weights"]', ["observe.trackers", "a list of any of 'wandb', 'mlflow', 'trackio'"]),
     ("[plam]\npp = 2", ["unknown key 'plam'", "did you mean 'plan'?"]),
     ("[plan]\nxyzzy = 1", ["unknown key 'plan.xyzzy'", "choose one of pp, dp"]),
     ("plan = 3", ["plan = 3", "write [plan]"]),

@@ -35,7 +35,7 @@ class ReportAtEnd:
             Fault: the disk is full or broken.
         """
         if isinstance(event, RunFinished | RunStopped):
-            told = run_told(self._folder, ran=_recorded(self._folder))
+            told = run_told(self._folder, ran=recorded(self._folder))
             write_whole(self._folder.report, report_page([told]))
 
     def close(self) -> None:
@@ -77,23 +77,24 @@ def facts() -> dict[str, str]:
 
 def settings_of(folder: RunFolder) -> dict[str, object]:
     """Every setting of a run by its dotted name, but for where the run lies."""
-    found = _flat("", asdict(read_config(folder.config)))
+    found = flat("", asdict(read_config(folder.config)))
     found.pop("state.dir", None)
     return found
 
 
-def _flat(prefix: str, value: dict[str, object]) -> dict[str, object]:
+def flat(prefix: str, value: dict[str, object]) -> dict[str, object]:
+    """Settings by their dotted names."""
     found: dict[str, object] = {}
     for name, one in value.items():
         if isinstance(one, dict):
-            found |= _flat(f"{prefix}{name}.", one)
+            found |= flat(f"{prefix}{name}.", one)
         else:
             found[f"{prefix}{name}"] = one
     return found
 
 
-def _recorded(folder: RunFolder) -> Timeline | None:
-    """The step that the run recorded, where it did; a page without it is a page all the same."""
+def recorded(folder: RunFolder) -> Timeline | None:
+    """The step that a run recorded, where it did; a page without it is a page all the same."""
     try:
         if folder.trace.stat().st_size > MOST_BYTES:
             return None

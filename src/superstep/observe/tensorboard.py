@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
-from superstep.observe.events import Evaluated, Event, LossTold, Resumed, Rolled, RolledBack, RouterSeen, StepDone
-from superstep.observe.router_balance import busiest, dropped_share
+from superstep.observe.events import Event, Resumed, RolledBack
+from superstep.observe.scalars import scalars
 
 
 class TensorBoard:
@@ -51,15 +51,12 @@ class TensorBoard:
         Raises:
             Fault: the disk is full or broken.
         """
-        match event:
-            case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
-                values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in scalars(event).items()]
-                self._append(event.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
-            case Resumed() | RolledBack():
-                # The START of a session at step k discards the points of step k and of those after it.
-                self._append(event.step + 1, _bytes(7, _whole(1, 1)))
-            case _:
-                pass
+        if isinstance(event, Resumed | RolledBack):
+            # The START of a session at step k discards the points of step k and of those after it.
+            self._append(event.step + 1, _bytes(7, _whole(1, 1)))
+        elif (told := scalars(event)) is not None:
+            values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in told.points.items()]
+            self._append(told.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
 
     def _append(self, step: int, body: bytes) -> None:
         self._file.append(record(_double(1, self._clock()) + _whole(2, step) + body), step=step)
@@ -67,46 +64,6 @@ class TensorBoard:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def scalars(event: StepDone | LossTold | RouterSeen | Rolled | Evaluated) -> dict[str, float]:
-    """The points that an event adds to the curves, by tag."""
-    match event:
-        case StepDone():
-            points = {
-                "train/loss": event.loss,
-                "train/lr": event.lr,
-                "train/grad_norm": event.grad_norm,
-                "train/tokens_seen": event.tokens_seen,
-                "speed/tokens_per_s": event.tokens_per_s,
-                "speed/step_s": event.step_s,
-                "speed/data_s": event.data_s,
-                "memory/peak_bytes": event.memory_bytes,
-            }
-            return points if event.mfu is None else points | {"speed/mfu": event.mfu}
-        case LossTold():
-            return {f"loss/{name}": value for name, value in zip(event.names, event.values, strict=True)}
-        case RouterSeen():
-            points = {
-                "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),
-                "router/balance": sum(event.balance) / len(event.balance),
-                "router/z": sum(event.z) / len(event.z),
-            }
-            return points | {f"router_busiest/layer_{i}": busiest(row) for i, row in enumerate(event.chosen)}
-        case Rolled():
-            points = {
-                "rollouts/reward": event.reward,
-                "rollouts/cut_share": event.cut / max(1, event.answers + event.lost),
-                "rollouts/lost": event.lost,
-                "rollouts/uniform_groups": event.uniform,
-                "rollouts/lag": event.lag,
-                "rollouts/drawn_tokens_per_s": event.drawn_tokens / max(event.seconds, 1e-9),
-            }
-            return points | {f"policy/{name}": value for name, value in event.measures.items()}
-        case Evaluated():
-            points = {"validation/loss": event.loss}
-            bits = event.bits_per_byte
-            return points if bits is None else points | {"validation/bits_per_byte": bits}
 
 
 def record(event: bytes) -> bytes:

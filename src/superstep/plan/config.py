@@ -19,6 +19,7 @@ Existing = Literal["refuse", "resume", "new"]
 Nulls = Literal["skip", "refuse"]
 Rule = Literal["tp", "ep", "none"]
 DeviceKind = Literal["cpu", "cuda"]
+Tracker = Literal["wandb", "mlflow", "trackio"]
 Kernels = Literal["auto", "triton", "torch"]
 
 
@@ -279,6 +280,11 @@ class ObserveConfig:
 
     tensorboard: bool = True
     """Whether the run directory gets TensorBoard's event files."""
+    trackers: tuple[Tracker, ...] = ()
+    """Trackers that the curves are sent to as well, each through its own client, which is to be installed: wandb
+    (Weights & Biases), mlflow, trackio. Where they send to, and as whom, is their own settings' business."""
+    project: str = "superstep"
+    """The project that the run is of there; MLflow calls it an experiment."""
     log_every: int = 10
     """Steps between lines where the output is no terminal, and between reports of the routers."""
     peak_flops: float | None = None

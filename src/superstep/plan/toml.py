@@ -79,16 +79,32 @@ def _convert(name: str, value: object, hint: object) -> object:
             if isinstance(value, dict):
                 return _pairs(name, value, option)
         elif origin is tuple:
-            item = typing.get_args(option)[0]
-            if type(value) is item:
-                return (value,)
-            if isinstance(value, list) and all(type(each) is (dict if is_dataclass(item) else item) for each in value):
-                return _items(name, value, item)
+            if (found := _listed(name, value, option)) is not None:
+                return found
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         elif option is not type(None) and type(value) is option:
             return value
     raise ConfigError(f"{name} = {value!r} is not valid; it must be {describe_type(hint)}.")
+
+
+def _listed(name: str, value: object, hint: object) -> tuple[object, ...] | None:
+    """A list as a tuple, one value as a list of it; None of what is neither."""
+    item = typing.get_args(hint)[0]
+    if choices := _choices(hint):
+        words = value if isinstance(value, list) else [value]
+        return tuple(words) if all(word in choices for word in words) else None
+    if type(value) is item:
+        return (value,)
+    if isinstance(value, list) and all(type(each) is (dict if is_dataclass(item) else item) for each in value):
+        return _items(name, value, item)
+    return None
+
+
+def _choices(hint: object) -> tuple[object, ...]:
+    """What a list of words may have; empty of every other field."""
+    item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return typing.get_args(item) if typing.get_origin(item) is Literal else ()
 
 
 def _pairs(name: str, raw: Mapping[str, Any], hint: object) -> tuple[tuple[object, object], ...]:
@@ -135,6 +151,8 @@ def describe_type(hint: object) -> str:
             parts.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
         elif (entry := table_entry(option)) is not None:
             parts.append(f"a table, each of its values {describe_type(entry)}")
+        elif choices := _choices(option):
+            parts.append("a list of any of " + ", ".join(map(repr, choices)))
         elif typing.get_origin(option) is tuple:
             names = {str: "a list of strings", int: "a list of whole numbers"}
             parts.append(names.get(typing.get_args(option)[0], "a list of tables"))

@@ -61,6 +61,11 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def trackers(self) -> Path:
+        """By which trackers of others know the run."""
+        return self.root / "trackers.json"
+
+    @property
     def lock(self) -> Path:
         """Who writes to the directory now."""
         return self.root / "run.lock"

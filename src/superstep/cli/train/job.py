@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.cli.describe import plan_text
-from superstep.cli.report import ReportAtEnd
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cli.train.recovering import Recovered, recovering
+from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
 from superstep.cost.device_peak import peak_flops
 from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
@@ -27,8 +27,7 @@ from superstep.data.tokens import Manifest, open_corpus
 from superstep.errors import ConfigError, Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.goodput import Counted, spent_s
-from superstep.observe.jsonl import JsonLines
-from superstep.observe.tensorboard import TensorBoard
+from superstep.observe.trackers import Tracker
 from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
@@ -170,6 +169,7 @@ def prepared_job(
         raise ConfigError("train.elastic = true needs several hosts; start it by --hosts, or set false.")
     if run.config.state.peers and hosts == 1:
         raise ConfigError(f"state.peers = {run.config.state.peers} needs several hosts; start it by --hosts, or set 0.")
+    require_trackers(run.config.observe)
     began_at_s = time.time()
     run, folder, checkpoint = rundir.choose(run)
     store = store_of(run, checkpoint)
@@ -262,12 +262,13 @@ def _train(world: World, job: Job) -> bool:
         sink: Sink = Fanout(())
         if world.rank == 0:
             # Whatever can be refused has been: only now does the directory become, or change, a run.
+            trackers = open_trackers(job.run.config, job.folder)
             had_begun = job.folder.metrics.exists()
             rundir.write(job.asked or job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
-            sink = ToldBeside(world.heart, _sinks(job, stack, peak))
+            sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             started = _started(job, world, session.transport, manifest, machine, position.step)
             world.heart.expect(started.predicted_step_s or 0.0)
@@ -315,16 +316,13 @@ def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float 
     return peak_flops(world.device.name, run.config.numerics.compute)
 
 
-def _sinks(job: Job, stack: ExitStack, peak: float | None) -> Sink:
+def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:
     observe = job.run.config.observe
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
     convention = f"{MFU_CONVENTION if job.run.config.lora is None else adapters.CONVENTION}; {against}"
     display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
-    sinks: list[Sink] = [JsonLines(job.folder.metrics), display]
-    if observe.tensorboard:
-        sinks.append(TensorBoard(job.folder.tensorboard))
-    sinks.append(ReportAtEnd(job.folder))
-    counted = Counted(Fanout(sinks), job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
+    opened = Fanout(sinks(observe, job.folder, display, trackers))
+    counted = Counted(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
     stack.callback(counted.close)
     return counted
 

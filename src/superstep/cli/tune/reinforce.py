@@ -17,6 +17,7 @@ from superstep.cli.serving import kernels_folder
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
+from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
 from superstep.errors import ConfigError, Fault
 from superstep.grade.verdict import Verdict
 from superstep.observe.events import (
@@ -31,8 +32,6 @@ from superstep.observe.events import (
     Sink,
     StepDone,
 )
-from superstep.observe.jsonl import JsonLines
-from superstep.observe.tensorboard import TensorBoard
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_on, launch_parties
@@ -78,6 +77,7 @@ def run(recipe: RlRecipe) -> int:
 def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
+    require_trackers(config.observe)
     if config.state.snapshot_every is not None:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
     if config.state.store is not None:
@@ -196,10 +196,8 @@ class _Teller:
                 sys.stdout, mfu_convention="not told of steps that sample as well", log_every=observe.log_every
             )
         )
-        sinks: list[Sink] = [JsonLines(folder.metrics), display]
-        if observe.tensorboard:
-            sinks.append(TensorBoard(folder.tensorboard))
-        sink = Fanout(sinks)
+        trackers = open_trackers(self._job.run.config, folder)
+        sink = Fanout(sinks(observe, folder, display, trackers))
         stack.callback(sink.close)
         sink.write(
             RunStarted(

@@ -1,0 +1,69 @@
+"""The points that events add to curves, by the names that every tracker knows them by: train/loss, speed/step_s, ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superstep.observe.events import Evaluated, Event, LossTold, Rolled, RouterSeen, StepDone
+from superstep.observe.router_balance import busiest, dropped_share
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Points of one step.
+
+    Attributes:
+        step: finished steps.
+        points: by name.
+    """
+
+    step: int
+    points: dict[str, float]
+
+
+def scalars(event: Event) -> Scalars | None:
+    """What an event adds; None of one that adds nothing."""
+    match event:
+        case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
+            return Scalars(event.step, _points(event))
+        case _:
+            return None
+
+
+def _points(event: StepDone | LossTold | RouterSeen | Rolled | Evaluated) -> dict[str, float]:
+    match event:
+        case StepDone():
+            points = {
+                "train/loss": event.loss,
+                "train/lr": event.lr,
+                "train/grad_norm": event.grad_norm,
+                "train/tokens_seen": event.tokens_seen,
+                "speed/tokens_per_s": event.tokens_per_s,
+                "speed/step_s": event.step_s,
+                "speed/data_s": event.data_s,
+                "memory/peak_bytes": event.memory_bytes,
+            }
+            return points if event.mfu is None else points | {"speed/mfu": event.mfu}
+        case LossTold():
+            return {f"loss/{name}": value for name, value in zip(event.names, event.values, strict=True)}
+        case RouterSeen():
+            points = {
+                "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),
+                "router/balance": sum(event.balance) / len(event.balance),
+                "router/z": sum(event.z) / len(event.z),
+            }
+            return points | {f"router_busiest/layer_{i}": busiest(row) for i, row in enumerate(event.chosen)}
+        case Rolled():
+            points = {
+                "rollouts/reward": event.reward,
+                "rollouts/cut_share": event.cut / max(1, event.answers + event.lost),
+                "rollouts/lost": event.lost,
+                "rollouts/uniform_groups": event.uniform,
+                "rollouts/lag": event.lag,
+                "rollouts/drawn_tokens_per_s": event.drawn_tokens / max(event.seconds, 1e-9),
+            }
+            return points | {f"policy/{name}": value for name, value in event.measures.items()}
+        case Evaluated():
+            points = {"validation/loss": event.loss}
+            bits = event.bits_per_byte
+            return points if bits is None else points | {"validation/bits_per_byte": bits}
