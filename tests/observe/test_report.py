@@ -34,6 +34,55 @@ def test_a_run_is_told_as_its_metrics_have_it():
         assert sum(value["spent"][name].values()) == pytest.approx(timeline.step_s)
 
 
+def test_what_was_predicted_stands_beside_what_was_measured():
+    lines = list(told_runs.lines(steps=50))
+    started, steps = lines[0], [line for line in lines if line["event"] == "step"]
+    started |= {
+        "predicted_spent_s": {"compute": 0.1, "waits for reduce": 0.02},
+        "predicted_bytes": {"parameters": 30, "activations": 19},
+        "predicted_traffic_bytes": {"pp": 5, "shards": 70},
+    }
+    value = run_value(RunTold(name="a run", lines=lines))
+    rows = {row[0]: row[1:] for row in value["ledger"]}
+    taken_s = sorted(line["step_s"] for line in steps[2:])
+    assert rows["a step"] == [0.132, (taken_s[23] + taken_s[24]) / 2, "s"]
+    assert (rows[" compute"], rows[" activations"]) == ([0.1, None, "s"], [19, None, "bytes"])
+    assert rows["tensors of the fullest rank"] == [49 << 20, None, "bytes"], "a process is more than its tensors"
+    assert rows["the whole process of the fullest rank"] == [None, steps[-1]["memory_bytes"], "bytes"]
+    assert [axis for axis, _, _ in value["traffic"]] == ["shards", "pp"]
+    assert value["spent"] == {"predicted": started["predicted_spent_s"]}
+    # A GPU tells what its tensors took, and the end of a run its own median.
+    started["memory"] = "allocated"
+    lines[-1] |= {"peak_bytes": 40 << 20, "step_s": 0.2}
+    one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
+    rows = {row[0]: row[1:] for row in run_value(RunTold(name="a", lines=lines, ran=one.measured))["ledger"]}
+    assert rows["tensors of the fullest rank"] == [49 << 20, 40 << 20, "bytes"]
+    assert rows["a step"][1] == 0.2
+    assert rows[" compute"][1] > 0
+    assert rows[" bubble"][0] is None
+    # Of a run that told none of it, as those before it did, there is what it told.
+    old = [{key: line[key] for key in line if not key.startswith("predicted")} for line in told_runs.lines(steps=9)]
+    value = run_value(RunTold(name="old", lines=old))
+    assert value["traffic"] == []
+    assert all(predicted is None for _, predicted, _, _ in value["ledger"])
+
+
+def test_reinforcement_learning_has_its_rewards_lengths_and_distances():
+    lines = list(told_runs.learning(steps=2500))
+    charts = dict(run_value(RunTold(name="rl", lines=lines))["measures"])
+    ((_, steps, rewards),) = charts["Reward"]
+    rolled = [line for line in lines if line["event"] == "rolled"]
+    assert (steps[0], steps[-1], len(steps)) == (1, 2500, 834)
+    assert rewards == [rolled[step - 1]["reward"] for step in steps]
+    assert charts["Tokens of an answer"][0][2][0] == rolled[0]["drawn_tokens"] / 64
+    assert charts["Distance from the reference (KL)"][0][2][-1] == rolled[-1]["measures"]["reference_kl"]
+    assert {"Entropy of the policy", "Policy: ratio", "Sampled tokens a second"} <= charts.keys()
+    preferred = [{"event": "measures", "step": k, "names": ["accuracy"], "values": [k / 9]} for k in range(1, 4)]
+    assert run_value(RunTold(name="dpo", lines=preferred))["measures"] == [
+        ["Loss: accuracy", [["accuracy", [1, 2, 3], [1 / 9, 2 / 9, 3 / 9]]]]
+    ]
+
+
 def test_a_long_run_keeps_the_highest_and_the_lowest_of_each_stretch():
     steps = [{"step": step, "loss": 3 + 0.001 * (step % 7)} for step in range(1, 50_001)]
     steps[31_000]["loss"] = 9.0

@@ -8,8 +8,14 @@ import browser
 import step_pages
 import told_runs
 from seen_pages import READY, Seen
+from superstep.observe.doctor.diagnose import Finding, Verdict
+from superstep.observe.doctor.seen import RankSeen, RunSeen
+from superstep.observe.doctor.waits import Wait
 from superstep.observe.page.compare import compared
+from superstep.observe.page.doctor import doctor_page
 from superstep.observe.page.report import RunTold, report_page
+from superstep.plan.resolve import resolve
+from superstep.program.compile import compile_step
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
 
@@ -24,6 +30,7 @@ def seen(tmp_path_factory):
 def report():
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
     lines = list(told_runs.lines(experts=4))
+    lines[0]["predicted_traffic_bytes"] = {"shards": 17_000_000, "tp": 55_000_000}
     told = RunTold(
         name="a made-up run",
         lines=lines,
@@ -61,6 +68,8 @@ def test_a_report_has_its_curves_and_asks_for_nothing(seen, report):
     assert len(titles) == 8
     assert all(seen(ink(k)) > 500 for k in range(8))
     assert seen("document.querySelectorAll('#falls .bar').length") == 2
+    assert "a step\t132\u00a0ms" in seen("document.getElementById('ledger').innerText")
+    assert seen("[...document.querySelectorAll('#axes b')].map((one) => one.textContent)") == ["tp", "shards"]
     assert "step-000600" in seen("document.getElementById('events').innerText")
     seen.keep("report-light")
     # Smoothed, the curve keeps what was told beneath it in pale.
@@ -90,6 +99,37 @@ def test_it_fits_a_phone(seen, report):
     seen.open(report, width=390, height=844)
     seen.fits()
     seen.is_accessible()
+
+
+def test_reinforcement_learning_has_curves_of_its_own(seen):
+    seen.open(report_page([RunTold(name="runs/rl", lines=list(told_runs.learning()))]), dark=True)
+    titles = seen("[...document.querySelectorAll('figcaption')].map((one) => one.firstChild.textContent)")
+    assert titles[1] == "Reward"
+    assert {"Tokens of an answer", "Distance from the reference (KL)"} <= set(titles)
+    assert all(seen(ink(k)) > 500 for k in range(len(titles)))
+    seen.keep("report-learning-dark")
+    seen.is_accessible()
+    seen.shows_no_fault()
+
+
+def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
+    said = "\n".join(["a long line of what was seen, " * 8] * 40)
+    plan = resolve(step_pages.A_RUN).plan
+    ranks = tuple(
+        RankSeen(rank=rank, doing="waits" if rank else "works", what="forward u1 m0 keep=all", since_s=63.0)
+        for rank in range(4)
+    )
+    run = RunSeen(program=compile_step(plan), mesh=plan.mesh, ranks=ranks)
+    waits = (Wait(1, "reduce u3", (0,)), Wait(2, "act u1 m0", (0,)), Wait(3, "reduce u3", (), (2,)))
+    wrong = Finding(kind="hang", rank=0, what="rank 0 hangs in forward u1 m0")
+    verdict = Verdict(findings=(wrong,), waits=waits, spent={}, stands=True, step_s=0.1)
+    for look in ({"dark": True}, {"width": 390, "height": 844}):
+        seen.open(doctor_page("runs/x", run, verdict, said), **look)
+        dashes = "[...document.querySelectorAll('svg > path')].map((one) => getComputedStyle(one).strokeDasharray)"
+        assert seen(dashes) == ["none", "none", "5px, 4px"]
+        seen.fits()
+        seen.is_accessible()
+        seen.shows_no_fault()
 
 
 def test_runs_lie_over_one_another(seen):

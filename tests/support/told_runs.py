@@ -29,3 +29,22 @@ def lines(*, steps=600, seed=1, worse=0.0, experts=0):
             yield {"event": "evaluated", "step": step, "loss": loss + 0.1, "bits_per_byte": 2.1, "seconds": 1.25}
             yield {"event": "saved", "step": step, "path": f"step-{step:06}", "seconds": 0.25, "bytes": 12 << 20}
     yield {"event": "finished", "step": steps, "elapsed_s": 0.16 * steps, "tokens_seen": steps * 4096}
+
+
+def learning(*, steps=80, seed=1):
+    """The objects of a run of reinforcement learning: a reward that rises, answers that become longer."""
+    luck = random.Random(seed)
+    yield {"event": "started", "run": "runs/rl", "plan": "dp=2", "parameters": 1_000_000, "world": 2, "steps": steps}
+    for step in range(1, steps + 1):
+        yield {
+            "event": "step", "step": step, "loss": -0.01 * luck.random(), "lr": 1e-5, "tokens": 4096,
+            "grad_norm": 0.4 + 0.1 * luck.random(), "tokens_per_s": 900 + 50 * luck.random(), "step_s": 4.2,
+            "data_s": 2.9, "mfu": None, "memory_bytes": 500 << 20, "elapsed_s": step * 4.2, "tokens_seen": step * 4096,
+        }  # fmt: skip
+        yield {
+            "event": "rolled", "step": step, "reward": 1 - 0.9 * math.exp(-step / 30) + 0.03 * luck.random(),
+            "answers": 62, "lost": 2, "cut": luck.randrange(9), "uniform": luck.randrange(6), "lag": 1,
+            "drawn_tokens": 60 * (200 + step), "seconds": 4.2, "at_s": 4.2 * step,
+            "measures": {"entropy": 1.2 * math.exp(-step / 50), "reference_kl": 0.001 * step, "ratio": 1.0},
+        }  # fmt: skip
+    yield {"event": "finished", "step": steps, "elapsed_s": 4.2 * steps, "tokens_seen": steps * 4096}

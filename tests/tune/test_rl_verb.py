@@ -21,7 +21,9 @@ import reinforced
 from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
+from superstep.cli.report import run_told
 from superstep.cli.tune.reinforce import _prepared
+from superstep.observe.page.report import run_value
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 from superstep.tune.recipe import write
@@ -182,6 +184,8 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     # A folder as Hugging Face writes it, for who serves it.
     names = {file.name for file in checkpoints(RunFolder(root=root).checkpoints)[-1].iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert "Reward" in dict(run_value(run_told(RunFolder(root=root)))["measures"])
+    assert (root / "report.html").is_file()
     assert main(["tune", "rl", str(path), "--rl.group", "2"]) == 2
     assert "rl.group = 2, and the run in state.dir" in capfd.readouterr().err
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 
@@ -43,6 +43,12 @@ class RunStarted:
     """The share of the time that will make headway, if nothing fails; to be held against ``goodput``."""
     predicted_memory_bytes: int | None = None
     """The highest predicted peak of any rank: what its tensors take."""
+    predicted_spent_s: Mapping[str, float] = field(default_factory=dict)
+    """The predicted step in parts: compute, waits for each lane, bubble; means over the ranks."""
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    """That peak by what its tensors are: parameters, gradients, optimizer, and what comes and goes within a step."""
+    predicted_traffic_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What a step's collectives carry by mesh axis, on the rank that has most of it."""
     snapshot_bytes: int = 0
     """What snapshots take at most, on the fullest rank, of its host's memory."""
     memory: Literal["allocated", "resident"] = "allocated"

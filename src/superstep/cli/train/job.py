@@ -13,10 +13,10 @@ from pathlib import Path
 from superstep.cli.describe import plan_text
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
+from superstep.cli.train.foretold import foretold, peak_of
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cli.train.recovering import Recovered, recovering
 from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
-from superstep.cost.device_peak import peak_flops
 from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
@@ -253,7 +253,7 @@ def _train(world: World, job: Job) -> bool:
     if world.device.kind == "cuda":
         require_fit(job.run, world.device, job.operations)
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
-    peak = _peak_flops(job.run, world, machine)
+    peak = peak_of(job.run, world.device, machine)
     rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
     position, resumed = _begun(session, world, job)
@@ -307,15 +307,6 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
     return position, replace(told, path=str(start.path), passed_over=passed_over)
 
 
-def _peak_flops(run: Resolved, world: World, machine: Measured | None) -> float | None:
-    """What MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
-    if run.config.observe.peak_flops is not None:
-        return run.config.observe.peak_flops
-    if world.device.kind == "cpu":
-        return None if machine is None else machine.gemm_flops_per_s
-    return peak_flops(world.device.name, run.config.numerics.compute)
-
-
 def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:
     observe = job.run.config.observe
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
@@ -333,6 +324,7 @@ def _started(
     prediction = (
         None if machine is None else predict(job.run, machine, job.operations, is_weighed=job.lesson is not None)
     )
+    parts = foretold(job.run, job.operations, prediction)
     return RunStarted(
         run=str(job.folder.root),
         plan=plan_text(job.run),
@@ -345,6 +337,9 @@ def _started(
         predicted_step_s=prediction.step_s if prediction else None,
         predicted_ettr=None if prediction is None else _foreseen(job, step, prediction.step_s),
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,
+        predicted_spent_s=parts.spent_s,
+        predicted_bytes=parts.bytes,
+        predicted_traffic_bytes=parts.traffic_bytes,
         snapshot_bytes=snapshot_bytes(job.run),
         memory="resident" if world.device.kind == "cpu" else "allocated",
     )

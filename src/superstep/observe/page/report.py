@@ -12,13 +12,16 @@ from typing import Any
 
 from superstep.observe.page.assemble import assembled, packed
 from superstep.observe.page.compare import Comparison
+from superstep.observe.page.ledger import ledger, traffic
+from superstep.observe.page.measures import measured
 from superstep.observe.router_balance import busiest
 from superstep.program.timeline import Timeline
 
 COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "mfu", "memory_bytes", "tokens_seen")
 MOST_POINTS = 4000
 """Of one curve: more than a screen has columns, so that a long run keeps its highest and its lowest."""
-STARTED = ("plan", "parameters", "world", "transport", "steps", "unigram_entropy", "predicted_step_s")
+STARTED = ("plan", "parameters", "world", "transport", "steps", "unigram_entropy", "predicted_step_s", "memory")
+FORETOLD = ("predicted_memory_bytes", "predicted_spent_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +68,33 @@ def run_value(run: RunTold) -> dict[str, Any]:
     started: dict[str, Any] = {}
     for line in lines:
         if line["event"] == "started":
-            started = {key: line.get(key) for key in (*STARTED, "predicted_memory_bytes", "memory")}
+            started = {key: line.get(key) for key in (*STARTED, *FORETOLD)}
     steps = [line for line in lines if line["event"] == "step"]
     evaluated = [line for line in lines if line["event"] == "evaluated"]
+    drawn = thinned(steps)
+    is_sampled = any(line["event"] == "rolled" for line in lines)
+    spent = {
+        name: spent_parts(timeline)
+        for name, timeline in (("ran", run.ran), ("predicted", run.predicted))
+        if timeline is not None
+    }
+    if "predicted" not in spent and started.get("predicted_spent_s"):
+        spent["predicted"] = started["predicted_spent_s"]
     return {
         "name": run.name,
         "started": started,
-        "step": [line["step"] for line in thinned(steps)],
-        "columns": {name: [line.get(name) for line in thinned(steps)] for name in COLUMNS},
+        "step": [line["step"] for line in drawn],
+        "columns": {name: [line.get(name) for line in drawn] for name in COLUMNS},
         "steps": len(steps),
         "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
         "router": _router([line for line in lines if line["event"] == "router"]),
         "events": [list(event) for event in _events(lines)],
-        "totals": _totals(lines, steps),
-        "spent": {
-            name: _spent(timeline)
-            for name, timeline in (("ran", run.ran), ("predicted", run.predicted))
-            if timeline is not None
-        },
+        "totals": _totals(lines, steps, "sampling" if is_sampled else "data"),
+        "spent": spent,
+        "waited": "its sampling" if is_sampled else "its wait for data",
+        "ledger": [row.value() for row in ledger(lines, spent.get("ran", {}))],
+        "traffic": traffic(lines),
+        "measures": measured(lines),
         "settings": run.settings,
         "facts": dict(run.facts),
     }
@@ -118,23 +130,28 @@ def _events(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, str, str]
                 yield step, "saved", f"{line['path']}, {line['seconds']:.3g} s, {line['bytes'] / 2**20:.4g} MiB"
             case "retried":
                 yield step, "retried", str(line.get("why", ""))
+            case "rolled_back":
+                yield step, "rolled back", f"before step {line['refused']}: {line['why']}"
+            case "corrupted":
+                ranks = ", ".join(map(str, line["ranks"]))
+                yield step, "corrupted", f"{line['what']} on rank {ranks}, found after step {line['found']}"
             case "finished" | "stopped":
                 yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} tokens"
 
 
-def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of the whole run, by what they were spent on."""
-    found = {"steps": 0.0, "data": 0.0, "validation": 0.0, "checkpoints": 0.0}
+def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], waited: str) -> dict[str, float]:
+    """Seconds of the whole run, by what they were spent on; ``waited`` is what steps had to wait for."""
+    found = {"steps": 0.0, waited: 0.0, "validation": 0.0, "checkpoints": 0.0}
     for line in steps:
         found["steps"] += line["step_s"] - line["data_s"]
-        found["data"] += line["data_s"]
+        found[waited] += line["data_s"]
     for line in lines:
         if line["event"] in ("evaluated", "saved"):
             found["validation" if line["event"] == "evaluated" else "checkpoints"] += line["seconds"]
     return found
 
 
-def _spent(timeline: Timeline) -> dict[str, float]:
+def spent_parts(timeline: Timeline) -> dict[str, float]:
     """A step in parts that add up, as means over the ranks."""
     spent = timeline.spent()
     ranks = len(spent)

@@ -40,13 +40,19 @@ function curvesOf(runs, over, weight) {
   })];
   const told = [["Loss, nats a token", loss, true], ["Norm of the gradient", plain("grad_norm", "before clipping"), true], ["Learning rate", plain("lr", "learning rate", 1, 0), true],
     ["Tokens a second", plain("tokens_per_s", "tokens/s"), true],
-    ["Seconds of a step", [...plain("step_s", "the whole step"), ...(many ? [] : plain("data_s", "its wait for data").map((one) => ({ ...one, hue: one.isPale ? pale("#d55e00") : "#d55e00" }))),
+    ["Seconds of a step", [...plain("step_s", "the whole step"), ...(many ? [] : plain("data_s", runs[0].waited).map((one) => ({ ...one, hue: one.isPale ? pale("#d55e00") : "#d55e00" }))),
       ...runs.flatMap((run, r) => (run.started.predicted_step_s ? [level(run, r, run.started.predicted_step_s, "predicted")] : []))], true],
     ["Memory of the fullest rank, MiB", [...plain("memory_bytes", runs[0].started.memory === "resident" ? "whole process" : "tensors", 1 / 2 ** 20),
       ...runs.flatMap((run, r) => (run.started.predicted_memory_bytes ? [level(run, r, run.started.predicted_memory_bytes / 2 ** 20, "predicted, tensors")] : []))], false],
     ["Model FLOPs used, %", plain("mfu", "MFU", 100), false],
     ["Busiest expert over the even load", runs.flatMap((run) => (run.router.busiest || []).map((y, layer) => ({ label: named(run, "layer " + layer), hue: HUES[layer % HUES.length],
       x: over === "step" ? run.router.step : run.router.step.map((step) => tokensAt(run, step)), y }))), false]];
+  // What a loss or a reward tells: one chart for each title that any run has.
+  const titles = [...new Set(runs.flatMap((run) => run.measures.map(([title]) => title)))];
+  const measures = titles.map((title) => [title, runs.flatMap((run, r) => (run.measures.find(([name]) => name === title) || [title, []])[1].map(([label, steps, y], k) => ({
+    label: named(run, label), hue: hueOf(many ? r : k), x: over === "step" ? steps : steps.map((step) => tokensAt(run, step)), y: smoothed(y, weight) }))), true]);
+  told.splice(1, 0, ...measures.filter(([title]) => title === "Reward"));
+  told.push(...measures.filter(([title]) => title !== "Reward"));
   return told.filter(([, series]) => series.length).map(([title, series, canLog]) => ({ title, series, canLog }));
 }
 

@@ -45,8 +45,8 @@ function showCurves() {
 }
 
 const PARTS = { compute: "#0072b2", bubble: "#c3cad2", "waits for fetch": "#c9b800", "waits for reduce": "#cc79a7", "waits for act": "#56b4e9", "waits for grad": "#d55e00", "waits for snapshot": "#8a8f96",
-  steps: "#0072b2", data: "#d55e00", validation: "#009e73", checkpoints: "#8a8f96" };
-const inkOn = (hex) => { const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16)); return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10161b" : "#ffffff"; };
+  steps: "#0072b2", data: "#d55e00", sampling: "#d55e00", validation: "#009e73", checkpoints: "#8a8f96" };
+const inkOn = (hex) => { const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16)); return 0.299 * r + 0.587 * g + 0.114 * b > 100 ? "#10161b" : "#ffffff"; };
 function bar(parts, most) {
   const total = Object.values(parts).reduce((a, b) => a + b, 0), made = el("div", { className: "bar" });
   for (const [name, s] of Object.entries(parts)) {
@@ -88,10 +88,30 @@ function showRest() {
     [`loss of ${one.names[1]} less that of ${one.names[0]}`, "", one.verdict], ...one.settings.map(([name, a, b]) => [name, a, b])]));
 }
 
+const inUnit = { s: seconds, bytes: bytesText, share: percent };
+function showLedger() {
+  const many = R.runs.length > 1, told = (unit, value) => (value === null || value === undefined ? "" : inUnit[unit](value));
+  const rows = R.runs.flatMap((run) => run.ledger.map(([what, predicted, measured, unit]) => [...(many ? [run.name] : []), what, told(unit, predicted), told(unit, measured),
+    predicted && measured !== null ? round(measured / predicted, 3) + "×" : ""]));
+  at("foretold").hidden = !rows.length;
+  rowsInto("ledger", [...(many ? ["run"] : []), "", "predicted", "measured", "measured / predicted"], rows);
+  for (const row of at("ledger").querySelectorAll("tbody tr")) row.classList.toggle("part", row.children[many ? 1 : 0].textContent.startsWith(" "));
+  const most = Math.max(1, ...R.runs.flatMap((run) => run.traffic.map(([, , bytes]) => bytes)));
+  at("carried").hidden = R.runs.every((run) => !run.traffic.length);
+  at("axes").replaceChildren(...R.runs.flatMap((run) => run.traffic.flatMap(([axis, about, bytes]) => {
+    const whole = el("div", { className: "bar" }), part = el("div");
+    part.style.cssText = `width: ${(100 * bytes) / most}%; background: ${PARTS["waits for reduce"]}`;
+    whole.append(part);
+    whole.setAttribute("role", "img");
+    whole.setAttribute("aria-label", `${axis} ${bytesText(bytes)}`);
+    return [el("div", { className: "soft" }, el("b", { textContent: axis }), ` ${many ? run.name + ": " : ""}${bytesText(bytes)} on the rank that has most: ${about}`), whole];
+  })));
+}
+
 let width = 0;
 unpack(DATA.runs).then((told) => {
   R.runs = told.runs;
-  showCards(); showTimes(); showRest(); showCurves();
+  showCards(); showTimes(); showLedger(); showRest(); showCurves();
   for (const id of ["over", "smooth", "log"]) at(id).oninput = showCurves;
   at("whole").onclick = showCurves;
   width = innerWidth;

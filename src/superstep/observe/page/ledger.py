@@ -1,0 +1,101 @@
+"""The ledger of a run: what was predicted before its first step, and beside it what was measured.
+
+a step                    the prediction, the median of the steps
+  compute, waits, bubble  of the simulated step, of the one that was recorded
+tensors of a rank         the highest peak, by what they are; a GPU tells what they took, a CPU's process has more
+traffic                   bytes of a step's collectives by mesh axis, on the rank that has most; predicted alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+FIRST_STEPS = 2
+"""Steps that are left out of medians: they find their memory, and compile."""
+
+AXES = {
+    "shards": "parameters and gradients, over the ranks that share them",
+    "replicas": "gradients, over the copies of the shards",
+    "tp": "activations, over tensor-parallel ranks",
+    "cp": "keys, values and their gradients, over context-parallel ranks",
+    "ep": "tokens to experts and back",
+    "sequence": "the router's logits of whole sequences",
+    "pp": "activations and their gradients, between pipeline stages",
+    "tie": "gradients of the tied table",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the ledger.
+
+    Attributes:
+        what: it is of; one that begins with a space is a part of the line above.
+        predicted, measured: None where that is not known.
+        unit: of both.
+    """
+
+    what: str
+    predicted: float | None
+    measured: float | None
+    unit: Literal["s", "bytes", "share"]
+
+    def value(self) -> list[Any]:
+        """As JSON has it."""
+        return [self.what, self.predicted, self.measured, self.unit]
+
+
+def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list[Row]:
+    """The lines of which anything is known.
+
+    Args:
+        lines: the objects of a run's metrics.jsonl.
+        ran: seconds of the recorded step, by part; empty without one.
+    """
+    newest = {line["event"]: line for line in lines}
+    started, finished = newest.get("started", {}), newest.get("finished", {})
+    steps = [line for line in lines if line["event"] == "step"][FIRST_STEPS:]
+    predicted_s = started.get("predicted_spent_s") or {}
+    bytes_of = started.get("predicted_bytes") or {}
+    is_whole = started.get("memory") == "resident"
+    found = [
+        Row("a step", started.get("predicted_step_s"), finished.get("step_s") or _median(steps, "step_s"), "s"),
+        *(Row(f" {name}", predicted_s.get(name), ran.get(name), "s") for name in dict.fromkeys([*predicted_s, *ran])),
+        Row(
+            "a step's sampling" if "rolled" in newest else "a step's wait for its batch",
+            None,
+            _median(steps, "data_s"),
+            "s",
+        ),
+        Row(
+            "tensors of the fullest rank",
+            started.get("predicted_memory_bytes"),
+            finished.get("peak_bytes") or (None if is_whole or not steps else steps[-1].get("memory_bytes")),
+            "bytes",
+        ),
+        *(Row(f" {name}", size, None, "bytes") for name, size in bytes_of.items()),
+        Row(
+            "the whole process of the fullest rank",
+            None,
+            steps[-1].get("memory_bytes") if is_whole and steps else None,
+            "bytes",
+        ),
+        Row("time that made headway", started.get("predicted_ettr"), newest.get("goodput", {}).get("ettr"), "share"),
+        Row("model FLOPs used", None, _median(steps, "mfu"), "share"),
+    ]
+    return [row for row in found if row.predicted is not None or row.measured is not None]
+
+
+def traffic(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Mesh axis, what goes over it, bytes of a step, the most first."""
+    started: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "started"), {})
+    found = (started.get("predicted_traffic_bytes") or {}).items()
+    return [[axis, AXES.get(axis, ""), size] for axis, size in sorted(found, key=lambda one: -one[1])]
+
+
+def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    found = [line[name] for line in steps if line.get(name) is not None]
+    return median(found) if found else None
