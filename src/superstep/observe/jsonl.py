@@ -72,7 +72,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The file's objects, in order; torn lines are passed over."""
     with path.open("rb") as file:
         for text in file:
-            if (found := _parse(text)) is not None:
+            if (found := parsed(text)) is not None:
                 yield found
 
 
@@ -84,7 +84,7 @@ def last_line(path: Path) -> dict[str, Any]:
             texts = file.read().splitlines()
     except OSError:
         return {}
-    return next((found for text in reversed(texts) if (found := _parse(text)) is not None), {})
+    return next((found for text in reversed(texts) if (found := parsed(text)) is not None), {})
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -100,7 +100,7 @@ def drop_after(path: Path, step: int) -> None:
     try:
         with path.open("rb") as old, beside.open("wb") as new:
             for text in old:
-                found = _parse(text)
+                found = parsed(text)
                 if found is not None and found.get("step", 0) <= step:
                     new.write(text if text.endswith(b"\n") else text + b"\n")
             new.flush()
@@ -110,7 +110,8 @@ def drop_after(path: Path, step: int) -> None:
         raise unwritable(path, error, step=step) from error
 
 
-def _parse(text: bytes) -> dict[str, Any] | None:
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """The object of one line; None of a torn one."""
     try:
         found = json.loads(text)
     except ValueError:

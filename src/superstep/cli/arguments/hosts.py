@@ -1,4 +1,5 @@
-"""How a run of several hosts is asked for: flags beside those of the run, the same on each host but for its number."""
+"""What is asked of a run's launcher, by flags beside those of the run: several hosts, which get the same flags but for
+their number, and a page that is served while it trains."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(RunConfig):
-    """A run, and on how many hosts."""
+    """A run, on how many hosts, and who may look."""
 
+    web: bool = False
+    """Serve the run's report on this host while it trains, with updates as they come, and numbers for Prometheus."""
+    web_port: int = 0
+    """The port of that; 0 takes any free one."""
     hosts: str | None = None
     """How many hosts share the ranks, each with a launcher that is started by the same command; torchrun takes their
     number, and this one's, from its environment, with one process for each host."""
@@ -35,6 +40,21 @@ class Options(RunConfig):
     """Seconds that a host which is lost, or has not come yet, is waited for."""
     without_after: float = 5.0
     """With train.elastic: seconds that a lost host is waited for before the others go on without it."""
+
+
+def web_port_of(options: Options) -> int | None:
+    """The port of the page that is served while the run trains; None where none is.
+
+    Raises:
+        ConfigError: it is no port, or none is to be served.
+    """
+    if not 0 <= options.web_port < 2**16:
+        raise ConfigError(f"--web-port = {options.web_port} is no port; choose one up to 65535, or 0 for any free one.")
+    if not options.web:
+        if options.web_port:
+            raise ConfigError(f"--web-port = {options.web_port} needs --web.")
+        return None
+    return options.web_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

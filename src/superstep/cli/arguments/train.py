@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.arguments.hosts import Hosts, Options, hosts_of
+from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, web_port_of
 from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
@@ -24,12 +24,14 @@ class Asked:
             of a run that goes on; None where a file says what to do.
         is_demo: whether it is the demo's model and text.
         hosts: those that share its ranks; None where there is one.
+        web_port: where its report is served while it trains; None where it is not.
     """
 
     config: RunConfig
     yields_to: tuple[str, ...] | None
     is_demo: bool
     hosts: Hosts | None = None
+    web_port: int | None = None
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
         """The run, with what nobody asked for out of the way of what was; raises as ``resolve`` does."""
@@ -46,14 +48,20 @@ def read(argv: Sequence[str]) -> Asked:
     argv = [f"--observe.{word[2:]}" if word.partition("=")[0] == "--profile" else word for word in argv]
     if argv and not argv[0].startswith("-"):
         options = _flags(read_run(Path(argv[0])), argv[1:])
-        return Asked(RunConfig(**sections_of(options)), None, is_demo=False, hosts=hosts_of(options))
+        return Asked(
+            RunConfig(**sections_of(options)),
+            None,
+            is_demo=False,
+            hosts=hosts_of(options),
+            web_port=web_port_of(options),
+        )
     options = _flags(DEMO, argv)
     saved = Path(options.state.dir) / "run.toml"
     if options.state.existing == "resume" and saved.is_file():
         # A run that goes on keeps its own settings; flags still change them.
         options = _flags(read_config(saved), argv)
     is_demo = options.model == DEMO.model and options.data.corpus == DEMO.data.corpus
-    return Asked(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options))
+    return Asked(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options), web_port_of(options))
 
 
 def _flags(base: RunConfig, argv: Sequence[str]) -> Options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from superstep.cli.prove import verb as prove
 from superstep.cli.train.ending import ended
 from superstep.cli.train.hosts import on_hosts
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.web import web
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.tokens import is_whole
+from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import gpus
 from superstep.runtime.join import join
@@ -31,14 +34,19 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_hosts(argv):
         asked = read(argv)
         if asked.hosts is not None:
+            _require_no_web(asked, "a launcher on each of several hosts")
             return on_hosts(_run(asked), asked.hosts, _tokens)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return join(lambda ranks: prepared_job(_run(read(argv), ranks), _tokens), rank_of_torchrun, asked_device)
+        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, asked_device)
     asked = read(argv)
     run = _run(asked)
-    with prepared_job(_demo_on_few_gpus(run) if asked.is_demo else run, _tokens) as job:
+    with (
+        web(asked.web_port) as shown,
+        prepared_job(_demo_on_few_gpus(run) if asked.is_demo else run, _tokens) as job,
+    ):
         if job is None:
             return 0
+        shown(job.folder)
         if (status := launched(job)) is not None:
             return status
     if asked.is_demo and not job.was_complete:
@@ -47,6 +55,19 @@ def main(argv: Sequence[str]) -> int:
     if job.folder.profiles.is_dir():
         _say(f"  profiles  {job.folder.profiles}, which ui.perfetto.dev opens")
     return 0
+
+
+def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | None]:
+    _require_no_web(asked, "torchrun and srun")
+    return prepared_job(_run(asked, ranks), _tokens)
+
+
+def _require_no_web(asked: Asked, launcher: str) -> None:
+    if asked.web_port is not None:
+        raise ConfigError(
+            f"--web serves the page of ranks that one launcher of superstep train has, not those of {launcher}; leave "
+            "it out, and look at superstep view RUN."
+        )
 
 
 def _run(asked: Asked, ranks: int | None = None) -> Resolved:

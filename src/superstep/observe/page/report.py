@@ -45,8 +45,10 @@ class RunTold:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = ()) -> str:
-    """The page; of several runs each is compared with the first."""
+def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (), *, is_live: bool = False) -> str:
+    """The page; of several runs each is compared with the first. One that is live asks its server for more, which
+    answers with what ``packed_runs`` makes.
+    """
     title = runs[0].name if len(runs) == 1 else "Compared: " + ", ".join(run.name for run in runs)
     return assembled(
         markup="report.html",
@@ -56,10 +58,16 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = ())
         title=title,
         data={
             "format": 1,
-            "runs": packed({"runs": [run_value(run) for run in runs]}),
+            "runs": packed_runs(runs),
             "comparisons": [one.value() for one in comparisons],
+            "is_live": is_live,
         },
     )
+
+
+def packed_runs(runs: Sequence[RunTold]) -> str:
+    """What the page shows, on one line."""
+    return packed({"runs": [run_value(run) for run in runs]})
 
 
 def run_value(run: RunTold) -> dict[str, Any]:

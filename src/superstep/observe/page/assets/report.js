@@ -88,6 +88,29 @@ function showRest() {
     [`loss of ${one.names[1]} less that of ${one.names[0]}`, "", one.verdict], ...one.settings.map(([name, a, b]) => [name, a, b])]));
 }
 
+function show(told) {
+  const isOpen = [...document.querySelectorAll("#settings details")].map((one) => one.open);
+  R.runs = told.runs;
+  showCards(); showTimes(); showLedger(); showRest(); showCurves();
+  document.querySelectorAll("#settings details").forEach((one, k) => { one.open = Boolean(isOpen[k]); });
+}
+// While the run trains its server sends all that is shown whenever there is more; a stretch that was chosen stays.
+function listen() {
+  const say = (text, isOver) => { at("live").hidden = false; at("live").textContent = text; at("live").classList.toggle("over", isOver); };
+  const from = new EventSource("events" + location.search);
+  let updates = 0;
+  from.onmessage = (event) => unpack(event.data).then((told) => {
+    const [plot] = R.plots, whole = plot && plot.data[0], x = plot && plot.scales.x;
+    const chosen = plot && (x.min > whole[0] || x.max < whole.at(-1)) ? { min: x.min, max: x.max } : null;
+    show(told);
+    if (chosen) for (const each of R.plots) each.setScale("x", chosen);
+    R.updates = ++updates;
+    say("live", false);
+  });
+  from.addEventListener("over", () => { from.close(); say("the run has ended; report.html in its folder has all of it", true); });
+  from.onerror = () => say(from.readyState === 2 ? "the run cannot be asked any more" : "the run does not answer now", true);
+}
+
 const inUnit = { s: seconds, bytes: bytesText, share: percent };
 function showLedger() {
   const many = R.runs.length > 1, told = (unit, value) => (value === null || value === undefined ? "" : inUnit[unit](value));
@@ -110,8 +133,8 @@ function showLedger() {
 
 let width = 0;
 unpack(DATA.runs).then((told) => {
-  R.runs = told.runs;
-  showCards(); showTimes(); showLedger(); showRest(); showCurves();
+  show(told);
+  if (DATA.is_live) listen();
   for (const id of ["over", "smooth", "log"]) at(id).oninput = showCurves;
   at("whole").onclick = showCurves;
   width = innerWidth;

@@ -1,0 +1,43 @@
+"""A metrics.jsonl that grows while it is read: what is new is read, and nothing twice."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from superstep.observe.jsonl import parsed
+
+
+class Growing:
+    """The objects of a file that somebody appends to. A run that goes back puts another file in its place, which is
+    read anew. Any thread may ask.
+
+    Args:
+        path: of the file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[dict[str, Any]] = []
+        self._file: tuple[int, int] | None = None
+        self._read_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self) -> list[dict[str, Any]]:
+        """All of them so far; a last line without its end is left for the next time. The list is the reader's own."""
+        with self._lock:
+            with suppress(OSError), self._path.open("rb") as file:  # it need not be there
+                self._read(file.fileno())
+            return list(self._lines)
+
+    def _read(self, handle: int) -> None:
+        told = os.fstat(handle)
+        if self._file != (told.st_dev, told.st_ino) or told.st_size < self._read_bytes:
+            self._lines, self._read_bytes, self._file = [], 0, (told.st_dev, told.st_ino)
+        piece = os.pread(handle, told.st_size - self._read_bytes, self._read_bytes)
+        whole, end, _ = piece.rpartition(b"\n")
+        self._read_bytes += len(whole) + len(end)
+        self._lines += [found for text in whole.splitlines() if (found := parsed(text)) is not None]

@@ -1,0 +1,219 @@
+"""A page that is served while what it shows goes on: on loopback, to whoever has its token.
+
+    GET /           the page
+    GET /events     server-sent events: what the page shows, anew whenever there is more of it
+    GET /metrics    numbers for Prometheus
+
+The token is part of the page's address, ?token=...; a program may send it as "Authorization: Bearer ..." instead. Each
+request has a thread of its own and reads what lies on disk, so that whoever tells of the run waits for nobody here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from urllib.parse import parse_qs, urlsplit
+
+from superstep.errors import ConfigError
+from superstep.observe.prometheus import TYPE
+
+LOOPBACK = "127.0.0.1"
+LOOK_S = 1.0
+"""How often it is looked whether there is more to show."""
+SHARE = 0.02
+"""Of a processor, what updates may take at most: one that takes long to make is made seldom."""
+QUIET_S = 15.0
+"""How long a listener hears nothing before it is told that the server is there."""
+MOST_LISTENERS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is served.
+
+    Attributes:
+        page: makes the page.
+        stamp: changes when there is more to show; to ask costs nothing.
+        update: makes what the page shows, on one line.
+        metrics: makes the text for Prometheus.
+    """
+
+    page: Callable[[], str]
+    stamp: Callable[[], object]
+    update: Callable[[], str]
+    metrics: Callable[[], str]
+
+
+class Served:
+    """The server: listens at once, answers from ``begin`` on, in threads of its own.
+
+    Args:
+        port: to listen on; 0 takes any free one.
+        token: that a request must have.
+        clock: seconds.
+
+    Raises:
+        ConfigError: the port cannot be listened on.
+    """
+
+    def __init__(self, port: int, token: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._token, self._clock = token, clock
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._listeners = threading.BoundedSemaphore(MOST_LISTENERS)
+        self._newest: tuple[object, str] = (None, "")
+        self._next_s = 0.0
+        try:
+            self._server = _Server((LOOPBACK, port), self)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"--web-port = {port} cannot be listened on at {LOOPBACK} ({error}); choose another, or 0 for any free "
+                "one."
+            ) from None
+        self.shown: Shown | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        return f"http://{LOOPBACK}:{self.port}/?token={self._token}"
+
+    def begin(self, shown: Shown) -> None:
+        """Answer from here on."""
+        self.shown = shown
+        threading.Thread(target=self._server.serve_forever, name="superstep-web", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go of the port, and of who listens: they are told that it is over."""
+        self._is_over.set()
+        if self.shown is not None:
+            self._server.shutdown()
+        self._server.server_close()
+
+    def is_allowed(self, given: str) -> bool:
+        """Whether that is the token."""
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+    def listen(self, write: Callable[[str], None]) -> bool:
+        """Tell a listener until it has gone, or the server ends; False where there are too many."""
+        if not self._listeners.acquire(blocking=False):
+            return False
+        try:
+            told: object = None
+            said_s = self._clock()
+            while not self._is_over.is_set():
+                stamp, update = self._update()
+                if stamp != told:
+                    write(f"data: {update}\n\n")
+                    told, said_s = stamp, self._clock()
+                elif self._clock() - said_s >= QUIET_S:
+                    write(": quiet\n\n")
+                    said_s = self._clock()
+                self._is_over.wait(LOOK_S)
+            write("event: over\ndata: \n\n")
+        finally:
+            self._listeners.release()
+        return True
+
+    def _update(self) -> tuple[object, str]:
+        """What there is to show, made once for all who listen."""
+        assert self.shown is not None
+        with self._lock:
+            stamp = self.shown.stamp()
+            if stamp != self._newest[0] and self._clock() >= self._next_s:
+                begin_s = self._clock()
+                self._newest = stamp, self.shown.update()
+                took_s = self._clock() - begin_s
+                self._next_s = begin_s + took_s / SHARE
+            return self._newest
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # A thread that has its client still listening is not waited for.
+    block_on_close = False
+    allow_reuse_port = False
+
+    def __init__(self, address: tuple[str, int], served: Served) -> None:
+        self.served = served
+        super().__init__(address, _Answers)
+
+    def server_bind(self) -> None:
+        """Without the name of this machine, which is of no use here, and may take seconds."""
+        TCPServer.server_bind(self)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a client that goes away is no fault, and the terminal is the run's."""
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        asked, served = urlsplit(self.path), self.server.served
+        given = parse_qs(asked.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
+        if not served.is_allowed(given[0]):
+            return self._say(403, "text/plain", "the address lacks the run's token: take the one that train printed.\n")
+        assert served.shown is not None
+        try:
+            match asked.path:
+                case "/":
+                    self._say(200, "text/html; charset=utf-8", served.shown.page())
+                case "/metrics":
+                    self._say(200, TYPE, served.shown.metrics())
+                case "/events":
+                    self._listen(served)
+                case _:
+                    self._say(404, "text/plain", "the paths are /, /events and /metrics.\n")
+        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on, and who asked is told
+            if not isinstance(error, ConnectionError | TimeoutError):
+                self._say(503, "text/plain", f"not now: {error}\n")
+        return None
+
+    def _listen(self, served: Served) -> None:
+        has_begun = False
+
+        def write(text: str) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                self.send_response(200)
+                for name, value in (("Content-Type", "text/event-stream"), ("Connection", "close"), *_HEADERS):
+                    self.send_header(name, value)
+                self.end_headers()
+            self.wfile.write(text.encode())
+            self.wfile.flush()
+
+        self.close_connection = True
+        try:
+            if not served.listen(write):
+                self._say(503, "text/plain", f"{MOST_LISTENERS} pages listen already; close one.\n")
+        except Exception:
+            if not has_begun:
+                raise
+
+    def _say(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), *_HEADERS):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the terminal is the run's."""
+
+
+_HEADERS = (("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"))
