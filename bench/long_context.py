@@ -176,10 +176,11 @@ def main(argv: list[str]) -> int:
     options.add_argument("--tokens", type=int, default=Work().tokens)
     options.add_argument("--budget-mib", type=int, default=128)
     options.add_argument("--no-budget", action="store_true")
+    options.add_argument("--steps", type=int, default=Work().steps, help="the first one is not timed")
     options.add_argument("--cp", type=int, action="append", help="numbers of ranks; default: 1, 2, 4")
     options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "long_context.json")
     asked = options.parse_args(argv)
-    work, budget = Work(tokens=asked.tokens), None if asked.no_budget else asked.budget_mib * 2**20
+    work, budget = Work(tokens=asked.tokens, steps=asked.steps), None if asked.no_budget else asked.budget_mib * 2**20
     print(f"{work.tokens} tokens, {asked.budget_mib} MiB a rank\n{'cp':>3}{'saved':>8}{'peak':>8} MiB  with the budget")
     table = []
     for cp in asked.cp or (1, 2, 4):

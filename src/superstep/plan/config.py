@@ -195,7 +195,7 @@ class NumericsConfig:
     compute: Dtype = "fp32"
     """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
     exact: bool = False
-    """The same bits on every layout, for up to twice the time: sums in a fixed order or on a fixed grid."""
+    """The same bits on every layout, for two to three times the time: sums in a fixed order or on a fixed grid."""
     exact_chunks: int | None = None
     """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 8, that
     leave 16 tokens each. Runs that are compared need the same."""
