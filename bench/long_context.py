@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
     """Measure cp = 1, 2, 4, print a table, write JSON."""
     options = argparse.ArgumentParser(prog="python -m bench.long_context", description=__doc__.splitlines()[0])
     options.add_argument("--tokens", type=int, default=Work().tokens)
-    options.add_argument("--budget-mib", type=int, default=128)
+    options.add_argument("--budget-mib", type=int, default=192)
     options.add_argument("--no-budget", action="store_true")
     options.add_argument("--steps", type=int, default=Work().steps, help="the first one is not timed")
     options.add_argument("--cp", type=int, action="append", help="numbers of ranks; default: 1, 2, 4")

@@ -83,7 +83,7 @@ def test_ulysses_keeps_attentions_output_twice_and_heads_that_are_too_few_in_cop
 @pytest.mark.slow
 def test_four_ranks_train_a_sequence_that_does_not_fit_one():
     """At one budget of each rank, held by the operating system."""
-    work, budget_bytes = Work(), 128 * 2**20
+    work, budget_bytes = Work(), 192 * 2**20
     alone = attempt(1, work, budget_bytes)
     assert alone["outcome"] == "out of memory"
     assert "can't allocate memory" in alone["refused"][0]
