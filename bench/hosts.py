@@ -5,11 +5,14 @@
 Each fault hurts a run of the demo's model on two ranks, one on each host, whose launchers are the real ones. *Named* is
 when host 0 has seen it, *training* when the next step is done. What heals or comes back does so once it is waited for,
 and its time counts from there: a host's launcher has to import torch again.
+
+A run that is elastic then loses host 1 with its memory, goes on without it, and with it once it is back.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -56,10 +59,10 @@ def _started(hosts: Several) -> None:
     hosts.start(1)
 
 
-def config(folder: Path) -> RunConfig:
+def config(folder: Path, *, is_elastic: bool = False) -> RunConfig:
     """The demo's model, one rank on each host, with copies."""
     data = replace(DEMO.data, cache=str(folder / "tokens"))
-    train = replace(DEMO.train, steps=STEPS, eval_every=STEPS)
+    train = replace(DEMO.train, steps=STEPS, eval_every=STEPS, elastic=is_elastic)
     state = StateConfig(dir=str(folder / "run"), existing="resume", snapshot_every=1, save_every=STEPS)
     plan = PlanConfig(dp=2, zero=1, microbatch=4)
     return replace(DEMO, data=data, train=train, plan=plan, state=state)
@@ -81,7 +84,32 @@ def measure(folder: Path, repeats: int) -> None:
                 print(
                     f"{name:28}" + "".join(f"{key} {each[-1]:8.2f}  " for key, each in found[name].items()), flush=True
                 )
-            write_result(RESULT, repeats=number, faults={name: _told(times) for name, times in found.items()})
+            faults = {name: _told(times) for name, times in found.items()}
+            write_result(RESULT, **(_before() | {"repeats": number, "faults": faults}))
+
+
+def measure_elastic(folder: Path, repeats: int) -> None:
+    """Have host 1 lost and come back so many times, of a run that goes on meanwhile."""
+    run = config(folder, is_elastic=True)
+    prepared(run.data, vocab_of(resolved(run)), folder / "tokens", sys.stdout)
+    (folder / "run.toml").write_text(write_config(run), encoding="utf-8")
+    found: dict[str, dict[str, list[float]]] = {"goes on without it": {}, "goes on with it": {}}
+    with Several(folder, ["--without-after", "0"]) as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        for number in range(1, repeats + 1):
+            for name, change in (("goes on without it", hosts.kill), ("goes on with it", hosts.start)):
+                for key, value in _times(hosts, folder / "run", Fault(lambda _, change=change: change(1))).items():
+                    found[name].setdefault(key, []).append(value)
+                print(f"{name:28}" + "".join(f"{key} {each[-1]:8.2f}  " for key, each in found[name].items()))
+            elastic = {name: _told(times) for name, times in found.items()}
+            write_result(RESULT, **(_before() | {"elastic_repeats": number, "elastic": elastic}))
+
+
+def _before() -> dict[str, Any]:
+    """What the file has of other measurements."""
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    return {name: known[name] for name in ("repeats", "faults", "elastic_repeats", "elastic") if name in known}
 
 
 def _told(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -121,12 +149,15 @@ def main() -> None:
     """Measure, write, and say it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("faults", "elastic"))
     options = parser.parse_args()
     if why := why_not():
         raise SystemExit(f"bench.hosts: {why}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was made is unmade
-    with tempfile.TemporaryDirectory(prefix="hosts-") as name:
-        measure(Path(name), options.repeats)
+    for what, of in (("faults", measure), ("elastic", measure_elastic)):
+        if options.only in (None, what):
+            with tempfile.TemporaryDirectory(prefix="hosts-") as name:
+                of(Path(name), options.repeats)
 
 
 if __name__ == "__main__":

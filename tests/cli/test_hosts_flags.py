@@ -1,5 +1,6 @@
 """What is wrong with the flags of several hosts is told in a line."""
 
+import socket
 from dataclasses import replace
 
 import pytest
@@ -96,3 +97,15 @@ def test_plans_for_fewer_hosts_are_those_that_pay(place):
     plans = elastic.plans_of(run, 4)
     assert plans[4] is run
     assert {count: plan.plan.mesh.world for count, plan in plans.items()} == {1: 1, 2: 2, 4: 4}, "3 do not cut it"
+
+
+def test_a_host_that_comes_when_the_run_is_complete_is_told_so(place, monkeypatch, capsys):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert main(["train", "run.toml", "--train.steps", "1"]) == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    again = ["--train.steps", "1", "--plan.dp", "2", "--state.existing", "resume"]
+    flags = ["--hosts", "2", "--host", "1", "--meet", f"127.0.0.1:{port}", "--patience", "1"]
+    assert main(["train", "run.toml", *again, *flags]) == 0
+    assert "The run in run is complete at step 1: host 0 has left." in capsys.readouterr().out
+    assert main(["train", "run.toml", *again, *flags, "--train.steps", "2"]) == 1, "there is a step left"

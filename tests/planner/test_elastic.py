@@ -44,6 +44,7 @@ def test_in_exact_mode_gradients_are_those_of_the_same_microbatches():
 def test_there_is_none_where_the_batch_and_the_model_do_not_cut_or_there_is_no_room():
     assert smaller_plan(_run(8), cores(7, 1), ROOM) is None
     assert smaller_plan(_run(), cores(2, 1), 2.0**16) is None
+    assert smaller_plan(_run(), cores(2, 1), ROOM, lambda run: 2**32) is None, "snapshots take it all"
 
 
 def test_a_model_whose_steps_are_not_predicted_has_none(tmp_path):

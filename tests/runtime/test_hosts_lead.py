@@ -8,7 +8,7 @@ import pytest
 
 from superstep.runtime.hosts.attend import attend
 from superstep.runtime.hosts.crew import Held
-from superstep.runtime.hosts.door import Refused, knock
+from superstep.runtime.hosts.door import Door, Refused, knock
 from superstep.runtime.hosts.events import Cause, Over
 from superstep.runtime.hosts.lead import Lead
 from superstep.runtime.hosts.member import Member
@@ -162,3 +162,12 @@ def test_a_number_that_is_taken_is_refused(lead):
     with pytest.raises(Refused, match=r"host 1 is here already, from 127\.0\.0\.1"):
         knock(lead.address, SECRET, replace(HELLO, process="second"))
     wire.close()
+
+
+def test_who_comes_after_the_run_is_complete_is_told_at_once():
+    door = Door(("127.0.0.1", 0), SECRET, lambda wire, hello: None, lambda line: None)
+    door.close()
+    asked = iter((False, True))
+    late = Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing(), is_complete=lambda: next(asked))
+    assert late.orders.poll(5.0)
+    assert late.orders.recv() == Over()

@@ -214,3 +214,12 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_t
     again = ["--train.steps", str(len(done) + 1), "--plan.dp", "1", "--state.dir", "one"]
     assert main(["train", "run.toml", *plan, *again]) == 0
     assert several.losses(place / "one")[:-1] == done
+
+
+@pytest.mark.slow
+def test_who_is_asked_to_stop_stops_all_hosts_after_the_step_and_each_says_so_with_its_status(place):
+    run = Run(place, steps=4000)
+    with run.begun() as hosts:
+        hosts.launchers[1].terminate()
+        assert hosts.wait() == [143, 143], hosts.output()
+        assert hosts.output().count("superstep: stopped by SIGTERM.") == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
@@ -31,13 +31,16 @@ KEPT = 32
 """Meshes of which the first that the run can have is taken."""
 
 
-def smaller_plan(run: Resolved, cluster: Cluster, memory_bytes: float) -> Smaller | None:
+def smaller_plan(
+    run: Resolved, cluster: Cluster, memory_bytes: float, beside: Callable[[Resolved], int] = lambda _: 0
+) -> Smaller | None:
     """The best plan of a run on other chips than its own: the same computation, and in exact mode the same bits.
 
     Args:
         run: as it was asked for.
         cluster: the chips that are left.
         memory_bytes: of one, as far as a plan may fill it.
+        beside: bytes that a rank of a plan has there besides, for its snapshots say.
 
     Returns:
         The run under the plan; None where none fits, or cuts the batch and the model.
@@ -68,7 +71,7 @@ def smaller_plan(run: Resolved, cluster: Cluster, memory_bytes: float) -> Smalle
         except ConfigError:  # exact mode cuts less finely, say
             continue
         priced = verified(found)
-        if priced.memory_bytes <= memory_bytes:
+        if priced.memory_bytes + beside(again) <= memory_bytes:
             return Smaller(run=again, step_s=priced.step_s)
     return None
 

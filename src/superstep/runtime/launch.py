@@ -147,9 +147,9 @@ class Party:
     def seat(self, number: int, file: Path) -> Seat:
         """Where one that is launched here, by its number among these, meets the others."""
         if self.meeting is None:
-            return Seat(number, self.size, f"file://{file}", None)
+            return Seat(number, self.size, f"file://{file}", None, is_first=number == 0)
         meeting = self.meeting
-        return Seat(meeting.first + number, meeting.world, "", meeting.store)
+        return Seat(meeting.first + number, meeting.world, "", meeting.store, is_first=number == 0)
 
 
 def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -> Any:  # noqa: ANN401
@@ -189,7 +189,7 @@ def launch_here(
         troubled: told why ranks have to be ended, if that is known here, before they are.
 
     Returns:
-        What rank 0 returned, None on other hosts; and whether all ranks of this host have come to their end.
+        What the first of them returned; and whether all ranks of this host have come to their end.
     """
     with (
         tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
@@ -315,7 +315,7 @@ def _serve(pipe: Connection, place: Place, seat: Seat, kind: DeviceKind, folder:
             # Reported before this process ends, and with it the connections that others will miss.
             pipe.send_bytes(pickle.dumps(trouble_of(seat.rank, error)))
         else:
-            pipe.send_bytes(pickle.dumps((value if seat.rank == 0 else None,)))
+            pipe.send_bytes(pickle.dumps((value if seat.is_first else None,)))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

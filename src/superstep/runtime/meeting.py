@@ -32,12 +32,17 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's number, how many ranks there are, and where they meet: a file's URL, or a store's address and port."""
+    """A rank's number, how many ranks there are, and where they meet: a file's URL, or a store's address and port.
+
+    Attributes:
+        is_first: whether it is the first of those that its launcher has, who is told what it returns.
+    """
 
     rank: int
     world: int
     file: str
     store: tuple[str, int] | None
+    is_first: bool
 
     def take(self, device: Device) -> None:
         """Meet the others."""

@@ -9,11 +9,10 @@ from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, U
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import of_device
-from superstep.hardware.cluster import Cluster
 from superstep.hardware.core import cores
 from superstep.hardware.network import usual_cluster
 from superstep.plan.resolve import Resolved
-from superstep.planner.elastic import smaller_plan
+from superstep.planner.elastic import Smaller, smaller_plan
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World
 from superstep.state.flush import write_down
@@ -42,8 +41,7 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
         )
     size, fastest_s = run.plan.mesh.world // hosts, float("inf")
     for count in range(1, hosts):
-        cluster, memory_bytes = _left(run, count, size)
-        smaller = smaller_plan(run, cluster, memory_bytes)
+        smaller = _smaller(run, count, size)
         if smaller is not None and smaller.step_s < fastest_s:
             found[count], fastest_s = smaller.run, smaller.step_s
     if len(found) == 1:
@@ -55,10 +53,10 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     return found
 
 
-def _left(run: Resolved, hosts: int, size: int) -> tuple[Cluster, float]:
-    """What so many hosts are, and the memory of one of their ranks."""
+def _smaller(run: Resolved, hosts: int, size: int) -> Smaller | None:
+    """The best plan on so many hosts, each of so many ranks."""
     if choose(run.config.plan.device, size) == "cpu":
-        return cores(hosts * size, size), Device("cpu").free_bytes(size) - snapshot_bytes(run)
+        return smaller_plan(run, cores(hosts * size, size), Device("cpu").free_bytes(size), snapshot_bytes)
     name = _gpu()
     chip = of_device(name)
     if chip is None:
@@ -67,7 +65,7 @@ def _left(run: Resolved, hosts: int, size: int) -> tuple[Cluster, float]:
             f"it does not have the GPU '{name}'; set it to false."
         )
     cluster = replace(usual_cluster(chip, hosts * size), domain=min(chip.domain, size))
-    return cluster, USABLE * chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES
+    return smaller_plan(run, cluster, USABLE * chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES)
 
 
 def _gpu() -> str:

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +45,7 @@ from superstep.runtime.hosts.table import Table
 from superstep.runtime.launch import Party, launch_here
 from superstep.runtime.meeting import Meeting
 from superstep.runtime.trouble import Trouble
+from superstep.state.checkpoint import read_position
 from superstep.state.snapshot import Handles
 from superstep.state.verify import newest
 from superstep.train.model import flops_per_token, operations
@@ -104,6 +106,8 @@ class _Here:
         self.name = f"{hosts.number} ({os.uname().nodename})"
         self.job: Job | None = None
         self.is_stopped = False
+        meet = f"{hosts.meet[0]}:{hosts.meet[1]}"
+        self.verb = f"train --hosts {hosts.count} --host {hosts.number} --meet {meet}"
         state = run.config.state
         kept = 0 if state.snapshot_every is None else self.size
         self.keeper = Keeper(kept, hosts.secret, peers=state.peers or 0, bytes_per_s=state.peer_bytes_per_s)
@@ -136,7 +140,7 @@ class _Here:
     def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
         """Start its ranks, and wait for them; whether all have come to their end."""
         if self.job is None:
-            self.job = _job(self.resolved, given.facts)
+            self.job = replace(_job(self.resolved, given.facts), verb=self.verb)
         crew = given.go.crew(self.hosts.count)
         at = crew.index(self.hosts.number)
         if given.go.sources:
@@ -261,8 +265,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
             if job is None:
                 last = Over()
                 return 0
-            where = f"--hosts {hosts.count} --host 0 --meet {hosts.meet[0]}:{hosts.meet[1]}"
-            here.job = job = replace(job, verb=f"{job.verb} {where}")
+            here.job = job = replace(job, verb=here.verb)
             lead.begin()
             try:
                 over = attend(0, here.name, lead.orders, lead.told, here, _say)
@@ -288,12 +291,25 @@ def _followed(here: _Here) -> int:
         mine=here.hello(door.address[1]),
         patience_s=hosts.patience_s,
         copies=here.keeper,
+        is_complete=lambda: _is_complete(here.resolved),
     )
     try:
         return _ending(attend(hosts.number, here.name, member.orders, member.told, here, _say), here)
     finally:
         member.close()
         door.close()
+
+
+def _is_complete(run: Resolved) -> bool:
+    """Whether there is nothing left to do, as the run's directory has it; where it cannot be told, there is."""
+    folder = RunFolder(root=Path(run.config.state.dir))
+    with suppress(SuperstepError, OSError):
+        if run.config.state.existing == "resume" and (found := newest(folder.checkpoints)) is not None:
+            step = read_position(found).step
+            if step >= run.config.train.steps:
+                _say(f"The run in {folder.root} is complete at step {step}: host 0 has left.")
+                return True
+    return False
 
 
 def _ending(over: Over, here: _Here) -> int:

@@ -7,8 +7,10 @@ What it holds in memory it keeps meanwhile; its ranks are ended where the lead i
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 
@@ -28,11 +30,21 @@ class Member:
         mine: who it is.
         patience_s: for how long it asks where nobody answers.
         copies: this host's.
+        is_complete: whether the run has come to its end; asked where nobody listens.
     """
 
-    def __init__(self, lead: Address, secret: bytes, *, mine: Hello, patience_s: float, copies: Keeping) -> None:
+    def __init__(
+        self,
+        lead: Address,
+        secret: bytes,
+        *,
+        mine: Hello,
+        patience_s: float,
+        copies: Keeping,
+        is_complete: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._lead, self._secret, self._mine = lead, secret, mine
-        self._patience_s, self._copies = patience_s, copies
+        self._patience_s, self._copies, self._is_complete = patience_s, copies, is_complete
         self._wire: Wire | None = None
         self._is_closed = threading.Event()
         self.orders, self._orders = Pipe(duplex=False)
@@ -65,6 +77,9 @@ class Member:
                 why = "is no superstep that leads a run, or of another version; see --meet."
                 return self._end(f"what listens at {self._where} {why}", is_mistake=True)
             except OSError as error:
+                # Where its host answers and nobody listens: a link that is down says nothing of the run.
+                if error.errno == errno.ECONNREFUSED and self._is_complete():
+                    return self._orders.send(Over())
                 if time.monotonic() - since_s >= self._patience_s:
                     patience = f"{self._patience_s:g} s"
                     return self._end(f"host 0 at {self._where} has not answered within {patience} ({error})")
