@@ -55,6 +55,7 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timel
     return RunTold(
         name=str(folder.root),
         lines=list(read(folder.metrics)),
+        samples=list(read(folder.samples)) if folder.samples.is_file() else [],
         settings=folder.config.read_text(encoding="utf-8"),
         ran=ran,
         predicted=predicted,

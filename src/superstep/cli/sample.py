@@ -1,4 +1,4 @@
-"""superstep sample: text from the newest checkpoint of a run."""
+"""superstep sample: text from a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.sample import read
+from superstep.cli.arguments.sample import Options, read
 from superstep.cli.served_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
@@ -18,6 +18,7 @@ from superstep.plan.toml import read_config
 from superstep.serve.load import Known, ServeConfig, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
+from superstep.state.folders import checkpoints, step_of
 from superstep.state.verify import verify_weights
 from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model
@@ -28,44 +29,44 @@ from superstep.train.start import newest_checkpoint
 def main(argv: Sequence[str]) -> int:
     """Print the prompt and what follows."""
     run, prompt, options = read(argv)
-    written = text(run, prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed)
+    written = text(run, prompt, options)
     sys.stdout.write(written + "\n")
     return 0
 
 
-def text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and what a run's newest checkpoint makes of it.
+def text(run: Path, prompt: str, options: Options) -> str:
+    """The prompt and what a checkpoint of a run makes of it.
 
     Raises:
-        StateError: there is no such run, or it has no checkpoint yet.
+        StateError: there is no such run, or it has no such checkpoint.
         ConfigError: the prompt is empty, or longer than a sequence of the run.
     """
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character.")
-    config, checkpoint = _found(run)
+    config, checkpoint = _found(run, options.step)
     verify_weights(checkpoint)
     tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt)
     if config.model.source is None:
-        sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=seed)
+        sampling = Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=options.seed)
         drawn = _drawn(config, checkpoint, ids, sampling, tokenizer)
     else:
         drawn = list(
             generate_own(
                 _own(config, checkpoint),
                 ids,
-                tokens=tokens,
+                tokens=options.tokens,
                 window_tokens=config.data.sequence_tokens,
-                temperature=temperature,
-                seed=seed,
+                temperature=options.temperature,
+                seed=options.seed,
                 end_of_text=tokenizer.end_of_text,
             )
         )
     return tokenizer.decode(ids + drawn)
 
 
-def _found(run: Path) -> tuple[RunConfig, Path]:
-    """A run's configuration, and its newest checkpoint."""
+def _found(run: Path, step: int | None) -> tuple[RunConfig, Path]:
+    """A run's configuration, and its checkpoint of a step, or the newest."""
     folder = RunFolder(root=run)
     if not run.exists():
         raise StateError(f"'{run}' is not there; name the folder that train wrote.")
@@ -74,7 +75,12 @@ def _found(run: Path) -> tuple[RunConfig, Path]:
     config = read_config(folder.config)
     if config.lora is not None:
         refuse_adapter(run)
-    return config, newest_checkpoint(run)
+    if step is None:
+        return config, newest_checkpoint(run)
+    kept = {step_of(place): place for place in checkpoints(folder.checkpoints)}
+    if step not in kept:
+        raise StateError(f"'{run}' has no checkpoint of step {step}; choose one of {sorted(kept)}.")
+    return config, kept[step]
 
 
 def _drawn(

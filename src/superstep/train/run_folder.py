@@ -51,6 +51,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """What the model wrote after each checkpoint, one JSON object for each."""
+        return self.root / "samples.jsonl"
+
+    @property
     def report(self) -> Path:
         """The page of its curves, and of what happened."""
         return self.root / "report.html"

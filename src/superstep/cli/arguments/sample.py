@@ -23,6 +23,8 @@ class Options:
     """How freely to draw; 0 takes the likeliest token each time."""
     seed: int = 0
     """Of the draws."""
+    step: int | None = None
+    """After which the checkpoint was saved; none takes the newest."""
 
 
 def read(argv: Sequence[str]) -> tuple[Path, str, Options]:

@@ -16,6 +16,7 @@ from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.foretold import foretold, peak_of
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cli.train.recovering import Recovered, recovering
+from superstep.cli.train.samples import sampling
 from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
 from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
@@ -111,7 +112,10 @@ def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> in
         worker: what each of them does; None means ``rank``.
     """
     try:
-        is_stopped = _launched(job, worker or rank)
+        with sampling(job.folder, job.run.config.observe.sample) as finish:
+            is_stopped = _launched(job, worker or rank)
+            if not is_stopped:
+                finish()
     except BaseException as error:
         restore(sys.stdout)
         if (status := ended(error, job.folder, job.verb)) is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli import sample
+from superstep.cli.arguments.sample import Options
 from superstep.cli.arguments.train import Asked, read
 from superstep.cli.options import asks_for_hosts
 from superstep.cli.preparing import prepared
@@ -34,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_hosts(argv):
         asked = read(argv)
         if asked.hosts is not None:
-            _require_no_web(asked, "a launcher on each of several hosts")
-            return on_hosts(_run(asked), asked.hosts, _tokens)
+            run = _run(asked)
+            _require_alone(asked, run, "a launcher on each of several hosts")
+            return on_hosts(run, asked.hosts, _tokens)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, asked_device)
     asked = read(argv)
@@ -58,11 +60,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | None]:
-    _require_no_web(asked, "torchrun and srun")
-    return prepared_job(_run(asked, ranks), _tokens)
+    run = _run(asked, ranks)
+    _require_alone(asked, run, "torchrun and srun")
+    return prepared_job(run, _tokens)
 
 
-def _require_no_web(asked: Asked, launcher: str) -> None:
+def _require_alone(asked: Asked, run: Resolved, launcher: str) -> None:
+    """See that nothing is asked for that a launcher does beside its ranks, where another one than this has them."""
+    sample = run.config.observe.sample
+    if sample is not None:
+        raise ConfigError(
+            f"observe.sample = '{sample}' is gone on from beside ranks that one launcher of superstep train has, not "
+            f"those of {launcher}; leave it out, and ask superstep sample RUN PROMPT."
+        )
     if asked.web_port is not None:
         raise ConfigError(
             f"--web serves the page of ranks that one launcher of superstep train has, not those of {launcher}; leave "
@@ -88,7 +98,7 @@ def _after_demo(job: Job) -> int:
     _say("\nDoes this layout compute what one device would?")
     status = prove.run_one(job.run, job.corpus, steps=2)
     _say('\nA sample, from "def ":\n')
-    _say(sample.text(root, "def ", tokens=120, temperature=0.7, seed=0))
+    _say(sample.text(root, "def ", Options(tokens=120, temperature=0.7)))
     _say(
         f"\nResults: {root}\n"
         f"  metrics      {root}/metrics.jsonl, and tensorboard --logdir {root}/tensorboard\n"

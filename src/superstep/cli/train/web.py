@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from superstep.cli.report import facts, recorded
 from superstep.errors import ConfigError
@@ -68,7 +68,7 @@ class Report:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._growing = folder, Growing(folder.metrics)
+        self._folder, self._growing, self._samples = folder, Growing(folder.metrics), Growing(folder.samples)
 
     def shown(self) -> Shown:
         """What is served."""
@@ -84,6 +84,7 @@ class Report:
         return RunTold(
             name=str(self._folder.root),
             lines=self._growing.read(),
+            samples=self._samples.read(),
             settings=settings,
             ran=recorded(self._folder),
             facts=facts(),
@@ -97,7 +98,8 @@ class Report:
         return exposition(str(self._folder.root), self._growing.read(), told_at_s=told_at_s)
 
     def _stats(self) -> list[os.stat_result]:
-        try:
-            return [self._folder.metrics.stat()]
-        except OSError:
-            return []
+        found = []
+        for path in (self._folder.metrics, self._folder.samples):
+            with suppress(OSError):
+                found.append(path.stat())
+        return found

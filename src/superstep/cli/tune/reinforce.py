@@ -80,6 +80,10 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     require_trackers(config.observe)
     if config.state.snapshot_every is not None:
         raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
+    if config.observe.sample is not None:
+        raise ConfigError(
+            "observe.sample is of superstep train, sft and dpo; leave it out of rl, whose rollouts.jsonl has its texts."
+        )
     if config.state.store is not None:
         raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
     state = config.state

@@ -31,6 +31,7 @@ class RunTold:
     Attributes:
         name: of the run.
         lines: the objects of its metrics.jsonl, in order.
+        samples: the objects of its samples.jsonl: what it wrote after checkpoints.
         settings: the text of its run.toml.
         ran: a step that it recorded.
         predicted: the same step before it ran, where that is known.
@@ -39,6 +40,7 @@ class RunTold:
 
     name: str
     lines: Iterable[Mapping[str, Any]]
+    samples: Iterable[Mapping[str, Any]] = ()
     settings: str = ""
     ran: Timeline | None = None
     predicted: Timeline | None = None
@@ -103,6 +105,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "ledger": [row.value() for row in ledger(lines, spent.get("ran", {}))],
         "traffic": traffic(lines),
         "measures": measured(lines),
+        "samples": _samples(run.samples),
         "settings": run.settings,
         "facts": dict(run.facts),
     }
@@ -169,6 +172,12 @@ def spent_parts(timeline: Timeline) -> dict[str, float]:
             found[f"waits for {lane}"] = exposed_s
     found["bubble"] = sum(one.bubble_s for one in spent) / ranks
     return found
+
+
+def _samples(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+    """Step, text, and whether that is why there is none; the newest first. Of a step that was done twice, the later."""
+    found = {line["step"]: [line["step"], line.get("text", line.get("why", "")), "why" in line] for line in lines}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _router(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ function rowsInto(id, head, rows) {
 function showRest() {
   const many = R.runs.length > 1;
   rowsInto("events", ["step", ...(many ? ["run"] : []), "what", ""], R.runs.flatMap((run) => run.events.map(([step, kind, text]) => [step, ...(many ? [run.name] : []), kind, text])));
+  at("written").hidden = R.runs.every((run) => !run.samples.length);
+  rowsInto("samples", ["after step", ...(many ? ["run"] : []), "text"], R.runs.flatMap((run) => run.samples.map(([step, text, isWhy]) => [step, ...(many ? [run.name] : []), isWhy ? `none: ${text}` : text])));
   const facts = R.runs.flatMap((run) => Object.entries(run.facts).map(([name, value]) => [...(many ? [run.name] : []), name, value]));
   at("told").hidden = !facts.length && R.runs.every((run) => !run.settings);
   rowsInto("facts", [...(many ? ["run"] : []), "what", "value"], facts);
