@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,8 @@ from superstep.hardware.text import cluster
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.links import line
 from superstep.runtime.rehearsal.units import operations_of
 
@@ -90,6 +93,38 @@ def test_operations_add_up():
     expected = 3 * found.product_s(product) + 2 * found.pass_s("copy", 1000) + 1e-3 + 1e-3
     assert seconds((product, move, message), found, lambda axis: 2) == pytest.approx(expected)
     assert found.collective_s("send", 1e9, 1) == 0.0
+
+
+def test_gradients_of_weights_have_rates_of_their_own():
+    """They are found in a unit, measured as they are made, and priced by that."""
+    run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
+    block = operations_of(run, units(run.shape))[1]
+    shapes = {
+        (way, kernel): Counter(
+            tuple(sorted((o.rows, o.width, o.inner))) for o in operations for _ in range(o.count) if _is(o, kernel)
+        )
+        for way, operations in (("forward", block.forward), ("backward", block.backward), ("weight", block.weight))
+        for kernel in ("product", "gradient")
+    }
+    assert not shapes["forward", "gradient"]
+    assert not shapes["weight", "product"]
+    # Each product of the forward pass has both gradients in the backward pass.
+    assert shapes["backward", "gradient"] == shapes["weight", "gradient"] == shapes["forward", "product"]
+    assert shapes["backward", "product"] == shapes["forward", "product"]
+    rates, _ = measure_operations(block.backward, "fp32", Gauge(device=Device("cpu"), budget_s=0.0))
+    assert {rate.kernel for rate in rates} >= {"product", "gradient"}
+    of_gradients = ProductRate(kernel="gradient", rate="fp32", rows=64, width=64, inner=64, flops_per_s=1e3)
+    found = machine()
+    chip = replace(found.cluster.chip, products=(*found.cluster.chip.products, of_gradients))
+    slow = replace(found, cluster=replace(found.cluster, chip=chip))
+    product = Product(rows=64, width=64, inner=64)
+    gradient = replace(product, kernel="gradient")
+    assert slow.product_s(gradient) > 10 * slow.product_s(product)
+    assert found.product_s(gradient) == found.product_s(product), "where none was measured"
+
+
+def _is(operation, kernel):
+    return isinstance(operation, Product) and operation.kernel == kernel
 
 
 def test_more_ranks_than_cores_take_all_their_work_over_the_cores():

@@ -98,6 +98,9 @@ def _grid() -> Iterator[Operation]:
         for width in SIDES[:-1]:
             for inner in SIDES[:-1]:
                 yield Product(rows=rows, width=width, inner=inner)
+    for side in SIDES[1:-1]:
+        for tokens in SIDES[1:]:
+            yield Product(rows=side, width=side, inner=tokens, kernel="gradient")
     for length in LENGTHS:
         for is_backward in (False, True):
             yield Attention(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
@@ -124,7 +127,8 @@ def _table(found: Measured) -> Iterator[str]:
         yield f"{name:18}{rate_text(product.flops_per_s):>14}   {product.rate} {shape}"
     for kernel in dict.fromkeys(p.kernel for p in chip.products if p.kernel != "product"):
         rates = [p.flops_per_s for p in chip.products if p.kernel == kernel]
-        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}, full square"
+        square = ", full square" if kernel.startswith("attention") else " of a weight"
+        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}{square}"
     for kernel in dict.fromkeys(c.kernel for c in chip.copies):
         copies = sorted((c for c in chip.copies if c.kernel == kernel), key=lambda c: c.bytes)
         each = "   ".join(f"{bytes_text(c.bytes)} {c.bytes_per_s / 1e9:.3g}" for c in copies)

@@ -151,7 +151,7 @@ def _input_gradient(forward: Product) -> Product:
 
 
 def _weight_gradient(forward: Product) -> Product:
-    return Product(rows=forward.width, inner=forward.rows, width=forward.inner, count=forward.count)
+    return Product(rows=forward.width, inner=forward.rows, width=forward.inner, kernel="gradient", count=forward.count)
 
 
 def _inner(run: Resolved, d: LocalDims) -> int:

@@ -139,7 +139,7 @@ class Measured:
     def product_s(self, product: Product) -> float:
         """By the rates of the shapes around it."""
         shape = (product.rows, product.width, product.inner)
-        return self._overhead_s() + product.flops / product.count / self._rate("product", shape)
+        return self._overhead_s() + product.flops / product.count / self._rate(product.kernel, shape)
 
     def attention_s(self, attention: Attention) -> float:
         """By the rates of the lengths around it, which were measured causal: without the mask there is twice as much

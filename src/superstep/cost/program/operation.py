@@ -23,12 +23,18 @@ pipeline ranks of a tied table, the cp and tp ranks of one sequence, everybody).
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Matrix products of one shape."""
+    """Matrix products of one shape.
+
+    Attributes:
+        kernel: product; or gradient, that of a weight: the left factor lies transposed, and what comes of it is added
+            to what is there.
+    """
 
     rows: int
     width: int
     inner: int
     batch: int = 1
+    kernel: Literal["product", "gradient"] = "product"
     count: int = 1
 
     @property

@@ -23,7 +23,9 @@ from superstep.cost.program.operation import Attention, Operation, Pass, Product
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
 from superstep.kernels.product import by_fp32, by_onednn, linear
+from superstep.kernels.product import product as product_of
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.product import add_product
 from superstep.plan.config import Dtype
 from superstep.runtime.device import Device
 
@@ -97,7 +99,8 @@ def measure_operations(
     for operation in operations:
         match operation:
             case Product():
-                rate = _product(_within(operation, gauge.device), dtype, gauge)
+                timed = _gradient_s if operation.kernel == "gradient" else _product_s
+                rate = _product(_within(operation, gauge.device), dtype, gauge, timed)
             case Attention():
                 rate = _attention(operation, dtype, gauge)
             case Pass(kernel=kernel):
@@ -119,10 +122,25 @@ def measure_operations(
 def _within(product: Product, device: Device) -> Product:
     """The product, with no dim larger than is worth to measure."""
     most = LARGEST[device.kind] * 4
-    return Product(rows=min(product.rows, most), width=min(product.width, most), inner=min(product.inner, most))
+    rows, width, inner = (min(size, most) for size in (product.rows, product.width, product.inner))
+    return Product(rows=rows, width=width, inner=inner, kernel=product.kernel)
 
 
-def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
+Timed = Callable[[Product, Dtype, Gauge], float]
+
+
+def _product(product: Product, dtype: Dtype, gauge: Gauge, timed: Timed) -> ProductRate:
+    return ProductRate(
+        kernel=product.kernel,
+        rate=dtype,
+        rows=product.rows,
+        width=product.width,
+        inner=product.inner,
+        flops_per_s=product.flops / timed(product, dtype, gauge),
+    )
+
+
+def _product_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
     weight = _filled((product.width, product.inner), dtype, gauge)
     inputs = _inputs((product.rows, product.inner), dtype, gauge)
     outs = _inputs((product.rows, product.width), dtype, gauge)
@@ -133,14 +151,25 @@ def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
             return linear(rows, weight)
         return torch.mm(rows, weight.t(), out=next(outs))
 
-    taken_s = gauge.seconds(multiply)
-    return ProductRate(
-        rate=dtype,
-        rows=product.rows,
-        width=product.width,
-        inner=product.inner,
-        flops_per_s=product.flops / taken_s,
-    )
+    return gauge.seconds(multiply)
+
+
+def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+    """Without the sum where that is an operation of its own."""
+    lefts = _inputs((product.inner, product.rows), dtype, gauge)
+    rights = _inputs((product.inner, product.width), dtype, gauge)
+    totals = _inputs((product.rows, product.width), "fp32", gauge)
+
+    def multiply() -> object:
+        left, right = next(lefts).t(), next(rights)
+        if gauge.is_exact:
+            return torch.mm(left, right)
+        if dtype != "fp32" and not by_fp32(left, right):
+            return product_of(left, right)
+        add_product(next(totals), left, right)
+        return None
+
+    return gauge.seconds(multiply)
 
 
 def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,9 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     """A product, or where it is so narrow that memory decides, a pass over what it reads."""
     left, right = given[-2:]
     rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
-    product = Product(rows=rows, width=width, inner=inner, batch=math.prod(left.shape[:-2]))
+    is_turned = left.stride(-2) == 1 < left.stride(-1)
+    kernel: Literal["product", "gradient"] = "gradient" if is_turned and left.ndim == 2 else "product"
+    product = Product(rows=rows, width=width, inner=inner, batch=math.prod(left.shape[:-2]), kernel=kernel)
     if min(rows, width, inner) >= NARROW:
         return product
     return Pass(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
