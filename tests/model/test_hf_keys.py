@@ -19,8 +19,10 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
+from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.model.hf_families import DEFAULTS, HARMLESS, HARMLESS_IN, ModelType, only
+from superstep.plan.model.named import shape_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -176,7 +178,7 @@ def changed(key, value):
 
 
 def verdict(kind, key, changes, tmp_path):
-    """What becomes of a key: refused, harmless or honoured, and that it is so."""
+    """What becomes of a key: refused, harmless, honoured, or priced and not trained; and that it is so."""
     base, other, weights = (tmp_path / name for name in ("base", "other", "weights"))
     raw = written(kind, base)
     shape = from_hf_config(base / "config.json")
@@ -193,6 +195,10 @@ def verdict(kind, key, changes, tmp_path):
         assert found == shape
         assert torch.equal(theirs_logits(other), theirs_logits(base)), key
         return "harmless"
+    if found.is_priced_only:
+        with pytest.raises(ConfigError, match="a sliding window in 1 of 2 layers, which superstep plan prices"):
+            shape_of(ModelConfig(name=str(other / "config.json")))
+        return "priced"
     assert_ours_is_theirs(other, weights)
     if found == shape:
         assert key in UNREAD, key
@@ -218,6 +224,8 @@ def test_every_key_of_transformers_class_is_honoured_harmless_or_refused(kind, t
     assert {"hidden_act", "attention_dropout"} <= {key for key, what in found.items() if what == "refused"}
     assert ("sliding_window" in honoured) == (kind in ("mistral", "mixtral"))
     assert ("use_sliding_window" in honoured) == kind.startswith("qwen")
+    priced = {key for key, what in found.items() if what == "priced"}
+    assert priced == ({"max_window_layers"} if kind in ("qwen2", "qwen3") else set())
 
 
 @FAMILY
