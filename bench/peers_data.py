@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
+from bench.peers_common import PeerJob, Side, autocast, decoder, full_state, loss_sum, microbatches, whole
 
 
 def one_process(rank: int, world: int, job: PeerJob) -> Side:
@@ -22,7 +22,7 @@ def one_process(rank: int, world: int, job: PeerJob) -> Side:
     def accumulate(tokens_BS: Tensor, targets_BS: Tensor, valid: int) -> Tensor:
         total = torch.zeros(())
         for tokens, targets in microbatches(job, tokens_BS, targets_BS):
-            with _autocast(job):
+            with autocast(job):
                 loss = criterion(model(tokens), targets) / valid
             loss.backward()
             total += loss.detach()
@@ -47,7 +47,7 @@ def ddp(rank: int, world: int, job: PeerJob) -> Side:
         pieces = microbatches(job, tokens_BS.chunk(world)[rank], targets_BS.chunk(world)[rank])
         for number, (tokens, targets) in enumerate(pieces, start=1):
             with wrapped.no_sync() if number < len(pieces) else nullcontext():
-                with _autocast(job):
+                with autocast(job):
                     loss = criterion(wrapped(tokens), targets) / valid
                 (loss * world).backward()  # DDP averages over ranks; the divisor is already the whole batch's
             total += loss.detach()
@@ -99,8 +99,3 @@ def fsdp2(rank: int, world: int, job: PeerJob) -> Side:
 
 def _criterion(job: PeerJob) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(loss_sum) if job.compile else loss_sum
-
-
-def _autocast(job: PeerJob) -> torch.autocast:
-    """bf16 products on fp32 weights. Keeping the bf16 copies for a whole step saved no time."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=job.dtype == "bf16")

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.peers_common import PeerJob, Side, decoder, full_state, loss_sum, microbatches, whole
+from bench.peers_common import PeerJob, Side, autocast, decoder, full_state, loss_sum, microbatches, whole
 from superstep.model.decoder import Decoder
 from superstep.model.norm import RMSNorm
 
@@ -34,7 +34,8 @@ def tensor_parallel(rank: int, world: int, job: PeerJob) -> Side:
     With ``job.sequence_parallel`` the residual stream and its norms are cut over positions too (Korthikanti
     2022).
     """
-    _refuse_bf16(job)
+    if job.dtype != "fp32" or job.compile:
+        raise ValueError(f"the peer {job.peer} runs fp32 without compile only; got {job.dtype}, {job.compile}.")
     model = decoder(job)
     mesh = init_device_mesh("cpu", (world,))
     _use_torch_norms(model, job, is_all=job.sequence_parallel)
@@ -63,7 +64,8 @@ def tensor_parallel(rank: int, world: int, job: PeerJob) -> Side:
 
 def pipelining(rank: int, world: int, job: PeerJob) -> Side:
     """torch.distributed.pipelining with one stage on each rank."""
-    _refuse_bf16(job)
+    if job.compile:
+        raise ValueError("the peer pipelining runs without compile only.")
     if job.shape.tied:
         raise ValueError("torch.distributed.pipelining does not tie weights across stages; set tied = False.")
     stage = _Stage(job, rank, world)
@@ -103,12 +105,14 @@ class _Stage(nn.Module):
         self.embed = model.embed if stage == 0 else nn.Identity()
         self.block = nn.ModuleDict({str(i): model.block[i] for i in owned})
         self.head = model.head if stage == stages - 1 else nn.Identity()
+        self._job = job
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.block.values():
-            x = block(x)
-        return self.head(x)
+        with autocast(self._job):
+            x = self.embed(x)
+            for block in self.block.values():
+                x = block(x)
+            return self.head(x)
 
 
 def even_stages(job: PeerJob, stages: int) -> list[range]:
@@ -198,8 +202,3 @@ def _gather_stages(stage: nn.Module, rank: int, world: int) -> dict[str, Tensor]
     states: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object({name: value.detach().clone() for name, value in stage.state_dict().items()}, states)
     return None if states is None else {name: value for state in states for name, value in state.items()}
-
-
-def _refuse_bf16(job: PeerJob) -> None:
-    if job.dtype != "fp32" or job.compile:
-        raise ValueError(f"the peer {job.peer} runs fp32 without compile only; got {job.dtype}, {job.compile}.")
