@@ -88,8 +88,9 @@ def test_a_long_run_keeps_the_highest_and_the_lowest_of_each_stretch():
     steps[31_000]["loss"] = 9.0
     steps[44_000]["loss"] = None
     kept = thinned(steps)
-    assert len(kept) <= MOST_POINTS
+    assert len(kept) <= MOST_POINTS + 1
     assert {31_001, 44_001} <= {line["step"] for line in kept}
+    assert kept[-1] is steps[-1], "what the run has come to"
     assert [line["step"] for line in kept] == sorted({line["step"] for line in kept})
     assert thinned(steps[:100]) == steps[:100]
 

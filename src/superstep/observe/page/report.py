@@ -112,7 +112,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
 
 
 def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """At most ``MOST_POINTS`` steps, of each stretch the one of the highest loss and that of the lowest."""
+    """The newest step, and at most ``MOST_POINTS``: of each stretch that of the highest loss and that of the lowest."""
     if len(steps) <= MOST_POINTS:
         return list(steps)
     found: list[Mapping[str, Any]] = []
@@ -122,7 +122,8 @@ def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         # A loss that is not finite is told as none.
         losses = [(float("inf") if line["loss"] is None else line["loss"], at) for at, line in enumerate(piece)]
         found += [piece[at] for at in sorted({min(losses)[1], max(losses)[1]})]
-    return found
+    # What the run has come to is told of the newest.
+    return found if found[-1] is steps[-1] else [*found, steps[-1]]
 
 
 def _events(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, str, str]]:
