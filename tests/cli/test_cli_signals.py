@@ -138,6 +138,7 @@ def test_a_run_that_is_ended_ends_cleanly(name, place, environment):
     line = re.sub(where, "rank 0:", line)
     newest = checkpoints(place / "run" / "checkpoints")[-1]
     assert (status, line) == (wanted, said.format(newest=newest.name))
+    assert (place / "run" / "report.html").is_file()
     # What was whole is whole: one rank goes on from there.
     step = read_position(newest).step
     if "SIGTERM" in name:

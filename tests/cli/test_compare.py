@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 import told_runs
 from superstep.cli.main import main
-from superstep.cli.report import ReportAtEnd
+from superstep.cli.report import ReportAtEnd, leave_report
+from superstep.observe.doctor.box import write_box
 from superstep.observe.events import RunFinished
 from superstep.observe.page.assemble import unpacked
 from superstep.plan.config import ModelConfig, RunConfig
@@ -85,3 +87,20 @@ def test_the_end_of_training_leaves_a_report(runs, tmp_path):
     folder.trace.write_text("{", encoding="utf-8")
     sink.write(RunFinished(step=3, elapsed_s=1.0, tokens_seen=10))
     assert unpacked(data_of(folder.report)["runs"])["runs"][0]["spent"] == {}
+
+
+def test_a_run_that_breaks_off_leaves_a_report(tmp_path):
+    folder = RunFolder(root=tmp_path / "one")
+    leave_report(folder)
+    assert not folder.report.exists(), "it has told nothing yet"
+    made(folder.root, CONFIG, steps=200)
+    lines = folder.metrics.read_text(encoding="utf-8").splitlines()
+    folder.metrics.write_text("\n".join(line for line in lines if "finished" not in line) + "\n", encoding="utf-8")
+    folder.fault.write_text(write_box("rank 1: gone", ()), encoding="utf-8")
+    leave_report(folder)
+    (told,) = unpacked(data_of(folder.report)["runs"])["runs"]
+    assert told["events"][-1][1:] == ["fault", "rank 1: gone"]
+    # One that went on by itself has recovered from it.
+    os.utime(folder.fault, (0, 0))
+    leave_report(folder)
+    assert unpacked(data_of(folder.report)["runs"])["runs"][0]["events"][-1][1] != "fault"

@@ -83,6 +83,15 @@ def test_reinforcement_learning_has_its_rewards_lengths_and_distances():
     ]
 
 
+def test_a_fault_is_the_last_that_happened():
+    lines = list(told_runs.lines(steps=50))
+    assert lines[-1]["event"] == "finished"
+    told = run_value(RunTold(name="a run", lines=lines[:-1], fault="rank 1: gone"))
+    assert told["events"][-1] == [lines[-2]["step"], "fault", "rank 1: gone"]
+    recovered = run_value(RunTold(name="a run", lines=lines, fault="rank 1: gone"))
+    assert recovered["events"][-1][1] == "finished"
+
+
 def test_a_long_run_keeps_the_highest_and_the_lowest_of_each_stretch():
     steps = [{"step": step, "loss": 3 + 0.001 * (step % 7)} for step in range(1, 50_001)]
     steps[31_000]["loss"] = 9.0

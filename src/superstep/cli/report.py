@@ -1,13 +1,15 @@
-"""The report of a run, report.html of its folder: written when training ends, and by superstep view."""
+"""The report of a run, report.html of its folder: written when training ends, however, and by superstep view."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
-from superstep.errors import StateError, UserError
+from superstep.errors import StateError, SuperstepError, UserError
+from superstep.observe.doctor.box import read_box
 from superstep.observe.events import Event, RunFinished, RunStopped
 from superstep.observe.jsonl import read
 from superstep.observe.page.report import RunTold, report_page
@@ -42,6 +44,14 @@ class ReportAtEnd:
         """Nothing is held."""
 
 
+def leave_report(folder: RunFolder) -> None:
+    """Write the page of a run whose ranks are gone, as far as they have told anything and there is room for it: what
+    has become of the run is told elsewhere.
+    """
+    with suppress(SuperstepError, OSError):
+        write_whole(folder.report, report_page([run_told(folder, ran=recorded(folder))]))
+
+
 def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timeline | None = None) -> RunTold:
     """What a run's folder holds.
 
@@ -59,8 +69,17 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timel
         settings=folder.config.read_text(encoding="utf-8"),
         ran=ran,
         predicted=predicted,
+        fault=_fault(folder),
         facts=facts(),
     )
+
+
+def _fault(folder: RunFolder) -> str:
+    """Why a run broke off; empty where it did not, has gone on since, or what is left of it cannot be read."""
+    with suppress(OSError, StateError):
+        if folder.fault.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns:
+            return read_box(folder.fault).fault
+    return ""
 
 
 def facts() -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.cli.describe import plan_text
+from superstep.cli.report import leave_report
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.foretold import foretold, peak_of
@@ -118,6 +119,7 @@ def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> in
                 finish()
     except BaseException as error:
         restore(sys.stdout)
+        leave_report(job.folder)
         if (status := ended(error, job.folder, job.verb)) is not None:
             return status
         raise

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from superstep.cli.report import recorded, run_told
-from superstep.errors import SuperstepError
+from superstep.cli.report import leave_report
 from superstep.observe.jsonl import read
-from superstep.observe.page.report import report_page
 from superstep.state.folders import checkpoints, step_of
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_folder import RunFolder
 
 TOKENS = 64
 POLL_S = 0.25
@@ -62,8 +60,7 @@ class _Samples:
         """Wait for the last one, and write the report anew."""
         self._is_last.set()
         self._thread.join()
-        with suppress(SuperstepError):  # the run is whole; its page stays as the ranks have written it
-            write_whole(self._folder.report, report_page([run_told(self._folder, ran=recorded(self._folder))]))
+        leave_report(self._folder)  # where it cannot, the page stays as the ranks have written it
 
     def end(self) -> None:
         """Give up what is under way."""

@@ -35,6 +35,7 @@ class RunTold:
         settings: the text of its run.toml.
         ran: a step that it recorded.
         predicted: the same step before it ran, where that is known.
+        fault: why it broke off, where it has.
         facts: more that is to be said, hardware and versions say.
     """
 
@@ -44,6 +45,7 @@ class RunTold:
     settings: str = ""
     ran: Timeline | None = None
     predicted: Timeline | None = None
+    fault: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -98,7 +100,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "steps": len(steps),
         "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
         "router": _router([line for line in lines if line["event"] == "router"]),
-        "events": [list(event) for event in _events(lines)],
+        "events": [list(event) for event in _events(lines, run.fault)],
         "totals": _totals(lines, steps, "sampling" if is_sampled else "data"),
         "spent": spent,
         "waited": "its sampling" if is_sampled else "its wait for data",
@@ -126,10 +128,11 @@ def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found if found[-1] is steps[-1] else [*found, steps[-1]]
 
 
-def _events(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, str, str]]:
-    """Step, kind and words of what happened beside steps."""
+def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[int, str, str]]:
+    """Step, kind and words of what happened beside steps, and of the fault that ended it all."""
+    step, is_over = 0, False
     for line in lines:
-        step = line.get("step") or 0
+        step, is_over = line.get("step") or 0, line["event"] in ("finished", "stopped")
         match line["event"]:
             case "started":
                 yield step, "started", f"{line.get('world')} ranks, {line.get('plan')}"
@@ -149,6 +152,8 @@ def _events(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, str, str]
                 yield step, "corrupted", f"{line['what']} on rank {ranks}, found after step {line['found']}"
             case "finished" | "stopped":
                 yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} tokens"
+    if fault and not is_over:
+        yield step, "fault", fault
 
 
 def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], waited: str) -> dict[str, float]:
