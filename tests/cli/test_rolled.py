@@ -90,7 +90,7 @@ step  version  lag  answers  reward    loss  sampled  graded  trained
 
 def test_three_steps_and_a_pause(run, capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(["view", str(run), "--width", "60"]) == 0
+    assert main(["view", str(run), "--width", "60", "--text"]) == 0
     plain = capsys.readouterr().out
     title, _, picture = plain.split("\n", 2)
     assert title == (
@@ -101,10 +101,14 @@ def test_three_steps_and_a_pause(run, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     with (run / NAME).open("ab") as file:
         file.write(b'{"group": 6, "ver')  # it is being written
-    assert main(["view", str(run), "--width", "60"]) == 0
+    assert main(["view", str(run), "--width", "60", "--text"]) == 0
     signs = str.maketrans("▲▒░▓█┊│└─┴", "^:.#=:|+-+")
     assert capsys.readouterr().out.translate(signs) == plain
     assert (run / NAME).read_bytes().endswith(b'"ver'), "who looks changes nothing"
+    assert not (run / "report.html").exists()
+    (run / "run.toml").touch()
+    assert main(["view", str(run)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\nthe run's report: {run / 'report.html'}\n")
 
 
 def test_a_run_that_has_no_picture_says_why_in_one_line(run, capsys):

@@ -249,8 +249,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
 
 def test_a_run_without_a_trace_says_when_there_will_be_one(run_folder, capsys):
     (run_folder / "trace.json").unlink()
+    (run_folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, told_runs.lines(steps=50))), encoding="utf-8")
     error = refused([run_folder], capsys)
     assert "has no trace yet: the run writes one with each checkpoint" in error
+    assert f"superstep trace {run_folder} while it trains" in error
+    assert (run_folder / "report.html").is_file(), "its curves are there all the same"
     assert f"superstep view {run_folder / 'run.toml'} shows the predicted step" in error
 
 

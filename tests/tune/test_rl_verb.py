@@ -173,6 +173,7 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     said = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 128 + signal.SIGTERM, said
     assert f"superstep tune rl --state.dir {root} --state.existing resume" in said
+    assert (root / "report.html").is_file()
     again = said
     assert main(["tune", "rl", str(path)]) == 0
     said = capfd.readouterr().out

@@ -17,7 +17,7 @@ from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.moving import Seen, page_path, write_page, write_svg, write_trace
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
-from superstep.cli.report import run_told
+from superstep.cli.report import recorded, run_told
 from superstep.cli.rolled import is_rolled, rolled
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
@@ -107,6 +107,9 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) ->
         if options.out or options.open:
             raise UserError(f"{folder.root} is a run of tune rl, which is drawn as text; leave out --out and --open.")
         _say(rolled(folder, width=picture.width, has_signs=not picture.is_plain))
+        if not options.text:
+            _say("\n")
+            _report(folder, recorded(folder))
     else:
         _recorded(folder, options, picture)
 
@@ -175,10 +178,14 @@ def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Seque
 def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     """Both steps on one scale."""
     program = program_of(folder)
+    has_report = options.out is None and not options.text
     if not folder.trace.is_file():
+        if has_report:
+            _report(folder)
         raise StateError(
-            f"'{folder.root}' has no trace yet: the run writes one with each checkpoint (state.save_every). "
-            f"Until then, superstep view {folder.config} shows the predicted step."
+            f"'{folder.root}' has no trace yet: the run writes one with each checkpoint (state.save_every), and "
+            f"superstep trace {folder.root} while it trains. Until then, superstep view {folder.config} shows "
+            "the predicted step."
         )
     ran = load_trace(folder.trace, program)
     run = resolved(read_config(folder.config))
@@ -187,6 +194,8 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
         if options.out or options.open:
             raise StateError(f"'{folder.root}' is not predicted, so it has no page; leave out --out and --open.")
         _say(f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}")
+        if has_report:
+            _report(folder, ran.timeline)
         return
     machine = measure(run, pick(0, run.config.plan.device), seen)
     prediction = predict(run, machine, seen)
@@ -202,15 +211,14 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
     step = Seen(run=run, machine=machine, operations=seen, prediction=prediction, ran=ran)
     about = f"{title}; {_title(prediction, machine)}".replace("\n", "; ")
     _write(step, str(folder.root), options, about)
-    if options.out is None and not options.text:
-        _report(folder, step)
+    if has_report:
+        _report(folder, ran.timeline, prediction.timeline)
 
 
-def _report(folder: RunFolder, step: Seen) -> None:
+def _report(folder: RunFolder, ran: Timeline | None = None, predicted: Timeline | None = None) -> None:
     """The run's own page anew, with what the step was predicted to take beside what it took."""
-    if folder.metrics.is_file():
-        ran = step.ran.timeline if step.ran else None
-        told = run_told(folder, ran=ran, predicted=step.prediction.timeline)
+    if folder.metrics.is_file() and folder.config.is_file():
+        told = run_told(folder, ran=ran, predicted=predicted)
         try:
             write_whole(folder.report, report_page([told]))
             _say(f"the run's report: {folder.report}\n")

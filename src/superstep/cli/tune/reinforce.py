@@ -13,6 +13,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.describe import plan_text
+from superstep.cli.report import leave_report
 from superstep.cli.serving import kernels_folder
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
@@ -64,11 +65,13 @@ def run(recipe: RlRecipe) -> int:
             is_stopped = _launched(job)
         except BaseException as error:
             restore(sys.stdout)
+            leave_report(job.folder)
             if (status := ended(error, job.folder, "tune rl")) is not None:
                 return status
             raise
-    if is_stopped:
-        return stopped(job.folder, "tune rl")
+        if is_stopped:
+            leave_report(job.folder)
+            return stopped(job.folder, "tune rl")
     print(f"\nResults: {job.folder.root}", flush=True)
     return 0
 
