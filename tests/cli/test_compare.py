@@ -37,7 +37,9 @@ def made(root, config, **told):
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    other = replace(CONFIG, train=replace(CONFIG.train, lr=1e-4), state=replace(CONFIG.state, dir="elsewhere"))
+    other = replace(
+        CONFIG, train=replace(CONFIG.train, lr=1e-4), state=replace(CONFIG.state, dir="elsewhere", existing="resume")
+    )
     made(tmp_path / "one", CONFIG, steps=200)
     made(tmp_path / "same", CONFIG, steps=200)
     made(tmp_path / "other", other, steps=200, seed=2, worse=0.3)
@@ -48,6 +50,7 @@ def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):
     out = capsys.readouterr().out
     same, other = out.split("one -> other")
     assert "all settings are the same" in same
+    assert "state." not in out
     assert "the same losses to the bit" in same
     assert f"train.lr  {CONFIG.train.lr} -> 0.0001" in other
     assert "more than noise" in other

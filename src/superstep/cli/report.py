@@ -96,9 +96,10 @@ def facts() -> dict[str, str]:
 
 
 def settings_of(folder: RunFolder) -> dict[str, object]:
-    """Every setting of a run by its dotted name, but for where the run lies."""
+    """Every setting of a run by its dotted name, but for where the run lies and what was to become of one there."""
     found = flat("", asdict(read_config(folder.config)))
-    found.pop("state.dir", None)
+    for name in ("state.dir", "state.existing"):
+        found.pop(name, None)
     return found
 
 
