@@ -95,6 +95,10 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
     assert main(["doctor", "run", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["kind"], found["step"]) == ("disk", 4)
+    # It is told where there is no room for its page too.
+    (place / "run" / "doctor.html").mkdir()
+    assert main(["doctor", "run", "--page"]) == 1
+    assert "No space left on device" in capsys.readouterr().out
     assert "No space left on device" in found["what"]
     monkeypatch.setattr(AppendFile, "append", append)
     # What is gone on with and ends as it should is healthy again.
@@ -102,6 +106,8 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
     assert not (place / "run" / "fault.json").exists()
     assert main(["doctor", "run"]) == 0
     assert "came to an end of its own" in capsys.readouterr().out
+    assert main(["doctor", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_healthy"]
 
 
 def test_mistakes_are_a_line_that_says_what_would_work(place, capsys):

@@ -39,18 +39,22 @@ def main(argv: Sequence[str]) -> int:
     require_run(folder)
     found = examined(folder)
     if found is None:
+        if options.json:
+            nothing = Verdict(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
+            print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
+            return 0
         print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
         return 0
     run, verdict = found
+    if options.json:
+        print(json.dumps(as_json(folder, run, verdict), indent=1))
+    else:
+        print(page(str(folder.root), run, verdict, width=shutil.get_terminal_size().columns, is_whole=options.stacks))
     if options.page or options.open:
         said = page(str(folder.root), run, verdict, width=PAGE_COLUMNS, is_whole=True)
         write_whole(folder.doctor, doctor_page(str(folder.root), run, verdict, said))
     if options.open:
         webbrowser.open(folder.doctor.resolve().as_uri())
-    if options.json:
-        print(json.dumps(as_json(folder, run, verdict), indent=1))
-    else:
-        print(page(str(folder.root), run, verdict, width=shutil.get_terminal_size().columns, is_whole=options.stacks))
     return 1 if verdict.findings else 0
 
 
