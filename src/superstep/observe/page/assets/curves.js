@@ -75,7 +75,7 @@ function drawCurve(box, curve, isLog) {
     width: Math.max(200, box.clientWidth - 18), height: 210, legend: { show: false }, padding: [6, 10, 0, 0],
     cursor: { sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-    axes: [{ ...axis, values: numbers, size: 28 }, { ...axis, values: numbers, size: 56 }],
+    axes: [{ ...axis, values: numbers, size: 28 }, { ...axis, values: numbers, size: 64 }],
     series: [{}, ...curve.series.map((one) => ({
       label: one.label, stroke: one.hue, width: one.isPale ? 1 : 1.7, dash: one.dash, spanGaps: true, points: { show: Boolean(one.points), size: 5, fill: one.hue },
     }))],

@@ -39,7 +39,7 @@ function describe() {
   const { mesh, microbatches, chunks } = S.step, alike = mesh.dp * mesh.cp * mesh.tp;
   const axes = ["pp", "dp", "cp", "tp", "ep"].filter((axis) => mesh[axis] > 1).map((axis) => `${axis} = ${mesh[axis]}`).join(", ") || "one rank";
   const each = alike > 1 ? ` Each pipeline rank stands for ${alike} that run the same list.` : "";
-  at("layout").textContent = `${axes}; ${microbatches} microbatches${chunks > 1 ? `; ${chunks} stages a rank` : ""}.${each}`;
+  at("layout").textContent = `${axes}; ${microbatches} microbatch${microbatches === 1 ? "" : "es"}${chunks > 1 ? `; ${chunks} stages a rank` : ""}.${each}`;
   const name = `${S.step.schedule}, ZeRO ${S.step.zero}: ${S.step.ranks.length} pipeline ranks, ${timeText(S.step.first.step_ns, 3)}, bubble ${percent(S.step.first.bubble)} of compute`;
   at("time").setAttribute("aria-label", "Timeline of a step. " + name);
   at("memory").setAttribute("aria-label", "Memory of each rank over the step; the table below has the step in numbers.");
