@@ -107,3 +107,10 @@ def test_a_run_that_breaks_off_leaves_a_report(tmp_path):
     os.utime(folder.fault, (0, 0))
     leave_report(folder)
     assert unpacked(data_of(folder.report)["runs"])["runs"][0]["events"][-1][1] != "fault"
+
+
+def test_metrics_without_a_line_that_can_be_read_are_damaged(runs, tmp_path, capsys):
+    for text in (b"\xff\xfe\n", b"{}{\n[1]\n"):
+        (tmp_path / "same" / "metrics.jsonl").write_bytes(text)
+        assert main(["compare", "one", "same"]) == 2
+        assert "same/metrics.jsonl holds no line that can be read: it is damaged" in capsys.readouterr().err

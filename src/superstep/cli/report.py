@@ -56,15 +56,18 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timel
     """What a run's folder holds.
 
     Raises:
-        StateError: it is no run, or has not begun to train.
+        StateError: it is no run, or has not begun to train, or what it told is damaged.
     """
     if not folder.config.is_file():
         raise StateError(f"'{folder.root}' is no run directory: it lacks run.toml. Name the folder that train wrote.")
     if not folder.metrics.is_file():
         raise StateError(f"'{folder.root}' has no metrics.jsonl yet: ask again when the run has begun to train.")
+    lines = list(read(folder.metrics))
+    if not lines and b"\n" in folder.metrics.read_bytes():  # a torn first line is no damage
+        raise StateError(f"{folder.metrics} holds no line that can be read: it is damaged. Take it from a copy.")
     return RunTold(
         name=str(folder.root),
-        lines=list(read(folder.metrics)),
+        lines=lines,
         samples=list(read(folder.samples)) if folder.samples.is_file() else [],
         settings=folder.config.read_text(encoding="utf-8"),
         ran=ran,
