@@ -43,6 +43,8 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
     ({"observe__profile": (0,)}, None, ["observe.profile = 0", "steps from 1 to train.steps"]),
+    ({"observe__sample": ""}, None, ["observe.sample = ''", "at least one character"]),
+    ({"observe__sample": "a", "lora__rank": 2}, None, ["observe.sample = 'a'", "[lora]", "leave observe.sample out"]),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
     (
         {"numerics__exact": True, "plan__rules": (("ffn", "none"),)},

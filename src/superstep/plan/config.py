@@ -291,7 +291,7 @@ class ObserveConfig:
     """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
     sample: str | None = None
     """What the model is to go on from after each checkpoint, by a process beside the run: the report has what it
-    writes. None asks for nothing."""
+    writes."""
     profile: tuple[int, ...] = ()
     """Steps that torch's profiler watches: of each, every rank writes a trace into the run directory's profiles, which
     Perfetto opens. superstep train takes them as --profile too."""

@@ -88,7 +88,10 @@ def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
                 if named is not None:
                     with place.open("rb") as file:
                         view = mmap.mmap(file.fileno(), BYTES, access=mmap.ACCESS_READ)
-                    found.setdefault(named[1], {})[int(named[2])] = view
+                    its, rank = found.setdefault(named[1], {}), int(named[2])
+                    # A process may still have the page of a run that was before.
+                    if rank not in its or read_beat(view).since_ns >= read_beat(its[rank]).since_ns:
+                        its[rank] = view
     return found.get(next(iter(found), "") if party is None else party, {})
 
 

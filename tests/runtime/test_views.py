@@ -1,0 +1,22 @@
+"""The pages of ranks as another process finds them."""
+
+import os
+
+from superstep.program.instructions import Step
+from superstep.runtime.heart import read_beat
+from superstep.runtime.looking import views_of
+from superstep.runtime.stacks import own_heart
+
+
+def test_of_two_pages_of_one_rank_the_one_that_beat_last_counts():
+    """A process may have the page of an earlier run still, or have it at a higher descriptor."""
+
+    def beat(heart, step):
+        heart.begin((Step(),), step=step)
+        heart.rests()
+        return read_beat(views_of(os.getpid())[0]).step
+
+    with own_heart(0) as first, own_heart(0) as second:
+        assert beat(first, 6) == 6
+        assert beat(second, 9) == 9
+        assert beat(first, 7) == 7
