@@ -110,6 +110,10 @@ class Pool:
             raise RankError("\n".join(troubles))
         return [pickle.loads(answers[number]) for number in range(world)]
 
+    def alive(self, world: int) -> bool:
+        """Whether any of the first ranks has not ended."""
+        return any(rank.process.is_alive() for rank in self._ranks[:world])
+
     def close(self) -> None:
         """Ends every rank."""
         for rank in self._ranks:
