@@ -37,8 +37,7 @@ class ReportAtEnd:
             Fault: the disk is full or broken.
         """
         if isinstance(event, RunFinished | RunStopped):
-            told = run_told(self._folder, ran=recorded(self._folder))
-            write_whole(self._folder.report, report_page([told]))
+            _write_report(self._folder)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -49,7 +48,11 @@ def leave_report(folder: RunFolder) -> None:
     has become of the run is told elsewhere.
     """
     with suppress(SuperstepError, OSError):
-        write_whole(folder.report, report_page([run_told(folder, ran=recorded(folder))]))
+        _write_report(folder)
+
+
+def _write_report(folder: RunFolder) -> None:
+    write_whole(folder.report, report_page([run_told(folder, ran=recorded(folder))]))
 
 
 def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timeline | None = None) -> RunTold:

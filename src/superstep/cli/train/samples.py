@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from superstep.cli.report import leave_report
 from superstep.observe.jsonl import read
@@ -51,7 +50,7 @@ class _Samples:
     def __init__(self, folder: RunFolder, prompt: str) -> None:
         self._folder, self._prompt = folder, prompt
         told = {line["step"] for line in read(folder.samples)} if folder.samples.is_file() else set()
-        self._done = {made for step, made in self._kept().items() if step in told}
+        self._done = {each for each in self._kept() if each[0] in told}
         self._is_last, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="superstep-samples", daemon=True)
         self._thread.start()
@@ -68,19 +67,19 @@ class _Samples:
         self._is_last.set()
         self._thread.join()
 
-    def _kept(self) -> dict[int, tuple[int, int]]:
-        """Which folder is the checkpoint of each step: a run that goes back makes another one of the same name."""
-        found = {}
+    def _kept(self) -> set[tuple[int, int]]:
+        """Checkpoints by their step and folder: a run that goes back makes another one of the same name."""
+        found = set()
         for place in checkpoints(self._folder.checkpoints):
             with suppress(OSError):  # it has just been removed
-                found[step_of(place)] = (step_of(place), place.stat().st_ino)
+                found.add((step_of(place), place.stat().st_ino))
         return found
 
     def _run(self) -> None:
         while not self._is_over.is_set():
             is_last = self._is_last.is_set()
-            kept = self._kept()
-            if kept and (newest := kept[max(kept)]) not in self._done:
+            newest = max(self._kept(), default=None)
+            if newest is not None and newest not in self._done:
                 self._done.add(newest)
                 self._sample(newest[0])
             elif is_last:
@@ -105,7 +104,7 @@ class _Samples:
         out, errors = (text.decode(errors="replace").rstrip("\n") for text in said)
         if process.returncode == 0:
             self._tell({"step": step, "text": out})
-        elif step in self._kept():  # else it was removed meanwhile, by a newer one
+        elif step in dict(self._kept()):  # else it was removed meanwhile, by a newer one
             self._tell({"step": step, "why": errors.rpartition("\n")[2] or f"exit status {process.returncode}"})
 
     def _said(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes] | None:
@@ -119,5 +118,5 @@ class _Samples:
                     return None
 
     def _tell(self, line: dict[str, object]) -> None:
-        with suppress(OSError), Path(self._folder.samples).open("a", encoding="utf-8") as file:
+        with suppress(OSError), self._folder.samples.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from superstep.plan.model.hf_config import read_json, sliding_layers
+from superstep.plan.model.hf_config import plain, read_json, sliding_layers
 from superstep.plan.model.json_keys import Keys
 from superstep.plan.model.shape import ModelShape, dropless
 
@@ -47,20 +47,12 @@ def from_alternating_config(path: Path) -> ModelShape:
     if all(slides):
         raise keys.refusal("layer_types", "lets all layers slide; at least one must be 'full_attention'")
     return ModelShape(
-        family="llama",
+        **plain(keys),
         layers=layers,
-        width=keys.whole("hidden_size"),
         heads=keys.whole("num_attention_heads"),
         kv_heads=keys.whole("num_key_value_heads"),
         head_dim=keys.whole("head_dim"),
         ffn=keys.whole("intermediate_size"),
-        vocab=keys.whole("vocab_size"),
-        tied=keys.flag("tie_word_embeddings"),
-        qk_norm=False,
-        norm_eps=keys.number("rms_norm_eps"),
-        rope_theta=keys.positive("rope_theta"),
-        rope_scaling=None,
-        max_tokens=keys.whole("max_position_embeddings"),
         window=keys.whole("sliding_window"),
         full_layers=slides.count(False),
         moe=dropless(keys.whole("num_local_experts"), keys.whole("num_experts_per_tok")),

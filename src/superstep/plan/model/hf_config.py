@@ -153,6 +153,21 @@ def _read_window(keys: Keys, kind: ModelType) -> tuple[int | None, int]:
     return (window, slides.count(False)) if any(slides) else (None, 0)
 
 
+def plain(keys: Keys) -> dict[str, Any]:
+    """What families that are priced alone say alike: fields of ``ModelShape``. How they scale angles has no price."""
+    return {
+        "family": "llama",
+        "width": keys.whole("hidden_size"),
+        "vocab": keys.whole("vocab_size"),
+        "tied": keys.flag("tie_word_embeddings"),
+        "qk_norm": False,
+        "norm_eps": keys.number("rms_norm_eps"),
+        "rope_theta": keys.positive("rope_theta"),
+        "rope_scaling": None,
+        "max_tokens": keys.whole("max_position_embeddings"),
+    }
+
+
 def sliding_layers(keys: Keys, layers: int) -> list[bool]:
     """Whether each layer's attention slides, as ``layer_types`` says.
 

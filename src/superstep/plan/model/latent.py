@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from superstep.plan.model.hf_config import read_json
+from superstep.plan.model.hf_config import plain, read_json
 from superstep.plan.model.json_keys import Keys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
@@ -49,20 +49,12 @@ def from_latent_config(path: Path) -> ModelShape:
     # What the closed form of latent attention takes as given.
     keys.require({"qk_rope_head_dim": (ROTATED,), "qk_nope_head_dim": (head_dim,), "moe_layer_freq": (1,)})
     return ModelShape(
-        family="llama",
+        **plain(keys),
         layers=keys.whole("num_hidden_layers"),
-        width=keys.whole("hidden_size"),
         heads=heads,
         kv_heads=heads,
         head_dim=head_dim,
         ffn=keys.whole("moe_intermediate_size"),
-        vocab=keys.whole("vocab_size"),
-        tied=keys.flag("tie_word_embeddings"),
-        qk_norm=False,
-        norm_eps=keys.number("rms_norm_eps"),
-        rope_theta=keys.positive("rope_theta"),
-        rope_scaling=None,
-        max_tokens=keys.whole("max_position_embeddings"),
         moe=dropless(
             keys.whole("n_routed_experts"),
             keys.whole("num_experts_per_tok"),

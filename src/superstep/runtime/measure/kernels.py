@@ -99,8 +99,7 @@ def measure_operations(
     for operation in operations:
         match operation:
             case Product():
-                timed = _gradient_s if operation.kernel == "gradient" else _product_s
-                rate = _product(_within(operation, gauge.device), dtype, gauge, timed)
+                rate = _product(_within(operation, gauge.device), dtype, gauge)
             case Attention():
                 rate = _attention(operation, dtype, gauge)
             case Pass(kernel=kernel):
@@ -126,10 +125,8 @@ def _within(product: Product, device: Device) -> Product:
     return Product(rows=rows, width=width, inner=inner, kernel=product.kernel)
 
 
-Timed = Callable[[Product, Dtype, Gauge], float]
-
-
-def _product(product: Product, dtype: Dtype, gauge: Gauge, timed: Timed) -> ProductRate:
+def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
+    timed = _gradient_s if product.kernel == "gradient" else _product_s
     return ProductRate(
         kernel=product.kernel,
         rate=dtype,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,8 +209,13 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     left, right = given[-2:]
     rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
     is_turned = left.stride(-2) == 1 < left.stride(-1)
-    kernel: Literal["product", "gradient"] = "gradient" if is_turned and left.ndim == 2 else "product"
-    product = Product(rows=rows, width=width, inner=inner, batch=math.prod(left.shape[:-2]), kernel=kernel)
+    product = Product(
+        rows=rows,
+        width=width,
+        inner=inner,
+        batch=math.prod(left.shape[:-2]),
+        kernel="gradient" if is_turned and left.ndim == 2 else "product",
+    )
     if min(rows, width, inner) >= NARROW:
         return product
     return Pass(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
