@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
+SETTINGS = "_hypothesis_internal_use_settings"
+"""Where hypothesis keeps those of a test."""
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -41,9 +44,17 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of several ranks first: they take longest, and of two processes neither shall wait for the other's last."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of several ranks first: they take longest, and of two processes neither shall wait for the other's last.
+    Where long tests are left out, properties are asked of a third of their examples.
+    """
     items.sort(key=lambda item: item.get_closest_marker("multiproc") is None)
+    if "not long" in config.option.markexpr:
+        for test in {getattr(item, "obj", None) for item in items}:
+            wanted = getattr(test, SETTINGS, None)
+            if wanted is not None:
+                fewer = hypothesis.settings(wanted, max_examples=-(-wanted.max_examples // 3))
+                setattr(getattr(test, "__func__", test), SETTINGS, fewer)
 
 
 def pytest_collection_finish() -> None:
@@ -102,10 +113,12 @@ def remembered_rehearsals() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a run in this process measure little before it begins, which takes longer than its few steps."""
-    from superstep.runtime.measure import kernels
+@pytest.fixture(scope="session", autouse=True)
+def little_is_measured() -> Iterator[None]:
+    """The ranks of a run, here or launched, measure little before they begin."""
+    import measured_little
+    from superstep.cli.train import job
 
-    monkeypatch.setattr(kernels, "KEPT_BYTES", kernels.KEPT_BYTES | {"cpu": 2**18})
-    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES | {"cpu": (2**12, 2**15)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "rank", measured_little.rank)
+        yield

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,15 @@ HANDS_ON = "runtime.seed", "os.environ"
 PACKAGE = Path(superstep.__file__).parent
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Each of the package's modules is asked for several times."""
+    return ast.parse(source)
+
+
 def violations(module: str, source: str) -> list[str]:
     """What a module of the package (``plan.toml``, say) does against the order, each with its line."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [f"line {node.lineno}: {rule}" for node in ast.walk(tree) for rule in broken(module, node)]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -120,23 +127,24 @@ def test_every_part_has_its_place_in_the_order():
     assert parts | modules <= set(ORDER)
 
 
-def ring(arrows: set[tuple[str, str]]) -> list[str]:
+def ring(arrows: Set[tuple[str, str]]) -> list[str]:
     """Names that import each other in a ring, or none: names that import nothing, or that nothing imports, go first."""
     while loose := {name for _, name in arrows} ^ {name for name, _ in arrows}:
         arrows = {(one, other) for one, other in arrows if not {one, other} & loose}
     return sorted({name for name, _ in arrows})
 
 
-def arrows() -> set[tuple[str, str]]:
+@functools.cache
+def arrows() -> frozenset[tuple[str, str]]:
     """Each import of a module of the package by another one."""
     known = {module_of(path) for path in MODULES}
     found = set()
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             for name in imported(node):
                 dotted = name.removeprefix("superstep.")
                 found |= {(module_of(path), other) for other in (dotted, dotted.rpartition(".")[0]) if other in known}
-    return found
+    return frozenset(found)
 
 
 def room(module: str) -> str:

@@ -5,10 +5,12 @@ from unittest import mock
 import pytest
 
 from bench import faults, faults_copied
+from longer import longer
 from superstep.runtime.snapshots import Snapshots
 from superstep.state.snapshot import WHOLE
 
 
+@pytest.mark.long
 def test_kills_leave_whole_checkpoints_and_flips_are_seen(tmp_path):
     killed = faults.kill_points(12, 1, tmp_path)
     assert killed["wrong"] == []
@@ -49,7 +51,7 @@ def _marked_with_the_first(snapshots, unit, slot, ready, *, is_last):
     return 0.0, 0.0
 
 
-@pytest.mark.parametrize("planted", [_marked_before, _marked_with_the_first])
+@pytest.mark.parametrize("planted", longer([_marked_before, _marked_with_the_first], lambda way: way is _marked_before))
 def test_a_slot_that_is_said_to_be_whole_too_early_is_found_out_each_time(tmp_path, planted):
     with mock.patch.object(Snapshots, "_copy", planted):
         found = faults_copied.snapshot_points(tmp_path)

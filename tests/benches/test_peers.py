@@ -90,6 +90,7 @@ def test_a_wrapped_peer_trains_as_ddp_does(peer):
     assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=ALLOWED.gradient)
 
 
+@pytest.mark.long
 def test_bf16_stays_near_fp32(pool: Pool, reference):
     want = reference(UNTIED)
     for peer in ("ddp", "fsdp2"):

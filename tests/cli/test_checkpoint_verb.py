@@ -12,8 +12,6 @@ import runs
 from superstep.cli.main import main
 from superstep.model.hf import open_weights
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import runs
+import small_launcher
 from longer import longer
 from pool import IMPORTED
 from ranks import ranks_below
@@ -25,7 +26,7 @@ from superstep.state.folders import checkpoints
 
 pytestmark = pytest.mark.multiproc
 
-COMMAND = [sys.executable, "-m", "superstep", "train", "run.toml", "--plan.dp", "2"]
+COMMAND = [sys.executable, small_launcher.__file__, "train", "run.toml", "--plan.dp", "2"]
 KILLED = "superstep: fault: rank 0: the process was killed by SIGKILL, as the system does where memory runs out."
 GO_ON = (
     "The newest checkpoint is run/checkpoints/{newest}; go on with: "
@@ -35,7 +36,7 @@ LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, small_measure):
+def place(tmp_path, monkeypatch):
     """A folder to work in."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,6 @@ from superstep.observe.append_file import AppendFile, unwritable
 from superstep.train.meter import Meter
 
 pytestmark = [
-    pytest.mark.usefixtures("small_measure"),
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
 ]
 

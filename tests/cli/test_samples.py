@@ -14,8 +14,6 @@ from superstep.cli.train.samples import TOKENS, sampling
 from superstep.observe.page.assemble import unpacked
 from superstep.train.run_folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 PROMPT = "the quick"
 
 

@@ -20,8 +20,6 @@ from superstep.errors import Fault
 from superstep.observe.page.assemble import unpacked
 from superstep.train.meter import Meter
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 TOKEN = "a-token-of-the-test"
 
 

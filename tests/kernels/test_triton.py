@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import superstep
+from longer import longer
 
 PACKAGE = Path(superstep.__file__).parent
 TESTS = Path(__file__).parent / "gpu"
@@ -22,9 +23,11 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-def test_kernels_compute_the_same_in_the_interpreter():
+@pytest.mark.parametrize("part", longer(["not long", "long"], lambda part: part == "long"))
+def test_kernels_compute_the_same_in_the_interpreter(part):
     """In a process of its own, as Triton asks once whether it interprets; their tests are in ``gpu``."""
-    asked = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", str(TESTS)]
+    which = ["-m", f"not gpu and {part}", "-p", "no:cacheprovider", str(TESTS)]
+    asked = [sys.executable, "-m", "pytest", "-q", "-x", *which]
     done = subprocess.run(
         asked, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
     )

@@ -7,6 +7,7 @@ import pytest
 import browser
 import step_pages
 import told_runs
+from longer import longer
 from seen_pages import READY, Seen
 from superstep.observe.doctor.diagnose import Finding, Verdict
 from superstep.observe.doctor.seen import RankSeen, RunSeen
@@ -89,7 +90,7 @@ def test_a_report_has_its_curves_and_asks_for_nothing(seen, report):
     seen.shows_no_fault()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", longer([False, True], bool), ids=["light", "dark"])
 def test_it_is_accessible(seen, report, dark):
     seen.open(report, dark=dark)
     seen.is_accessible()

@@ -164,7 +164,7 @@ def test_a_client_that_is_missing_or_refuses_is_named_before_the_run_begins(tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_sends_its_curves_and_goes_on_in_the_same_run(tmp_path, monkeypatch, capsys, small_measure):
+def test_a_run_sends_its_curves_and_goes_on_in_the_same_run(tmp_path, monkeypatch, capsys):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     opened = []

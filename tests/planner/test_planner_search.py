@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from longer import longer
 from planning import everything, problem_of, side_of
 from superstep.planner import search as search_module
 from superstep.planner.price import by_core_s, by_schedule_s
@@ -35,7 +36,7 @@ def brute(sides, keep):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("keep", [1, 5])
+@pytest.mark.parametrize("keep", longer([5, 1], lambda keep: keep == 1))
 def test_the_answer_is_that_of_brute_force(name, keep, monkeypatch):
     """In small pieces, so that a bound ends the search with most of these small spaces unseen."""
     monkeypatch.setattr(search_module, "CHUNK", 256)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longer import many_ranks
 from superstep.model.exchange import Local, Now
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
@@ -188,7 +189,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", many_ranks([2, 4]))
 @pytest.mark.parametrize("router", ["dropless", "switch", "top2", "noisy-topk"])
 def test_every_layout_computes_what_one_device_computes(pool, world, router):
     told = prove(pool, world, [replace(case, router=router) for case in LAYOUTS[world]])

@@ -117,7 +117,10 @@ _PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 @pytest.mark.parametrize(
     ("worker", "first", "status", "text"),
-    [(_fails, 1, 1, "said: rank 1: planted"), (_mistaken, 0, 2, "said: planted.")],
+    [
+        (_fails, 1, 1, "said: rank 1: planted"),
+        pytest.param(_mistaken, 0, 2, "said: planted.", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_fails_ends_at_once_and_its_peer_with_it(script, worker, first, status, text):
     codes, said = _ranks(script(worker))

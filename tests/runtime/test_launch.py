@@ -184,6 +184,9 @@ class TestLaunch:
 LAUNCHER = """
 import sys
 sys.path[:0] = {paths!r}
+from superstep.runtime.seed import begin
+if __name__ == "__main__":
+    begin("test_launch")
 import test_launch
 from superstep.runtime.launch import launch
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from longer import longer
 from pool import give_memory_back
 from superstep.cost.program.work import parameters
 from superstep.model.axes import units
@@ -57,8 +58,11 @@ def _held(rank, world, zero, compute):
     return held, after - before
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+# Each stage and each dtype are met in the short run, and all pairs of them in the long one.
+STAGES = [(zero, compute) for zero in range(4) for compute in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("zero", "compute"), longer(STAGES, lambda one: (one[1] == "bf16") != bool(one[0] % 2)))
 def test_buffers_are_divided_as_the_stage_says(pool, zero, compute):
     world = 4
     run = _run(world, zero, compute)

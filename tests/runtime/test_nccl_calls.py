@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import small
-from longer import many_ranks
+from longer import first_few
 from nccl_on_gloo import nccl_on_gloo
 from pool import RankError
 from superstep.plan.resolve import resolve
@@ -79,19 +79,19 @@ def assert_proven(pool, world, runs, references, timeout_s):
 # What NCCL does otherwise: sums and gathers of flat buffers and of sequences, and channels, both ways along a pipeline.
 FEW = {
     2: [
-        {"dp": 2, "zero": 0},
         {"dp": 2, "zero": 3},
         {"dp": 2, "zero": 1, "ep": 2, "experts": 4},
         {"tp": 2, "microbatch": 2, "sequence_parallel": True},
-        {"tp": 2, "zero": 3, "experts": 4},
         {"cp": 2, "context": "ring"},
-        {"cp": 2, "zero": 2, "exact": True, "microbatch": 2},
         {"tp": 2, "exact": True, "microbatch": 2},
-        {"pp": 2, "microbatch": 1, "schedule": "gpipe"},
         {"pp": 2, "microbatch": 1, "schedule": "1f1b"},
+        {"pp": 2, "microbatch": 4, "schedule": "zb-v", "chunks": 2},
+        {"dp": 2, "zero": 0},
+        {"tp": 2, "zero": 3, "experts": 4},
+        {"cp": 2, "zero": 2, "exact": True, "microbatch": 2},
+        {"pp": 2, "microbatch": 1, "schedule": "gpipe"},
         {"pp": 2, "microbatch": 2, "schedule": "interleaved", "chunks": 2},
         {"pp": 2, "microbatch": 2, "schedule": "breadth-first", "chunks": 2, "recompute": "full"},
-        {"pp": 2, "microbatch": 4, "schedule": "zb-v", "chunks": 2},
     ],
     4: [
         {"pp": 2, "dp": 2, "zero": 2, "microbatch": 1, "schedule": "gpipe"},
@@ -111,9 +111,9 @@ def _run(*, experts=None, exact=False, **plan):
     return resolve(config)
 
 
-@pytest.mark.parametrize("world", many_ranks(FEW))
-def test_a_few_layouts_compute_what_one_device_does(pool, references, world):
-    assert_proven(pool, world, [_run(**plan) for plan in FEW[world]], references, timeout_s=300)
+@pytest.mark.parametrize(("world", "part"), first_few(FEW, {2: 7}))
+def test_a_few_layouts_compute_what_one_device_does(pool, references, world, part):
+    assert_proven(pool, world, [_run(**plan) for plan in FEW[world][part]], references, timeout_s=300)
 
 
 def _swept(world):

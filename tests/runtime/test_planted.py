@@ -178,7 +178,10 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
 
 @pytest.mark.parametrize(
     ("job", "said"),
-    [(planted.train_over_gloo, "has waited for"), (planted.train, "found another operation in its place")],
+    [
+        pytest.param(planted.train_over_gloo, "has waited for", marks=pytest.mark.long),
+        (planted.train, "found another operation in its place"),
+    ],
     ids=["the others wait for it", "the lane sees that others are elsewhere, and an error ends the ranks"],
 )
 def test_a_rank_that_leaves_out_a_sum_is_named(pool, tmp_path, job, said):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import small
+from longer import longer
 from superstep.cost.program.adapters import adapted_linears
 from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.memory import has_fused_loss, unit_bytes
@@ -32,20 +33,25 @@ LAYOUTS = [
     {"kv_heads": 2},
     {"tp": 2},
     {"tp": 2, "sequence_parallel": False, "kv_heads": 2},
-    {"tp": 2, "rules": (("ffn", "none"), ("vocab", "none"))},
-    {"tp": 2, "vocab": 61},
     {"tp": 2, "vocab": 61, "tied": False, "sequence_parallel": False},
     {"dp": 2, "zero": 2, "recompute": "selective"},
     {"cp": 2, "context": "ulysses"},
     {"lora": ("all-linear",)},
     {"lora": ("q_proj", "o_proj"), "tp": 2, "dp": 2, "zero": 3},
+    {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
+    {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
+]
+MORE = [
+    {"tp": 2, "rules": (("ffn", "none"), ("vocab", "none"))},
+    {"tp": 2, "vocab": 61},
     {"lora": ("down_proj",), "tp": 2, "sequence_parallel": False, "tied": False, "vocab": 61},
     {"lora": ("gate_proj", "v_proj"), "tp": 2, "rules": (("ffn", "none"), ("vocab", "none")), "dp": 2, "zero": 2},
     {"lora": ("all-linear",), "cp": 2, "context": "ulysses", "recompute": "selective"},
     {"experts": 4, "experts_per_token": 2},
-    {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
-    {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
 ]
+"""Every setting of these is met above, and adapters, experts and vocabularies that tp does not divide with tp."""
+EVERY = longer([*LAYOUTS, *MORE], MORE.__contains__)
+FEW_RECOMPUTE = [each for each in [*LAYOUTS, *MORE] if each.get("recompute") != "selective"]
 OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts", "router")
 
 
@@ -72,7 +78,7 @@ def rehearsed():
     return of
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", EVERY, ids=str)
 def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(rehearsed, layout):
     run, seen = rehearsed(layout)
     # A fused head makes its two gradients in the forward pass; a frozen one has one.
@@ -90,7 +96,7 @@ def test_exact_mode_is_rehearsed_as_fast_mode():
     assert operations_of(resolve(exact), units_of(run)) == operations_of(run, units_of(run))
 
 
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.get("recompute") != "selective"], ids=str)
+@pytest.mark.parametrize("layout", longer(FEW_RECOMPUTE, MORE.__contains__), ids=str)
 def test_every_unit_keeps_the_bytes_of_the_formulas(rehearsed, layout):
     run, units_seen = rehearsed(layout)
     for seen, sizes in zip(units_seen, unit_bytes(run), strict=True):

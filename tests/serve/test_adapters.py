@@ -148,6 +148,7 @@ def assert_no_stale_keys(root):
     assert again.tokens[-1] == before
 
 
+@pytest.mark.long
 def test_adapters_change_a_hundred_times_under_load(root):
     kinds = list(KINDS)
     expected = {kind: answered(opened(root, tone=kind), [(prompt, "tone") for prompt in PROMPTS]) for kind in kinds}

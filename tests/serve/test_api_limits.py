@@ -186,6 +186,7 @@ def test_each_bad_field_is_named_with_its_rule_and_the_engine_untouched(setting)
     assert setting.backend.asked == []
 
 
+@pytest.mark.long
 def test_the_same_is_refused_of_a_stream_with_a_status_of_its_own(setting):
     setting.backend.asked.clear()
     for path, change, status, field, rule in BAD:

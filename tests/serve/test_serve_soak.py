@@ -69,7 +69,9 @@ def is_idle(server):
     return [server.number(name) for name in names] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("clients", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "clients", [20, pytest.param(50, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.slow)]
+)
 def test_everybody_is_answered_and_no_page_is_lost(server, clients):
     told = crowd(server, clients)
     ends = [end for end, _ in told]

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import small
-from longer import longer
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -130,10 +129,15 @@ SERVED = {
 on one rank are in ``test_prove_served``."""
 
 
-@pytest.mark.parametrize("kind", longer(KINDS, lambda kind: kind != "bf16"))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_has_the_bits_of_training_however_it_is_served(pool, checkpoint, kind):
     layouts = LAYOUTS if kind == "fp32" else {1: LAYOUTS[1], 4: LAYOUTS[4]}
     assert_same_bits(pool, checkpoint, kind, SERVED[kind], layouts)
+
+
+def test_a_token_has_the_bits_of_training_on_two_ranks_too(pool, checkpoint):
+    assert_same_bits(pool, checkpoint, "bf16", {1: ALL[2:4], 2: ALL[9:10]}, {1: LAYOUTS[1], 2: LAYOUTS[2][1:2]})
 
 
 def test_ranks_that_share_a_small_model_guess_what_they_say(pool, checkpoint):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import runs
+from longer import longer
 from superstep.cli.main import main
 from superstep.errors import Damaged, Fault, StateError
 from superstep.state.folders import checkpoints
@@ -16,8 +17,6 @@ from superstep.state.store import Store
 
 fsspec = pytest.importorskip("fsspec")
 FLAGS = ["train", "run.toml", "--state.save-every", "2", "--train.min-lr-ratio", "1", "--train.eval-every", "90"]
-
-pytestmark = pytest.mark.usefixtures("small_measure")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,15 @@ def server():
     threaded.stop()
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+STORES = ("memory", "file", "s3")
+
+
+def on(*few):
+    """On these stores in the short run, and on the others too in the long one."""
+    return pytest.mark.parametrize("url", longer(STORES, lambda store: store not in few), indirect=True)
+
+
+@pytest.fixture
 def url(request, tmp_path, monkeypatch):
     """A folder of a store, empty."""
     name = f"{request.node.name.replace('[', '-').strip(']')}"
@@ -76,6 +83,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@on("memory", "s3")
 def test_a_run_saves_to_a_store_and_goes_on_from_it_where_the_disk_is_new(here, url, capsys):
     _train("--state.store", url, "--train.steps", "6")
     store = Store(url)
@@ -101,6 +109,7 @@ def test_a_run_saves_to_a_store_and_goes_on_from_it_where_the_disk_is_new(here, 
     assert one["tensors"] == other["tensors"], "as if it had stayed on one disk"
 
 
+@on("file")
 def test_what_is_damaged_there_is_seen_and_passed_over(here, url, capsys):
     _train("--state.store", url, "--train.steps", "6")
     store = Store(url)
@@ -119,6 +128,7 @@ def test_what_is_damaged_there_is_seen_and_passed_over(here, url, capsys):
         store.manifest(4)
 
 
+@on("s3")
 def test_without_its_manifest_there_is_no_checkpoint_and_what_a_crash_left_goes(here, url):
     _train("--train.steps", "6")
     root, store = here / "run/checkpoints", Store(url)
@@ -148,6 +158,7 @@ def test_without_its_manifest_there_is_no_checkpoint_and_what_a_crash_left_goes(
     assert store.steps() == [4, 6]
 
 
+@on("file")
 def test_what_the_run_went_back_before_is_replaced_there_too(here, url):
     _train("--train.steps", "4")
     root, store = here / "run/checkpoints", Store(url)

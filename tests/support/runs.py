@@ -6,7 +6,13 @@ from pathlib import Path
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.toml import read_config
 
-TEXT = "".join(f"the quick brown fox number {i % 7} jumps over the lazy dog.\n" for i in range(2000))
+
+def text(lines: int) -> str:
+    """So many that repeat themselves every seven."""
+    return "".join(f"the quick brown fox number {i % 7} jumps over the lazy dog.\n" for i in range(lines))
+
+
+TEXT = text(1000)
 
 TOML = """
 [model]

@@ -18,6 +18,7 @@ from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.multiproc
 
+LONG = pytest.mark.long
 STEPS, SEQUENCES, TOKENS, SEED = 3, 8, 32, 1
 RATES = (1e-3, 5e-4, 1e-3)
 
@@ -61,9 +62,9 @@ def _both(rank, world, plan, peer, tied):
     [
         ({"dp": 2, "zero": 0}, {"peer": "ddp"}, True),
         ({"dp": 2, "zero": 3}, {"peer": "fsdp2"}, False),
-        ({"dp": 2, "zero": 2}, {"peer": "fsdp2", "reduce_every_microbatch": True}, True),
+        pytest.param({"dp": 2, "zero": 2}, {"peer": "fsdp2", "reduce_every_microbatch": True}, True, marks=LONG),
         ({"tp": 2}, {"peer": "tensor_parallel"}, False),
-        ({"pp": 2, "schedule": "gpipe"}, {"peer": "pipelining"}, False),
+        pytest.param({"pp": 2, "schedule": "gpipe"}, {"peer": "pipelining"}, False, marks=LONG),
         ({"pp": 2, "schedule": "1f1b"}, {"peer": "pipelining", "schedule": "1f1b"}, False),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),

@@ -116,7 +116,7 @@ def reference(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_layouts_compute_what_one_device_does(pool, reference, world):
     runs = [resolve(config(**layout)) for layout in LAYOUTS[world]]
     runs += [resolved(own(**layout)) for layout in OWN_LAYOUTS.get(world, [])]

@@ -15,7 +15,7 @@ from superstep.cli.main import main
 
 WHY_NOT = several.why_not()
 NEEDS_ROOT = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc, NEEDS_ROOT]
+pytestmark = [pytest.mark.multiproc, NEEDS_ROOT]
 
 PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40",
         "--plan.microbatch", "2", "--data.cache", "tokens"]  # fmt: skip
@@ -185,6 +185,7 @@ def test_another_secret_is_refused_and_the_run_goes_on(place):
         assert run.ends_as_one() == []
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_the_bits_of_one_process(place):
     # A constant learning rate: how many steps are done while hosts come and go is not known before.
     plan = [*PLAN, "--train.decay", "wsd", "--train.decay-steps", "1"]

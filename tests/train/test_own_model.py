@@ -10,7 +10,7 @@ import torch
 
 import runs
 import small
-from longer import many_ranks
+from longer import first_few
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig
@@ -33,14 +33,14 @@ def config(source=SOURCE, *, compute="fp32", heads=4, vocab=small.VOCAB, rules=R
 
 LAYOUTS = {
     2: [
-        {"tp": 2},
-        {"tp": 2, "sequence_parallel": False, "recompute": "full"},
         {"tp": 2, "rules": (("attention", "tp"), ("hidden", "none"), ("words", "none")), "recompute": "selective"},
         {"tp": 2, "rules": (("attention", "none"), ("hidden", "tp"), ("words", "tp")), "sequence_parallel": False},
         {"dp": 2, "zero": 3, "recompute": "full"},
-        {"pp": 2, "microbatch": 2},
         {"pp": 2, "microbatch": 2, "schedule": "zb-h1"},
         {"cp": 2},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": False, "recompute": "full"},
+        {"pp": 2, "microbatch": 2},
         {"tp": 2, "compute": "bf16"},
     ],
     4: [
@@ -69,9 +69,9 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
-def test_every_layout_computes_what_the_units_in_a_row_do(pool, reference, world):
-    cases = [resolved(config(**plan)) for plan in LAYOUTS[world]]
+@pytest.mark.parametrize(("world", "part"), first_few(LAYOUTS, {2: 5}))
+def test_every_layout_computes_what_the_units_in_a_row_do(pool, reference, world, part):
+    cases = [resolved(config(**plan)) for plan in LAYOUTS[world][part]]
     verdicts = pool.run(world, _prove_all, cases, reference, timeout_s=120)[0]
     for run, verdict in zip(cases, verdicts, strict=True):
         assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())

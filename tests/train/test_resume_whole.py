@@ -21,8 +21,6 @@ from superstep.train import hold as holding
 from superstep.train.hold import hold, sharing
 from superstep.train.run_folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 FLAGS = ["run.toml", "--state.save-every", "2", "--state.keep", "3", "--train.min-lr-ratio", "1"]
 RESUME = [*FLAGS, "--state.existing", "resume", "--train.steps", "8"]
 

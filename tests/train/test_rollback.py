@@ -30,15 +30,13 @@ RULES = ["--rollback.window-steps", "10", "--rollback.back-steps", "0", "--rollb
 SPIKE = 31
 """The step whose batch has what was never seen."""
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.fixture(autouse=True)
 def corpus(tmp_path, monkeypatch):
     """A text that is learnt in thirty steps, and in it a line like no other."""
     runs.make_files(tmp_path)
     draw = random.Random(1)
-    lines = runs.TEXT.splitlines(keepends=True)
+    lines = runs.text(2000).splitlines(keepends=True)
     lines[300:300] = ["".join(draw.choice("qzxjkvwyQZXJ#@%&*()[]{}<>?/|~^0123456789") for _ in range(100)) + "\n"]
     (tmp_path / "good.txt").write_text("".join(lines), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 from superstep.state.verify import verify
 
-pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc]
+pytestmark = pytest.mark.multiproc
 
 FLAGS = ["run.toml", "--numerics.exact", "true", "--train.steps", "18", "--train.eval-every", "4",
          "--state.save-every", "5", "--state.keep", "9"]  # fmt: skip

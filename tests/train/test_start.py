@@ -27,8 +27,6 @@ from superstep.state.folders import checkpoints
 from superstep.state.start import fill
 from superstep.train.peers import RankPeers, tensor_shapes
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 MINUTE = timedelta(minutes=1)
 LAYOUTS = (
     {"tp": 4},

@@ -1,11 +1,13 @@
 """A run goes on under another layout: the same bits are loaded, and the same text is read on from the same place."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import runs
+from longer import longer
 from superstep.data.prepare import prepare
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
@@ -33,6 +35,8 @@ LAYOUTS = {
     "dp 2, tp 2, zero 1": {"dp": 2, "tp": 2, "zero": 1},
     "dp 2, pp 2, zero 2": {"dp": 2, "pp": 2, "zero": 2, "microbatch": 1},
 }
+
+FEW = (ONE, "tp 2", "pp 2 in 4 stages", "dp 2, zero 3")
 
 
 def _run(layout, steps):
@@ -92,9 +96,9 @@ def go(pool, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def halves(go):
-    """Each layout's first steps: the checkpoint after them."""
-    return {layout: checkpoint_at(go(layout, HALF)[0], HALF) for layout in LAYOUTS}
+def half_of(go):
+    """A layout's first steps, done once: the checkpoint after them."""
+    return functools.cache(lambda layout: checkpoint_at(go(layout, HALF)[0], HALF))
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +112,20 @@ def _bytes(checkpoint):
 
 
 def _pairs():
-    names = list(LAYOUTS)
-    return [(names[number - 1], name) for number, name in enumerate(names)]
+    """Each goes on where the one before it stopped, around: in the short run those of two ranks."""
+    names, few = list(LAYOUTS), list(FEW)
+    every = [(names[number - 1], name) for number, name in enumerate(names)]
+    around = [(few[number - 1], name) for number, name in enumerate(few)]
+    return [*around, *longer([pair for pair in every if pair not in around], lambda pair: True)]
 
 
 @pytest.mark.parametrize(("before", "after"), _pairs())
-def test_a_run_goes_on_under_another_layout(go, halves, whole, before, after):
-    root, seen = go(after, STEPS, halves[before])
+def test_a_run_goes_on_under_another_layout(go, half_of, whole, before, after):
+    root, seen = go(after, STEPS, half_of(before))
     # What was loaded was written again at once: not a bit of weights or moments may differ.
     again = checkpoint_at(root, HALF)
-    assert _bytes(again) == _bytes(halves[before])
-    assert read_position(again) == read_position(halves[before]) == Position(step=3, samples=12, tokens=384)
+    assert _bytes(again) == _bytes(half_of(before))
+    assert read_position(again) == read_position(half_of(before)) == Position(step=3, samples=12, tokens=384)
     assert [step for step, *_ in seen] == [4, 5, 6]
     allowed = TOLERANCE["fp32"]
     for (step, loss, norm, tokens), (_, wanted_loss, wanted_norm, wanted_tokens) in zip(seen, whole[3:], strict=True):
@@ -127,9 +134,9 @@ def test_a_run_goes_on_under_another_layout(go, halves, whole, before, after):
         assert tokens == wanted_tokens
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_restart_changes_no_bit(go, halves, layout):
+@pytest.mark.parametrize("layout", longer(LAYOUTS, lambda layout: layout not in ("tp 2", "dp 2, zero 3")))
+def test_a_restart_changes_no_bit(go, half_of, layout):
     through_root, through = go(layout, STEPS)
-    again_root, again = go(layout, STEPS, halves[layout])
+    again_root, again = go(layout, STEPS, half_of(layout))
     assert again == through[HALF:]
     assert _bytes(checkpoint_at(again_root, STEPS)) == _bytes(checkpoint_at(through_root, STEPS))

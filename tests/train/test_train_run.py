@@ -24,8 +24,6 @@ from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import write_whole
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
 
 

@@ -9,8 +9,6 @@ from superstep.serve.load import ServeConfig, open_engine
 from superstep.state.folders import checkpoints
 from superstep.state.verify import verify_weights
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.fixture
 def newest(tmp_path, monkeypatch):

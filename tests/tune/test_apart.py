@@ -61,6 +61,7 @@ def test_ranks_apart_have_the_bits_of_ranks_in_turn(pool, start, in_turn, folder
     require_same(found, tmp_path / "run", in_turn)
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_two_samplers_have_the_bits_of_shared_ranks_where_the_versions_are_theirs(pool, start, folder, tmp_path):
     """The first lag + 1 steps are sampled by the first version, wherever. Adapters are handed over as well."""

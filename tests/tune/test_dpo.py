@@ -21,8 +21,6 @@ from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
 from superstep.state.folders import checkpoints
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

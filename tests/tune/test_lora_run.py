@@ -41,8 +41,6 @@ from superstep.train.peers import RankPeers
 from superstep.train.run_folder import RunFolder
 from superstep.train.session import Session
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 ALONE = RankPeers(0, 1)
 MODEL = Path("run/checkpoints/step-000006")
 LORA = f"""

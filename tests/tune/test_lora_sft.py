@@ -11,8 +11,6 @@ from superstep.cli.main import main
 from superstep.model.adapter import FILE
 from superstep.train.base import read_base
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.mark.long
 def test_a_recipe_tunes_an_adapter(tmp_path, monkeypatch, capsys):

@@ -45,11 +45,11 @@ def test_a_run_learns_something_and_its_sampler_has_the_trainers_bits(undisturbe
 @pytest.mark.parametrize(
     ("ranks", "rollout", "plan"),
     [
-        (2, {}, {"dp": 2}),
+        pytest.param(2, {}, {"dp": 2}, marks=pytest.mark.long),
         (2, {}, {"dp": 2, "zero": 1}),
         (2, {"tp": 2}, {"tp": 2}),
         (2, {}, {"pp": 2}),
-        (4, {"tp": 2}, {"dp": 2, "tp": 2, "zero": 2}),
+        pytest.param(4, {"tp": 2}, {"dp": 2, "tp": 2, "zero": 2}, marks=pytest.mark.long),
     ],
     ids=["dp", "zero", "tp", "pp", "dp and tp"],
 )
@@ -208,8 +208,8 @@ def test_a_hundred_thousand_tokens_have_no_differing_bit(pool, start, tmp_path, 
     ("rl", "exact"),
     [
         ({"estimator": "rloo", "kl_coef": 0.1, "drop_uniform": True}, True),
-        ({"ratio": "sequence", "estimator": "dr-grpo"}, True),
-        ({"correction": "tis", "overlong": "penalty"}, False),
+        pytest.param({"ratio": "sequence", "estimator": "dr-grpo"}, True, marks=pytest.mark.long),
+        pytest.param({"correction": "tis", "overlong": "penalty"}, False, marks=pytest.mark.long),
         ({"ratio": "sequence", "correction": "mis"}, False),
     ],
     ids=["rloo and kl", "gspo", "tis", "gspo and mis"],

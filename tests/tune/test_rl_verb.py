@@ -163,6 +163,7 @@ def test_torchrun_is_told_to_leave_the_ranks_to_the_verb(start, tmp_path, monkey
     assert not root.exists()
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     root, path = recipe(tmp_path, start, "run")

@@ -29,8 +29,6 @@ from superstep.tune.recipe import write
 from superstep.tune.start import started
 from superstep.tune.template import PLAIN
 
-pytestmark = pytest.mark.usefixtures("small_measure")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -8,7 +8,7 @@ import tuned
 from superstep.cli.main import main
 from superstep.cli.train import hurt_rank, job
 
-pytestmark = [pytest.mark.usefixtures("small_measure"), pytest.mark.multiproc]
+pytestmark = pytest.mark.multiproc
 
 FLAGS = ["recipe.toml", "--numerics.exact", "true", "--train.steps", "12", "--train.eval-every", "30", "--plan.dp", "2",
          "--state.save-every", "30"]  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -74,6 +74,10 @@ class Exact:
         )
 
 
+difference = cache(first_difference)
+"""A machine stays what it is: a process that opens an engine for each of many layouts asks once."""
+
+
 def require_exact(compute: torch.dtype, device: Device) -> None:
     """See that exact mode's promise can be kept here, on one thread: more would order sums as they come.
 
@@ -82,7 +86,7 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
     """
     if device.kind == "cpu":
         torch.set_num_threads(1)
-    broken = first_difference(compute, device.torch)
+    broken = difference(compute, device.torch)
     if broken is not None:
         raise ConfigError(
             f"numerics.exact = true cannot be kept on this machine ({device.name}): {broken}. "

@@ -1,0 +1,37 @@
+"""A rank that measures little of the machine before its first step: what it does by itself takes longer than most of
+the runs of tests, and none of them asks how long a step would take.
+
+Where it is launched it is told by this module's name, so that it measures little in a process of its own as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+from superstep.cli.train.job import Job
+from superstep.cli.train.job import rank as whole
+from superstep.runtime.launch import World
+from superstep.runtime.measure import here, kernels, links
+
+
+@contextmanager
+def measuring_little() -> Iterator[None]:
+    """Within the block operations are timed three times, and of passes and messages two sizes, which make a line."""
+    sizes = {"KEPT_BYTES": kernels.KEPT_BYTES | {"cpu": 2**18}, "SIZES": kernels.SIZES | {"cpu": (2**12, 2**15)}}
+    messages = {"SIZES": links.SIZES | {"cpu": (2**12, 2**16)}, "REPEATS": 3}
+    gauge = partial(kernels.Gauge, budget_s=0.0)
+    with (
+        mock.patch.multiple(kernels, **sizes),
+        mock.patch.multiple(links, **messages),
+        mock.patch.object(here, "Gauge", gauge),
+    ):
+        yield
+
+
+def rank(world: World, job: Job) -> bool:
+    """As ``superstep.cli.train.job.rank``."""
+    with measuring_little():
+        return whole(world, job)
