@@ -54,12 +54,18 @@ def parsed(source: str) -> ast.Module:
 def violations(module: str, source: str) -> list[str]:
     """What a module of the package (``plan.toml``, say) does against the order, each with its line."""
     tree = parsed(source)
-    found = [f"line {node.lineno}: {rule}" for node in ast.walk(tree) for rule in broken(module, node)]
+    found = [
+        f"line {node.lineno}: {rule}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call)
+        for rule in broken(module, node)
+    ]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             found += [
                 f"line {node.lineno}: superstep is imported inside a function"
                 for node in ast.walk(function)
+                if isinstance(node, ast.Import | ast.ImportFrom)
                 if any(name.startswith("superstep") for name in imported(node))
             ]
     return found

@@ -211,6 +211,7 @@ def test_a_measured_rate_is_taken_and_known_from_then_on():
     assert {n for n, v in after.efficiency.values.items() if v != FITTED[n]} == {"products.ampere"}
 
 
+@pytest.mark.long
 def test_the_planner_calibrates_on_rows_and_machines_and_says_how_much_narrower(tmp_path, capsys):
     took, path = predicted_row(tmp_path)
     path.write_text(ROW.format(step_s=took * 1.2), encoding="utf-8")

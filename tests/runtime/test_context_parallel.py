@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from longer import many_ranks
 from superstep.model.decoder import flash
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.split.sequence import blocks, cp_of_heads, places, positions
@@ -100,7 +101,7 @@ def errors(pool, world, kind, cases, **kw):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("kind", [RingAttend, UlyssesAttend])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", many_ranks([1, 2, 4]))
 def test_many_ranks_compute_what_one_process_does(pool, kind, world):
     for case, name, found, bound in errors(pool, world, kind, CASES):
         assert found <= bound, (case, name)

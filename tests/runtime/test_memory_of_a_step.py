@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiproc
 
 def watched(rank, world, layout):
     """Of one rank: bytes by category between steps, and after each instruction of a step what is alive beside them."""
-    run = resolve(small.config(**layout))
+    run = resolve(small.config(layers=3, **layout))
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     (batch,) = small.batches(steps=1)
@@ -67,7 +67,7 @@ SCALARS = 256
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *longer(MORE, lambda layout: True)], ids=str)
 def test_what_is_alive_after_each_instruction_is_predicted(pool, layout):
-    run = with_kept(resolve(small.config(**layout)), Device("cpu"))
+    run = with_kept(resolve(small.config(layers=3, **layout)), Device("cpu"))
     program, sizes = compile_step(run.plan), unit_bytes(run)
     ranks = rank_bytes(run, program)
     for at, stay, alive, transient in pool.run(run.plan.mesh.world, watched, layout):

@@ -7,6 +7,7 @@ import pytest
 
 import runs
 import small
+from longer import many_ranks
 from superstep.cli.describe import plan_text
 from superstep.cli.main import main
 from superstep.model.axes import units
@@ -46,7 +47,7 @@ def _routed(rank, world, run):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_every_layout_reports_what_one_rank_does(pool, world):
     expected = pool.run(1, _routed, run_of())[0]
     assert [r.steps for r in expected] == [2, 1]

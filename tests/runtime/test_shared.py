@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longer import many_ranks
 from shared_groups import CPU, group_of
 from superstep.runtime.launch import gather
 from superstep.runtime.transport import reach
@@ -63,7 +64,7 @@ def _every_collective(rank, world):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", many_ranks([2, 3, 4], most=3))
 def test_every_collective_of_every_size_has_the_sum_in_rank_order(pool, world):
     pool.run(world, _every_collective, timeout_s=120)
 

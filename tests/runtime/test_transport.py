@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import small
+from longer import longer
 from shared_groups import CPU
 from superstep.kernels import native
 from superstep.plan.resolve import resolve
@@ -90,11 +91,11 @@ def test_one_rank_of_a_host_compiles(pool, tmp_path):
 # Whole steps: over shared memory within two hosts and Gloo between them, and over Gloo alone.
 
 LAYOUTS = [
-    {"dp": 4, "zero": 2},
     {"dp": 2, "tp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "zero": 1, "microbatch": 1},
-    {"pp": 4, "microbatch": 1},
     {"cp": 2, "tp": 2},
+    {"dp": 4, "zero": 2},
+    {"pp": 4, "microbatch": 1},
     {"cp": 4, "context": "ulysses"},
 ]
 
@@ -123,10 +124,14 @@ def _proven(rank, world, runs, root, way):
     return verdicts
 
 
-@pytest.mark.parametrize("way", ["two hosts", pytest.param("Gloo alone", marks=pytest.mark.long)])
-def test_layouts_compute_the_same_over_other_ways(pool, tmp_path, way):
+WAYS = [("two hosts", 3), *longer([("two hosts", 6), ("Gloo alone", 6)], lambda way: True)]
+"""Each with so many of the layouts, of which the first three have every axis."""
+
+
+@pytest.mark.parametrize(("way", "count"), WAYS)
+def test_layouts_compute_the_same_over_other_ways(pool, tmp_path, way, count):
     runs = []
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[:count]:
         config = small.config(layers=small.layers_for(layout), packed=False, **{"microbatch": 2} | layout)
         runs.append(resolve(replace(config, data=replace(config.data, sequence_tokens=32))))
     torch.set_num_threads(1)

@@ -45,7 +45,7 @@ def _flip(data, at, mask):
     return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
 
 
-@pytest.mark.parametrize("name", longer(FILES, lambda name: name == "manifest.json"))
+@pytest.mark.parametrize("name", longer(FILES, lambda name: name != "model.safetensors"))
 def test_a_flip_in_every_byte_of_every_file_is_refused(whole, name):
     assert not _is_refused(whole)
     size = (whole / name).stat().st_size

@@ -26,7 +26,7 @@ from superstep.train.rehearsal import wrong_places
 from superstep.train.run_folder import RunFolder
 from superstep.train.session import Session
 
-STEPS = 12
+STEPS = 9
 
 
 def _piece(values, name="w"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import small
+from longer import many_ranks
 from superstep.data.stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
@@ -84,7 +85,7 @@ def _prove_all(rank, world, cases):
     return [prove(World(rank, world, Device("cpu")), run, batches(), Path(f), reruns=False) for run, f in cases]
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_layouts_compute_what_one_process_does(pool, references, world):
     cases = [(resolve(config(**plan)), str(references[plan.get("tied", True)])) for plan in LAYOUTS[world]]
     for (run, _), verdict in zip(cases, pool.run(world, _prove_all, cases, timeout_s=240)[0], strict=True):
