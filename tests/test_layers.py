@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,30 +45,28 @@ HANDS_ON = "runtime.seed", "os.environ"
 PACKAGE = Path(superstep.__file__).parent
 
 
-@functools.cache
-def parsed(source: str) -> ast.Module:
-    """Each of the package's modules is asked for several times."""
-    return ast.parse(source)
-
-
 def violations(module: str, source: str) -> list[str]:
     """What a module of the package (``plan.toml``, say) does against the order, each with its line."""
-    tree = parsed(source)
-    found = [
-        f"line {node.lineno}: {rule}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call)
-        for rule in broken(module, node)
+    return _violations(module, list(ast.walk(ast.parse(source))))
+
+
+def _violations(module: str, nodes: Sequence[ast.AST]) -> list[str]:
+    asked = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call)]
+    found = [f"line {node.lineno}: {rule}" for node in asked for rule in broken(module, node)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return found + [
+        f"line {node.lineno}: superstep is imported inside a function"
+        for node in asked
+        if any(name.startswith("superstep") for name in imported(node))
+        if any(each.lineno <= node.lineno <= (each.end_lineno or 0) for each in functions)
     ]
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            found += [
-                f"line {node.lineno}: superstep is imported inside a function"
-                for node in ast.walk(function)
-                if isinstance(node, ast.Import | ast.ImportFrom)
-                if any(name.startswith("superstep") for name in imported(node))
-            ]
-    return found
+
+
+@functools.cache
+def looked_at(path: Path) -> tuple[list[str], frozenset[str]]:
+    """What a module of the package does against the order, and the names that it imports; its tree is not kept."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return _violations(module_of(path), nodes), frozenset(name for node in nodes for name in imported(node))
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -124,7 +122,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAG
 
 @pytest.mark.parametrize("path", MODULES, ids=module_of)
 def test_a_module_keeps_the_order(path):
-    assert violations(module_of(path), path.read_text(encoding="utf-8")) == []
+    assert looked_at(path)[0] == []
 
 
 def test_every_part_has_its_place_in_the_order():
@@ -133,24 +131,22 @@ def test_every_part_has_its_place_in_the_order():
     assert parts | modules <= set(ORDER)
 
 
-def ring(arrows: Set[tuple[str, str]]) -> list[str]:
+def ring(arrows: set[tuple[str, str]]) -> list[str]:
     """Names that import each other in a ring, or none: names that import nothing, or that nothing imports, go first."""
     while loose := {name for _, name in arrows} ^ {name for name, _ in arrows}:
         arrows = {(one, other) for one, other in arrows if not {one, other} & loose}
     return sorted({name for name, _ in arrows})
 
 
-@functools.cache
-def arrows() -> frozenset[tuple[str, str]]:
+def arrows() -> set[tuple[str, str]]:
     """Each import of a module of the package by another one."""
     known = {module_of(path) for path in MODULES}
     found = set()
     for path in MODULES:
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
-            for name in imported(node):
-                dotted = name.removeprefix("superstep.")
-                found |= {(module_of(path), other) for other in (dotted, dotted.rpartition(".")[0]) if other in known}
-    return frozenset(found)
+        for name in looked_at(path)[1]:
+            dotted = name.removeprefix("superstep.")
+            found |= {(module_of(path), other) for other in (dotted, dotted.rpartition(".")[0]) if other in known}
+    return found
 
 
 def room(module: str) -> str:
