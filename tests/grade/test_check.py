@@ -77,10 +77,10 @@ def test_the_right_answer_of_a_weak_grader_is_not_what_is_reported(weak):
 def test_good_graders_pass():
     environment = load_environment(GOOD)
     with Pool(GOOD, GradeConfig(retries=0, timeout_s=5, grader_timeout_s=60)) as pool:
-        report = check(environment, pool, tasks=2, seed=1)
+        report = check(environment, pool, tasks=3, seed=1)
     assert report.weaknesses == ()
     assert report.attacks == len([*answers(), *programs()]) + 3
-    assert report.graded == 2 * report.attacks
+    assert report.graded == 3 * report.attacks
     assert report.has_solutions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import subprocess
@@ -35,13 +36,16 @@ def test_kernels_compute_the_same_in_the_interpreter(part):
     assert " passed" in done.stdout
 
 
+@functools.cache
 def imported(path):
     """The modules that a file imports, and those that it imports names from."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (found.name for found in node.names)
+            found += [each.name for each in node.names]
         if isinstance(node, ast.ImportFrom):
-            yield from (node.module or "", *(f"{node.module}.{found.name}" for found in node.names))
+            found += [node.module or "", *(f"{node.module}.{each.name}" for each in node.names)]
+    return found
 
 
 @pytest.mark.parametrize("name", ["triton", "superstep.kernels.gpu"])
