@@ -258,7 +258,7 @@ def test_a_killed_rank_is_told_at_once_and_comes_back(server):
 def test_a_server_of_several_ranks_that_is_told_to_end_leaves_nobody(tmp_path):
     made = Server(model_folder.write_folder(tmp_path / "model"), "--plan.tp", "2")
     assert len(made.ranks()) == 2
-    assert made.end(signal.SIGINT) == 0
+    assert made.end(signal.SIGTERM) in (0, 143)
     assert "Traceback" not in made.said
 
 

@@ -129,7 +129,7 @@ def errors(ours, wanted):
     return [float((a - b).norm()) / max(float(b.norm()), 0.2 * b.numel() ** 0.5) for a, b in pairs]
 
 
-FEW = ("bf16", "documents", "window of keys before", "another rank's keys", "t5 in windows of documents")
+FEW = ("window of keys before", "another rank's keys", "t5 in windows of documents")
 """Of what a query sees each part once, in fp32 or bf16, with as many keys as queries or others."""
 
 
