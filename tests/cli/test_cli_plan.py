@@ -185,9 +185,15 @@ REFUSED = [
         ["--global-batch = 20 sequences", "no layout of 88 chips", "the nearest number that one does is 22"],
     ),
     (
+        ["llama3.2-1b", "--cluster", "8xH100", "--memory", "1", "--global-batch", "64"],
+        None,
+        ["--memory = 1 GiB", "no plan fits on 8 chips", "most of it buffers", "of these chips are enough"],
+    ),
+    pytest.param(
         ["llama3-70b", "--cluster", "8xH100", "--memory", "10", "--global-batch", "64"],
         None,
         ["--memory = 10 GiB", "no plan fits on 8 chips", "most of it optimizer", "of these chips are enough"],
+        marks=pytest.mark.long,
     ),
     (["RUN", "--cluster", "8xH100"], EXACT, ["numerics.exact = true", "set it to false"]),
     (["RUN", "--cluster", "8xH100"], OWN, ["model.source = 'own.py'", "leave it out"]),

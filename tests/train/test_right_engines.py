@@ -39,7 +39,15 @@ EACH = tuple((name, compute) for name in SIZES for compute in ("fp32", "bf16"))
 HALF = tuple((name, ("fp32", "bf16")[number % 2]) for number, name in enumerate(SIZES))
 
 
-@pytest.mark.parametrize("each", [HALF, pytest.param(EACH, marks=pytest.mark.slow)], ids=len)
+PARTS = [
+    HALF[2:6],
+    pytest.param(HALF, marks=pytest.mark.long),
+    pytest.param(EACH, marks=pytest.mark.slow),
+]
+"""The short run has a large vocabulary over tp, odd sizes without and with ZeRO-3, and uneven stages."""
+
+
+@pytest.mark.parametrize("each", PARTS, ids=len)
 def test_right_engines_are_proven(pool, tmp_path, each):
     torch.set_num_threads(1)
     corpus = write_corpus(tmp_path / "corpus", vocab=64)
