@@ -122,3 +122,12 @@ def little_is_measured() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "rank", measured_little.rank)
         yield
+
+
+@pytest.fixture
+def small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets what a test measures itself be small."""
+    from superstep.runtime.measure import kernels
+
+    monkeypatch.setattr(kernels, "KEPT_BYTES", kernels.KEPT_BYTES | {"cpu": 2**18})
+    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES | {"cpu": (2**12, 2**15)})

@@ -95,7 +95,7 @@ def test_operations_add_up():
     assert found.collective_s("send", 1e9, 1) == 0.0
 
 
-def test_gradients_of_weights_have_rates_of_their_own():
+def test_gradients_of_weights_have_rates_of_their_own(small_measure):
     """They are found in a unit, measured as they are made, and priced by that."""
     run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
     block = operations_of(run, units(run.shape))[1]
