@@ -16,7 +16,8 @@ class ProductRate:
     """What one matrix product was measured at, or attention.
 
     Attributes:
-        kernel: "product", "gradient" (a weight's, added to what is there), "attention" or "attention-backward";
+        kernel: "product", "gradient" (a weight's, added to what is there), "batch" (of many narrow ones, each of these
+            sizes), "attention" or "attention-backward";
             attention counts the full square of queries and keys, backward twice that, though it be causal.
         rows, width, inner: of [rows, inner] x [inner, width]; of attention queries, keys and the width of a head.
     """

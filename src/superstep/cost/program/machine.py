@@ -12,7 +12,7 @@ was measured: products by shape, passes over memory by size, collectives by thei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,9 @@ from superstep.cost.program.operation import Attention, Axis, Message, Operation
 from superstep.errors import ConfigError
 from superstep.hardware.chip import ProductRate, Rate
 from superstep.hardware.cluster import Cluster, Collective
+
+LIKE: Mapping[str, str] = {"norm": "copy", "gate": "exp", "loss": "exp"}
+"""Kinds of passes of our own kernels, and those of torch's at whose rate they go where their own was not measured."""
 
 
 class Prices(Protocol):
@@ -138,6 +141,8 @@ class Measured:
 
     def product_s(self, product: Product) -> float:
         """By the rates of the shapes around it."""
+        if product.kernel == "batch" and not self._products("batch"):
+            return self.pass_s("read", 4 * product.numel)
         shape = (product.rows, product.width, product.inner)
         return self._overhead_s() + product.flops / product.count / self._rate(product.kernel, shape)
 
@@ -157,7 +162,8 @@ class Measured:
         known = self._passes(kernel)
         if kernel == "new":
             return size * min(s / at for at, s in known) if known else 0.0
-        return self._overhead_s() + _between(known or self._passes("copy"), size)
+        like = LIKE.get(kernel, "copy")
+        return self._overhead_s() + _between(known or self._passes(like) or self._passes("copy"), size)
 
     def _passes(self, kernel: str) -> list[tuple[int, float]]:
         return [(c.bytes, c.bytes / c.bytes_per_s) for c in self.cluster.chip.copies if c.kernel == kernel]

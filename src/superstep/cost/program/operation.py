@@ -27,20 +27,25 @@ class Product:
 
     Attributes:
         kernel: product; or gradient, that of a weight: the left factor lies transposed, and what comes of it is added
-            to what is there.
+            to what is there; or batch, of many that are narrow.
     """
 
     rows: int
     width: int
     inner: int
     batch: int = 1
-    kernel: Literal["product", "gradient"] = "product"
+    kernel: Literal["product", "gradient", "batch"] = "product"
     count: int = 1
 
     @property
     def flops(self) -> int:
         """Of all of them."""
         return 2 * self.count * self.batch * self.rows * self.width * self.inner
+
+    @property
+    def numel(self) -> int:
+        """Numbers that one of them reads and gives."""
+        return self.batch * (self.rows * self.inner + self.inner * self.width + self.rows * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,7 @@ class UnitOperations:
         input_bytes: of what passes to the unit.
         kept_bytes: what the forward keeps for the backward pass, the input included; 0 where it was not seen.
         peak_bytes: the most that the forward holds of what it makes; 0 where it was not seen.
+        largest_bytes: of the largest tensor that it makes; 0 where it was not seen.
         between_bytes: what stays between BackwardInput and BackwardWeight; 0 where it was not seen.
     """
 
@@ -122,6 +128,7 @@ class UnitOperations:
     input_bytes: int
     kept_bytes: int = 0
     peak_bytes: int = 0
+    largest_bytes: int = 0
     between_bytes: int = 0
 
 

@@ -10,7 +10,7 @@ there are, in fp32:
     Settle             3 passes over the shard
     Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
 
-Where ranks are processes of a host, what a forward pass keeps lies in memory that the system first has to find. Ranks
+Where ranks are processes of a host, what the last unit holds lies in memory that the system first has to find. Ranks
 share the host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks,
 sending included, over the cores.
 """
@@ -189,12 +189,11 @@ class Operated:
         cleared = gradient_bytes(run) * gradient_numel(run, rank_parameters(run)[unit])
         cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
         forward_s = seconds(seen.forward, machine, ranks)
-        new_s, again_s = _new_memory_s(run, machine, unit, seen)
         return UnitSeconds(
-            forward_s=forward_s + new_s,
+            forward_s=forward_s + _new_memory_s(run, machine, unit, seen),
             backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
             weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
-            recompute_s=forward_s + again_s,
+            recompute_s=forward_s,
         )
 
     def boundary_bytes(self, unit: int) -> float:
@@ -234,16 +233,15 @@ def _ranks(run: Resolved) -> Callable[[Axis], int]:
     return known.__getitem__
 
 
-def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperations) -> tuple[float, float]:
-    """What the pages take that a forward pass is the first to touch, and a recomputation.
+def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperations) -> float:
+    """What the pages take that a forward pass is the first to touch.
 
-    A host gives memory back once a backward pass has left it, so every forward finds its pages anew: those of what it
-    keeps, and at the top, in the last unit, of all that it holds at once.
+    What blocks keep stays with the process from step to step. On top of it all lies what the last unit holds for a
+    moment. C's library gives that back to the host if it is more than twice the largest piece of it (mallopt(3),
+    M_TRIM_THRESHOLD), and then it is found again with the next microbatch.
     """
-    if machine.shared_cores is None:
-        return 0.0, 0.0
+    top_bytes = seen.peak_bytes - seen.kept_bytes
     is_last = unit == len(run.plan.units) - 1
-    kept_s = machine.pass_s("new", max(seen.kept_bytes - seen.input_bytes, seen.peak_bytes if is_last else 0))
-    if run.plan.recompute == "full" and run.plan.recomputed[unit]:
-        return machine.pass_s("new", seen.input_bytes), kept_s
-    return kept_s, 0.0
+    if machine.shared_cores is None or not is_last or top_bytes <= 2 * seen.largest_bytes:
+        return 0.0
+    return machine.pass_s("new", top_bytes)

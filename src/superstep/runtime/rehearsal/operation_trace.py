@@ -27,14 +27,17 @@ KERNELS: Mapping[str, str] = {
     "exp": "exp",
     "silu": "exp",
     "silu_backward": "exp",
-    "swiglu": "exp",
-    "swiglu_backward": "exp",
-    "row_sums": "exp",
-    "row_gradients": "exp",
     "gelu": "exp",
     "gelu_backward": "exp",
     "tanh": "exp",
     "sigmoid": "exp",
+    "rms_norm": "norm",
+    "rms_norm_backward": "norm",
+    "turn": "norm",
+    "swiglu": "gate",
+    "swiglu_backward": "gate",
+    "row_sums": "loss",
+    "row_gradients": "loss",
     "_log_softmax": "softmax",
     "_softmax": "softmax",
     "_softmax_backward_data": "copy",
@@ -55,7 +58,9 @@ KERNELS: Mapping[str, str] = {
 """Kinds of kernels by the operator's name; all others go at the rate of a copy."""
 
 NARROW = 8
-"""Products with a side below this read their matrix once for so few operations that memory decides."""
+"""Products with a side below this read their matrix once for so few operations that memory decides; of many in a batch
+their number decides.
+"""
 
 _COLLECTIVES: Mapping[str, Collective] = {
     "allreduce_": "all-reduce",
@@ -74,6 +79,8 @@ class Noted:
     each: list[Operation] = field(default_factory=list)
     peak_bytes: int = 0
     """The most of that memory that was there at once."""
+    largest_bytes: int = 0
+    """Of a single piece of it."""
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def born(self, out: Any) -> None:  # noqa: ANN401
@@ -83,6 +90,7 @@ class Noted:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
                     self._let_go()
                     self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
 
@@ -157,13 +165,18 @@ class Recorder(TorchDispatchMode):
             yield _pass(func, name, given, out)
 
     def _ring(self, name: str, args: Any, given: Sequence[Tensor]) -> Iterator[Operation]:  # noqa: ANN401
-        """Each block of a rank's keys is attended to, while the next ones come; gradients make one hop more."""
+        """Each block of a rank's keys is attended to, while the next ones come; gradients make one hop more. Around
+        that keys and values are laid side by side, parts are added to what was before, and the sum is laid out.
+        """
         is_backward = "backward" in name
         q, k = given[1:3] if is_backward else given[:2]
         group = _resolve_process_group(args[-1])
         every = blocks(group.rank(), group.size())
         B, S, N, H = q.shape
-        for block in every:
+        fp32 = torch.float32.itemsize
+        pair = 2 * k.numel() * fp32
+        yield Pass(kernel="copy", bytes=4 * k.nbytes)
+        for number, block in enumerate(every):
             queries, keys = (len(range(S)[part]) for part in (block.queries(S), block.keys(S)))
             yield Attention(
                 heads=B * N,
@@ -173,7 +186,13 @@ class Recorder(TorchDispatchMode):
                 is_backward=is_backward,
                 is_causal=block.is_causal,
             )
-        wide = torch.float32.itemsize if is_backward else 0
+            if number > 0:
+                yield Pass(kernel="copy", bytes=3 * fp32 * B * N * queries * H)
+                yield Pass(kernel="copy", bytes=3 * (pair if is_backward else fp32 * B * N * queries))
+            if is_backward:
+                yield Pass(kernel="copy", bytes=2 * pair)
+        yield Pass(kernel="copy", bytes=2 * q.nbytes)
+        wide = fp32 if is_backward else 0
         axis = self._axes[args[-1]]
         for _ in every[1:]:
             yield Message(collective="send", axis=axis, bytes=2 * k.nbytes)
@@ -209,14 +228,15 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     left, right = given[-2:]
     rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
     is_turned = left.stride(-2) == 1 < left.stride(-1)
+    is_narrow, batch = min(rows, width, inner) < NARROW, math.prod(left.shape[:-2])
     product = Product(
         rows=rows,
         width=width,
         inner=inner,
-        batch=math.prod(left.shape[:-2]),
-        kernel="gradient" if is_turned and left.ndim == 2 else "product",
+        batch=batch,
+        kernel="gradient" if is_turned and left.ndim == 2 else "batch" if is_narrow and batch > 1 else "product",
     )
-    if min(rows, width, inner) >= NARROW:
+    if not is_narrow or batch > 1:
         return product
     return Pass(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
 

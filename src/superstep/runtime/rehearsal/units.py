@@ -185,6 +185,7 @@ class _Unit:
                 input_bytes=once.x.nbytes,
                 kept_bytes=once.x.nbytes,
                 peak_bytes=once.noted.peak_bytes,
+                largest_bytes=once.noted.largest_bytes,
             )
         with self._recorder.noting() as backward:
             torch.autograd.backward(end, gradient)
@@ -207,6 +208,7 @@ class _Unit:
             input_bytes=once.x.nbytes,
             kept_bytes=kept_bytes,
             peak_bytes=once.noted.peak_bytes,
+            largest_bytes=once.noted.largest_bytes,
             between_bytes=between_bytes,
         )
 
