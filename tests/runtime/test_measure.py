@@ -11,18 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superstep.cli.main import main
-from superstep.cost.program.machine import Measured, nearby, seconds
+from superstep.cost.program.machine import LIKE, Measured, nearby, seconds
 from superstep.cost.program.operation import Attention, Message, Pass, Product
 from superstep.cost.program.predict import predict
 from superstep.errors import ConfigError
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.hardware.cluster import CollectiveRate
 from superstep.hardware.text import cluster
+from superstep.kernels import fused
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
+from superstep.runtime.measure import kernels
 from superstep.runtime.measure.kernels import Gauge, measure_operations
+from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import line
 from superstep.runtime.rehearsal.units import operations_of
 
@@ -177,3 +180,114 @@ def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, caps
 def test_bad_flags_are_refused_in_one_line(flags, words, capsys):
     assert main(["measure", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+CPU = Device("cpu")
+KERNELS = Gauge(device=CPU, budget_s=0.0, is_compiled=True)
+
+
+@pytest.fixture
+def little(small_measure, monkeypatch):
+    """Every call takes a second, and each sweep 1000 more, which no gauge is to count."""
+    now, swept = [0.0], []
+
+    def sweep(self):
+        swept.append(now[0])
+        now[0] += 1000
+
+    monkeypatch.setattr(kernels.Sweep, "__call__", sweep)
+    return now, swept
+
+
+def ticking(gauge, now, monkeypatch):
+    """The gauge with that clock, on which work takes a second."""
+
+    def once(self, work, times):
+        work()
+        start_s = self.clock()
+        now[0] += times
+        return self.clock() - start_s
+
+    monkeypatch.setattr(Gauge, "_once", once)
+    return replace(gauge, clock=lambda: now[0])
+
+
+def test_caches_are_swept_before_every_run_and_no_sweep_counts(little, monkeypatch):
+    now, swept = little
+    gauge = ticking(KERNELS, now, monkeypatch)
+    assert gauge.seconds(lambda: None) == 1.0
+    assert len(swept) == 3
+    swept.clear()
+    # The layers of a block sweep in its midst: seven linears, four other layers, and a product for each gradient.
+    operations = 1 / launch_s(gauge)
+    assert operations == pytest.approx(round(operations))
+    assert 100 < operations < 200
+    assert len(swept) > 3 * 14
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("keys", [64, 128], ids=["causal", "without a mask"])
+def test_attention_is_priced_at_what_it_was_measured_at(little, monkeypatch, keys, is_backward):
+    """In a ring a block of keys that all queries see is measured without a mask, and has none in its price."""
+    gauge = ticking(KERNELS, little[0], monkeypatch)
+    block = Attention(heads=4, queries=64, keys=keys, head_dim=32, is_backward=is_backward, is_causal=keys == 64)
+    rates, _ = measure_operations((block,), "fp32", gauge)
+    assert machine(products=(*machine().cluster.chip.products, *rates)).attention_s(block) == pytest.approx(1.0, 1e-3)
+
+
+def test_kernels_of_our_own_are_seen_measured_and_priced_as_such(small_measure):
+    if fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+    run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
+    seen = operations_of(run, units(run.shape))
+    found = {o.kernel for unit in seen for o in (*unit.forward, *unit.backward) if isinstance(o, Pass)}
+    assert set(LIKE) <= found
+    _, copies = measure_operations([Pass(kernel=kernel, bytes=0) for kernel in LIKE], "fp32", KERNELS)
+    assert set(LIKE) <= {copy.kernel for copy in copies}
+    usual = machine()
+    for kernel in LIKE:
+        assert usual.pass_s(kernel, 1e5) == usual.pass_s("copy", 1e5), "where neither was measured"
+        slow = CopyRate(kernel=kernel, bytes=1000, bytes_per_s=1.0)
+        like = CopyRate(kernel=LIKE[kernel], bytes=1, bytes_per_s=1e-3)
+        chip = usual.cluster.chip
+        own, others = (
+            replace(usual, cluster=replace(usual.cluster, chip=replace(chip, copies=(*chip.copies, *more))))
+            for more in ((slow, like), (like,))
+        )
+        assert own.pass_s(kernel, 1000) == pytest.approx(1000)
+        assert others.pass_s(kernel, 1000) == others.pass_s(LIKE[kernel], 1000)
+
+
+def test_many_narrow_products_at_once_have_a_rate_of_their_own(little, monkeypatch):
+    """What a token's experts gave is summed by products of two rows, one for each token."""
+    moe = ModelConfig(name="tiny", experts=4, experts_per_token=2, router="dropless")
+    run = resolve(RunConfig(model=moe, plan=PlanConfig(dp=1, microbatch=4)))
+    block = operations_of(run, units(run.shape))[1]
+    tokens = 4 * run.config.data.sequence_tokens
+    batches = [o for o in (*block.forward, *block.backward) if isinstance(o, Product) and o.kernel == "batch"]
+    assert len(batches) >= 3
+    assert {o.batch for o in batches} == {tokens}
+    usual = machine()
+    assert usual.product_s(batches[0]) == usual.pass_s("read", 4 * batches[0].numel), "where none was measured"
+    rates, _ = measure_operations(batches, "fp32", ticking(KERNELS, little[0], monkeypatch))
+    chip = replace(usual.cluster.chip, products=(*usual.cluster.chip.products, *rates))
+    own = replace(usual, cluster=replace(usual.cluster, chip=chip))
+    for batch in batches:
+        assert own.product_s(batch) == pytest.approx(1.0, 1e-3)
+
+
+def test_only_what_the_last_unit_drops_is_found_anew(small_measure):
+    """And only where it is more than C's library keeps: twice the largest piece."""
+    run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
+    seen = operations_of(run, units(run.shape))
+    slow = machine()
+    copies = tuple(replace(c, bytes_per_s=1.0) if c.kernel == "new" else c for c in slow.cluster.chip.copies)
+    slow = replace(slow, cluster=replace(slow.cluster, chip=replace(slow.cluster.chip, copies=copies)))
+
+    def added_s(peak_bytes):
+        last = replace(seen[-1], kept_bytes=1000, largest_bytes=2000, peak_bytes=peak_bytes)
+        return predict(run, slow, (*seen[:-1], last)).step_s
+
+    assert all(unit.largest_bytes > 0 for unit in seen)
+    assert added_s(5000) == pytest.approx(added_s(1000))
+    assert added_s(5001) - added_s(1000) == pytest.approx(run.plan.microbatches * 4001)
