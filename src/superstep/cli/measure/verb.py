@@ -127,8 +127,8 @@ def _table(found: Measured) -> Iterator[str]:
         yield f"{name:18}{rate_text(product.flops_per_s):>14}   {product.rate} {shape}"
     for kernel in dict.fromkeys(p.kernel for p in chip.products if p.kernel != "product"):
         rates = [p.flops_per_s for p in chip.products if p.kernel == kernel]
-        square = ", full square" if kernel.startswith("attention") else " of a weight"
-        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}{square}"
+        of = {"gradient": " of a weight", "batch": " of many narrow ones"}.get(kernel, ", full square")
+        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}{of}"
     for kernel in dict.fromkeys(c.kernel for c in chip.copies):
         copies = sorted((c for c in chip.copies if c.kernel == kernel), key=lambda c: c.bytes)
         each = "   ".join(f"{bytes_text(c.bytes)} {c.bytes_per_s / 1e9:.3g}" for c in copies)
@@ -174,8 +174,8 @@ def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> I
 def _bytes(operation: Operation) -> int:
     """What an operation reads and writes."""
     match operation:
-        case Product(rows=rows, width=width, inner=inner):
-            return 4 * operation.count * operation.batch * (rows * inner + inner * width + rows * width)
+        case Product():
+            return 4 * operation.count * operation.numel
         case Attention(heads=heads, queries=queries, keys=keys, head_dim=width):
             return 4 * operation.count * heads * width * 2 * (queries + keys)
         case Pass():
