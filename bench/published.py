@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.published_ablation import MECHANISMS, ablate
-from bench.published_calibrated import Choice, calibrated
+from bench.published_ablation import ablations
+from bench.published_ablation_memory import memory_ablations
+from bench.published_calibrated import Choice, calibrated, held, in_hindsight, of_halves, tables_of
 from bench.published_fit import Estimated, Slopes, fit, table
 from bench.published_interval import covered, known, spread
 from bench.published_left_out import named_without, seconds, unseen
@@ -31,7 +32,7 @@ from bench.published_rows import DATA, IsNamed, Row, is_timed, number, read_rows
 from bench.published_score import STEPS, Scored, is_judged, ranked, summary
 from bench.published_stated import stated
 from bench.published_steps import Steps
-from bench.published_text import Intervals, Result, print_sources, print_sweeps, write
+from bench.published_text import AfterRow, Intervals, Result, print_sources, print_sweeps, write
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import UserError
 
@@ -68,11 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         flat = ours.replaced(constant_fraction(ours.rows, published))
         lines["constant fraction, learned from other stacks"] = summary(flat.where(lambda row: row in judged.rows))
         print_sources(ours, flat)
-    out, intervals = None, None
+    out, intervals, after_row = None, None, None
     if tuple(options.runs) == TABLES and not options.quick:
         out, intervals, near = _left_out(steps, ours)
         lines |= _left_out_lines(out, source_of)
-        lines |= {f"that, after {words}": calibrated(out, near, choice).summary for choice, words in ROW.items()}
+        after_row = _after_row(steps, out, near)
+        lines |= {f"that, after {ROW[choice]}": line for choice, line in after_row.lines.items()}
     if options.calculon:
         lines |= _beside_calculon(ours, out, options.calculon)
     is_named = _names_left_out(rows)
@@ -82,13 +84,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         ours=ours,
         left_out=out,
         intervals=intervals,
+        after_row=after_row,
         sweeps=ranked(judged),
         sweeps_left_out=ranked(out.where(is_judged)) if out else [],
         peaks=peaks_of(rows),
         labels=labels_of(rows),
         memory_left_out=(peaks_of(rows, is_named), labels_of(rows, is_named)) if out else None,
         stated=stated(rows, is_named) if out else {},
-        ablations=_ablations(steps.rows, source_of) if options.ablate else {},
+        ablations=ablations(steps.rows, [source_of[row["row_id"]] for row in steps.rows]) if options.ablate else {},
+        memory_ablations=memory_ablations(rows, is_named) if options.ablate else {},
     )
     _tell(result)
     if options.json:
@@ -125,7 +129,24 @@ def _left_out(steps: Steps, ours: Scored) -> tuple[Scored, Intervals, Slopes]:
     deviations = np.log(out.published_s / out.predicted_s)[precise]
     inside = covered(deviations, groups, told)
     by_stack = {group: float(inside[np.array(groups) == group].mean()) for group in dict.fromkeys(groups)}
-    return out, Intervals(spread(deviations, groups, told), inside, by_stack), near
+    whole = np.array([is_judged(row) for row in steps.rows])[precise]
+    largest = np.array(groups) == max(by_stack, key=groups.count)
+    found = Intervals(
+        spread(deviations, groups, told), inside, by_stack, float(inside[whole].mean()), float(inside[~largest].mean())
+    )
+    return out, found, near
+
+
+def _after_row(steps: Steps, out: Scored, near: Slopes) -> AfterRow:
+    told = known(steps.rows, steps.parts(FITTED))
+    tables = tables_of(out, near)
+    found = {choice: calibrated(tables, choice) for choice in ROW}
+    return AfterRow(
+        lines={choice: each.summary for choice, each in found.items()},
+        inside={choice: held(each, told) for choice, each in found.items()},
+        of_halves=of_halves(tables),
+        any_in_hindsight=in_hindsight(tables),
+    )
 
 
 def _print_moved(found: Mapping[str, Estimated]) -> None:
@@ -163,13 +184,6 @@ def _names_left_out(rows: Sequence[Row]) -> IsNamed:
     return is_named
 
 
-def _ablations(rows: Sequence[Row], table_of: Mapping[str, str]) -> dict[str, object]:
-    tables = [table_of[row["row_id"]] for row in rows]
-    found = {"nothing": ablate(rows, tables, None), "frameworks' names": ablate(rows, tables, None, is_named=False)}
-    found |= {name: ablate(rows, tables, change) for name, change in MECHANISMS.items()}
-    return dict(found)
-
-
 def _tell(result: Result) -> None:
     print_sweeps(result.sweeps_left_out or result.sweeps)
     for name, (count, median, ninth) in result.lines.items():
@@ -181,6 +195,8 @@ def _tell(result: Result) -> None:
             f"80% intervals hold {inside.mean():.1%} of {len(inside)} rows of stacks left out, {by_stack:.1%} of stacks"
         )
         print(f"  {result.intervals.spread}")
+    if result.after_row:
+        print(f"after a row: inside {result.after_row.inside}, {result.after_row.of_halves}")
     for name, each in result.ablations.items():
         print(f"without {name:46} {each}")
     for words, told in result.stated.items():

@@ -14,14 +14,17 @@ from typing import Literal
 import numpy as np
 
 from bench.published_fit import Slopes, refit
-from bench.published_interval import quantile
+from bench.published_interval import Known, quantile
 from bench.published_rows import Row, degrees, number
 from bench.published_score import Scored, is_judged
 from superstep.cost.closed.constants import CONSTANTS
+from superstep.cost.closed.interval import STEP
 from superstep.hardware.units import Array
 from superstep.planner.calibrate_row import believed, narrowing, variances_of
 
 Choice = Literal["any", "middle", "alike"]
+SHARES = np.linspace(-0.5, 1.5, 41)
+"""Of a row's deviation, tried in hindsight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +51,102 @@ class Calibrated:
         return len(set(self.rows.tolist())), median, ninth
 
 
-def calibrated(out: Scored, near: Slopes, choice: Choice) -> Calibrated:
-    """The judged rows of stacks that were left out, each after one other row of it."""
-    logs = np.log(out.predicted_s / out.published_s)
-    spreads = np.array([constant.spread for constant in CONSTANTS.values()])
-    slopes = near.slopes / spreads
-    plans = _plans(out.rows)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one source, software and chip.
+
+    Attributes:
+        places: of the rows.
+        deviations: logarithms of predicted over true seconds, before any was seen.
+        left: the same, [rows, seen rows].
+        narrowed: what is left of the interval's width, likewise.
+        plans: what makes two alike.
+    """
+
+    places: Array
+    deviations: Array
+    left: Array
+    narrowed: Array
+    plans: Array
+
+
+def calibrated(tables: Sequence[Table], choice: Choice) -> Calibrated:
+    """The rows of tables, each after one other row of its table."""
     parts: list[tuple[Array, ...]] = []
-    for places in _groups(out.rows):
-        group = out.rows[places[0]]["leak_group"]
-        found = refit(near, near.stacks != group)
-        variances = variances_of({name: each.error for name, each in found.items()})
-        target, seen = _pairs(plans[places], choice)
-        i, j = places[target], places[seen]
-        gains = believed(slopes[j], variances)
-        left = logs[i] - (gains * slopes[i]).sum(axis=1) * np.where(i == j, 0.0, logs[j])
-        width = np.where(i == j, 1.0, narrowing(slopes[j], slopes[i], variances))
-        parts.append((left, width, 1 / np.bincount(target, minlength=len(places))[target], i))
+    for table in tables:
+        target, seen = _pairs(table.plans, choice)
+        is_lone = target == seen
+        left = np.where(is_lone, table.deviations[target], table.left[target, seen])
+        width = np.where(is_lone, 1.0, table.narrowed[target, seen])
+        weights = 1 / np.bincount(target, minlength=len(table.places))[target]
+        parts.append((left, width, weights, table.places[target]))
     left, width, weights, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
     return Calibrated(np.abs(np.expm1(left)), -left, width, weights, rows.astype(int))
+
+
+def held(found: Calibrated, told: Known) -> float:
+    """The share of the rows that lie within their narrowed intervals; ``told`` is known of all rows."""
+    of_rows = told.where(found.rows)
+    width = found.narrowed * STEP.upwards(of_rows.traffic, of_rows.is_open, of_rows.is_mixture)
+    is_inside = (found.deviations <= width) & (found.deviations >= -STEP.below * width)
+    return float(found.weights @ is_inside / found.weights.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The median error after the row in the middle, over random halves of each table: their mean, and 10 to 90%."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def of_halves(tables: Sequence[Table], draws: int = 400) -> Drawn:
+    """How much hangs on which row is in the middle: it is another one of each half of a table."""
+    tables = [table for table in tables if len(table.places) > 1]
+    draw = np.random.default_rng(0)
+    medians = []
+    for _ in range(draws):
+        errors = []
+        for table in tables:
+            count = len(table.places)
+            half = np.sort(draw.choice(count, max(2, (count + 1) // 2), replace=False))
+            target, seen = _pairs(table.plans[half], "middle")
+            errors.append(np.abs(np.expm1(table.left[half[target], half[seen]])))
+        medians.append(np.median(np.concatenate(errors)))
+    low, high = np.quantile(medians, (0.1, 0.9))
+    return Drawn(float(np.mean(medians)), float(low), float(high))
+
+
+def in_hindsight(tables: Sequence[Table]) -> float:
+    """The median error after any row, where each table takes off the share of the row's deviation that is best for it.
+
+    No rule that scales a table by one row of it comes nearer: it would have to know this share beforehand.
+    """
+    errors, weights = [], []
+    for table in tables:
+        target, seen = _pairs(table.plans, "any")
+        before, of_seen = table.deviations[target], np.where(target == seen, 0.0, table.deviations[seen])
+        tried = [np.abs(np.expm1(before - share * of_seen)) for share in SHARES]
+        errors.append(min(tried, key=np.median))
+        weights.append(1 / np.bincount(target, minlength=len(table.places))[target])
+    return quantile(np.concatenate(errors), np.concatenate(weights), 0.5)
+
+
+def tables_of(out: Scored, near: Slopes) -> list[Table]:
+    """The judged rows of stacks that were left out, and what each tells of the others of its table."""
+    logs = np.log(out.predicted_s / out.published_s)
+    spreads = np.array([constant.spread for constant in CONSTANTS.values()])
+    plans, found = _plans(out.rows), []
+    for places in _groups(out.rows):
+        without = refit(near, near.stacks != out.rows[places[0]]["leak_group"])
+        variances = variances_of({name: each.error for name, each in without.items()})
+        slopes, deviations = near.slopes[places] / spreads, logs[places]
+        # Of each seen row, what it tells of each other: [rows, seen rows].
+        share = slopes @ believed(slopes, variances).T
+        narrowed = np.stack([narrowing(one, slopes, variances) for one in slopes], axis=1)
+        found.append(Table(places, deviations, deviations[:, None] - share * deviations, narrowed, plans[places]))
+    return found
 
 
 def _groups(rows: Sequence[Row]) -> list[Array]:
@@ -97,7 +177,8 @@ def _pairs(plans: Array, choice: Choice) -> tuple[Array, Array]:
     apart = np.sqrt(((plans[:, None] - plans[None]) ** 2).sum(axis=-1))
     match choice:
         case "any":
-            return np.nonzero(~np.eye(count, dtype=bool))
+            target, seen = np.nonzero(~np.eye(count, dtype=bool))
+            return target, seen
         case "middle":
             middle = int(np.argmin(apart.sum(axis=1)))
             others = everyone[everyone != middle]

@@ -174,8 +174,6 @@ def readings(row: Row, *, is_named: bool = True) -> list[Reading]:
     cluster, software, decoder = cluster_of(row), software_of(row, is_named=is_named), decoder_of_row(row)
     sizes, known = _microbatches(row), known_of(row, is_named=is_named)
     split = {"sequence_parallel": array(degrees(row)[1] > 1)} if known.splits_stream else {}
-    if degrees(row)[2] == 1 and not known.accumulates:
-        sizes = [number(row, "gbs", 1.0) / degrees(row)[0]]
     return [
         Reading(decoder, replace(layout_of(row, microbatch, chunks), **split), cluster, software)
         for microbatch, chunks in product(sizes, _chunks(row))
@@ -296,8 +294,10 @@ def cluster_of(row: Row) -> Cluster:
     """The chips, with the links that the row tells in the place of the usual ones."""
     found = chip(row["gpu"])
     usual = usual_cluster(found, max(int(number(row, "n_gpus", 1)), 1))
+    has_switch = "nvswitch" in row.get("interconnect", "").lower()
     return replace(
         usual,
+        topology="switched" if has_switch else usual.topology,
         domain=found.domain if found.domain > 8 else int(number(row, "gpus_per_node", found.domain)),
         link_bytes_per_s=number(row, "intra_bw_GBps", usual.link_bytes_per_s / 1e9) * 1e9,
         network_bytes_per_s=number(row, "inter_bw_Gbps_per_gpu", usual.network_bytes_per_s * 8e-9) / 8 * 1e9,

@@ -6,12 +6,12 @@ who knows that much of a software of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from bench.published_memory import labels_of, peaks_of
+from bench.published_memory import Change, labels_of, peaks_of
 from bench.published_rows import IsNamed, Reading, Row, software_of
 from superstep.cost.closed.software import Software
 
@@ -42,17 +42,17 @@ class Stated:
 
 def stated(rows: Sequence[Row], is_named: IsNamed) -> dict[str, Stated]:
     """By what is told of each software that has no known name."""
-    found = {}
-    for words, names in PROPERTIES.items():
-        change = _telling(names, is_named)
-        labels, peaks = labels_of(rows, is_named, change), peaks_of(rows, is_named, change)
-        false, missed = labels.wrong
-        median, ninth = (float(np.quantile(peaks.errors, share)) for share in (0.5, 0.9))
-        found[words] = Stated(labels.right[1], false, missed, median, ninth)
-    return found
+    return {words: judged(rows, is_named, _telling(names, is_named)) for words, names in PROPERTIES.items()}
 
 
-def _telling(names: Sequence[str], is_named: IsNamed) -> Callable[[Row, Reading], Reading]:
+def judged(rows: Sequence[Row], is_named: IsNamed, change: Change) -> Stated:
+    """Fits and peaks, every reading changed."""
+    labels, peaks = labels_of(rows, is_named, change), peaks_of(rows, is_named, change)
+    median, ninth = (float(np.quantile(peaks.errors, share)) for share in (0.5, 0.9))
+    return Stated(labels.right[1], *labels.wrong, median, ninth)
+
+
+def _telling(names: Sequence[str], is_named: IsNamed) -> Change:
     def change(row: Row, reading: Reading) -> Reading:
         if is_named(row):
             return reading

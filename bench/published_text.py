@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bench.published_ablation import Ablated
+from bench.published_ablation_memory import Without
+from bench.published_calibrated import Choice, Drawn
 from bench.published_memory import Labels, Peaks, by_share, peaks_interval
 from bench.published_score import Scored, Sweep, summary
 from bench.published_stated import Stated
@@ -26,11 +29,32 @@ class Intervals:
         spread: what makes one wide.
         inside: whether each row lies in the one that the other stacks give it.
         by_stack: of each stack's rows, the share that does.
+        judged: of complete plans.
+        but_largest: of all rows but those of the stack that has the most.
     """
 
     spread: Spread
     inside: Array
     by_stack: Mapping[str, float]
+    judged: float
+    but_largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class AfterRow:
+    """Rows of stacks left out, after one row of each was seen.
+
+    Attributes:
+        lines: by which row was seen.
+        inside: of them, the share within their narrowed intervals.
+        of_halves: the median error after the row in the middle, over random halves of the tables.
+        any_in_hindsight: that after any row, if each table's best share of its deviation were known.
+    """
+
+    lines: Mapping[Choice, Line]
+    inside: Mapping[Choice, float]
+    of_halves: Drawn
+    any_in_hindsight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +67,12 @@ class Result:
         ours: with the constants in use.
         left_out: the same rows, each predicted without its stack; nothing where that was not asked for.
         intervals: from these.
+        after_row: how near they come once one row was seen.
         sweeps, sweeps_left_out: the order of plans.
         peaks, labels: memory, with frameworks' names known.
         memory_left_out: the same without the names that only a stack's own rows bear.
         stated: that, where one property of such a software is told.
-        ablations: by mechanism.
+        ablations, memory_ablations: by mechanism.
     """
 
     lines: Mapping[str, Line]
@@ -55,13 +80,15 @@ class Result:
     ours: Scored
     left_out: Scored | None
     intervals: Intervals | None
+    after_row: AfterRow | None
     sweeps: Sequence[Sweep]
     sweeps_left_out: Sequence[Sweep]
     peaks: Peaks
     labels: Labels
     memory_left_out: tuple[Peaks, Labels] | None
     stated: Mapping[str, Stated]
-    ablations: Mapping[str, object]
+    ablations: Mapping[str, Ablated]
+    memory_ablations: Mapping[str, Without]
 
 
 def print_sources(ours: Scored, flat: Scored) -> None:
@@ -97,10 +124,8 @@ def write(path: str, result: Result) -> None:
         "sources_left_out": _sources(result.left_out) if result.left_out else {},
         "sweeps": _sweeps(result.sweeps),
         "sweeps_left_out": _sweeps(result.sweeps_left_out),
-        "ablations": {
-            name: asdict(each) if is_dataclass(each) and not isinstance(each, type) else each
-            for name, each in result.ablations.items()
-        },
+        "ablations": {name: asdict(each) for name, each in result.ablations.items()},
+        "memory_ablations": {name: asdict(each) for name, each in result.memory_ablations.items()},
         "rows": _rows(result),
     }
     Path(path).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -122,7 +147,7 @@ def _fits(labels: Labels) -> dict[str, float]:
 
 
 def _left_out(result: Result) -> dict[str, object]:
-    if result.memory_left_out is None or result.intervals is None:
+    if result.memory_left_out is None or result.intervals is None or result.after_row is None:
         return {}
     peaks, labels = result.memory_left_out
     inside = result.intervals
@@ -132,8 +157,15 @@ def _left_out(result: Result) -> dict[str, object]:
         "stated": {words: asdict(each) for words, each in result.stated.items()},
         "intervals": {
             "covered": float(inside.inside.mean()),
+            "judged": inside.judged,
+            "but_largest": inside.but_largest,
             "by_stack": inside.by_stack,
             "spread": asdict(inside.spread),
+        },
+        "after_row": {
+            "inside": dict(result.after_row.inside),
+            "of_halves": asdict(result.after_row.of_halves),
+            "any_in_hindsight": result.after_row.any_in_hindsight,
         },
     }
 

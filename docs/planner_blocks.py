@@ -89,9 +89,24 @@ def _fits() -> str:
         f"mean), and the plan that is taken, of those within 2% the simplest, is {_mean(out, 'loss'):.1%} slower in "
         f"the mean than the fastest published one; fitted, {_median(sweeps, 'spearman'):.2f} and "
         f"{_mean(sweeps, 'loss'):.1%}. 80% intervals, each from the other stacks' residuals, hold "
-        f"{inside['covered']:.1%} of the rows left out, and {sum(stacks) / len(stacks):.1%} of them in the mean over "
-        "stacks: a small stack is more often outside than a row of a large table. Those of peak memory hold "
+        f"{sum(stacks) / len(stacks):.1%} of a left-out stack's rows in the mean over stacks, {inside['judged']:.1%} "
+        f"of all judged rows, {inside['covered']:.1%} with plans that have something unstated, and "
+        f"{inside['but_largest']:.1%} of those but the largest stack's. Those of peak memory hold "
         f"{told['memory_interval']['covered']:.1%}, where names are known."
+    )
+
+
+def _after_row() -> str:
+    told = _told()
+    found, inside = told["after_row"], told["after_row"]["inside"]
+    halves = found["of_halves"]
+    return (
+        f"The rows of the table above are then inside in {inside['any']:.0%} (any row), {inside['middle']:.0%} (the "
+        f"middle one) and {inside['alike']:.0%} (the one most alike). Which row is in the middle is chance: it is "
+        f"another one of each half of a table, and over random halves the median error after it is "
+        f"{halves['mean']:.1%} in the mean, and {halves['low']:.1%} to {halves['high']:.1%} for 80% of them. After any "
+        f"row it is at best {found['any_in_hindsight']:.1%} for rules that scale a table by what one row of it tells: "
+        "with hindsight, each table taking off the share of the row's deviation that suits it."
     )
 
 
@@ -118,18 +133,41 @@ def _ablations() -> str:
         (
             name,
             *(_percent(median) for median in each["tables"].values()),
-            *map(_percent, (each["left_out"], each["ninth"])),
+            *map(_percent, (each["left_out"], each["ninth"], each["regret"])),
+            *((str(each["moved"]), *map(_percent, (each["moved_with"], each["moved_without"])))
+              if each["moved"] else ("", "", "")),
         )
         for name, each in _told()["ablations"].items()
-    ]
+    ]  # fmt: skip
     columns = (
         "taken away",
         "`runs.csv`, fitted",
         "`runs_2.csv`, fitted",
         "all, each stack left out",
         "90th percentile",
+        "regret",
+        "rows it moves",
+        "these left out, with it",
+        "without",
     )
     return table(columns, rows)
+
+
+def _memory_ablations() -> str:
+    rows = []
+    for name, each in _told()["memory_ablations"].items():
+        named, unknown = (
+            (
+                _percent(one["right"]),
+                f"{one['false_alarms']}, {one['missed']}",
+                _percent(one["median"]),
+                _percent(one["p90"]),
+            )
+            for one in (each["named"], each["unknown"])
+        )
+        rows.append((name, *named, *unknown))
+    known = ("fits or not", "refused, let through", "peaks: median", "90th percentile")
+    return table(("taken away", *known, *(f"{words}, name unknown" for words in known)), rows)
 
 
 def _refused() -> str:
@@ -196,6 +234,8 @@ PLANNER_BLOCKS: dict[str, Callable[[], str]] = {
     "published sources": _sources,
     "published fits": _fits,
     "published ablations": _ablations,
+    "published memory ablations": _memory_ablations,
+    "published after a row": _after_row,
     "published refused": _refused,
     "published shares": _shares,
     "goodput": _goodput,

@@ -9,15 +9,28 @@ import numpy as np
 import pytest
 
 from bench.published import main
-from bench.published_calibrated import calibrated
+from bench.published_ablation import MECHANISMS, ablated, taken
+from bench.published_ablation_memory import memory_ablations
+from bench.published_calibrated import calibrated, held, in_hindsight, of_halves, tables_of
 from bench.published_fit import refit, slopes_of
-from bench.published_interval import Known, alike, covered, is_inside, spread, weights_of
+from bench.published_interval import Known, alike, covered, is_inside, known, spread, weights_of
 from bench.published_left_out import named_without, seconds, unseen
-from bench.published_memory import labels_of, peaks_of
+from bench.published_memory import as_it_is, labels_of, peaks_of
 from bench.published_refused import kept, refusal
 from bench.published_rivals import calculon, constant_fraction
-from bench.published_rows import DATA, is_timed, known_of, number, read_rows, readings, software_of, year_of
+from bench.published_rows import (
+    DATA,
+    cluster_of,
+    is_timed,
+    known_of,
+    number,
+    read_rows,
+    readings,
+    software_of,
+    year_of,
+)
 from bench.published_score import Scored, is_judged, ranked, spearman, summary
+from bench.published_stated import judged as judged_memory
 from bench.published_stated import stated
 from bench.published_steps import Steps
 from superstep.cost.closed import interval
@@ -119,7 +132,8 @@ def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(steps, judged):
     ours = Scored(steps.rows, np.array([number(each, "step_time_s") for each in steps.rows]), steps.seconds(FITTED))
     slow = ours.replaced(ours.predicted_s * 1.3)
     wrong = summary(slow.where(is_judged))[1]
-    found = {choice: calibrated(slow, near, choice) for choice in ("any", "middle", "alike")}
+    tables = tables_of(slow, near)
+    found = {choice: calibrated(tables, choice) for choice in ("any", "middle", "alike")}
     assert all(each.summary[1] < 0.6 * wrong for each in found.values())
     assert found["alike"].summary[1] < found["any"].summary[1]
     for each in found.values():
@@ -127,6 +141,13 @@ def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(steps, judged):
         assert (each.narrowed > 0.1).all()
         assert (each.narrowed <= 1).all()
         assert np.allclose(np.bincount(each.rows, each.weights)[np.unique(each.rows)], 1)
+    halves, with_hindsight = of_halves(tables, draws=5), in_hindsight(tables)
+    assert halves.low <= halves.mean <= halves.high < 0.6 * wrong
+    # Who knew what each table should take off would have come nearer.
+    assert with_hindsight < found["any"].summary[1]
+    told = known(slow.rows, steps.parts(FITTED))
+    assert 0.5 < held(found["alike"], told) < 1
+    assert held(replace(found["alike"], narrowed=found["alike"].narrowed / 1e9), told) < 0.01
 
 
 def test_a_constant_is_believed_to_be_wrong_as_far_as_it_is_uncertain_and_bears_on_the_step():
@@ -225,8 +246,10 @@ def test_the_committed_figures_are_those_of_the_constants_in_use(steps):
 def test_the_planners_intervals_are_those_of_published_rows():
     told = json.loads(COMMITTED.read_text(encoding="utf-8"))
     assert told["intervals"]["spread"] == pytest.approx(asdict(interval.STEP), abs=0.002)
-    # For the next stack, large or small; of rows, most of which are of large stacks, a little more are inside.
+    # For the next stack, large or small; of all rows, two of five of which are of one table, a little more are inside.
     assert 0.75 <= np.mean(list(told["intervals"]["by_stack"].values())) <= 0.85
+    assert 0.75 <= told["intervals"]["judged"] <= 0.85
+    assert 0.75 <= told["intervals"]["but_largest"] <= 0.85
     assert 0.75 <= told["intervals"]["covered"] <= 0.86
     assert (told["memory_interval"]["low"], told["memory_interval"]["high"]) == pytest.approx(
         interval.MEMORY, abs=0.005
@@ -242,6 +265,34 @@ def test_the_planners_intervals_are_those_of_published_rows():
     assert mixture[1] > plain[1]
     half = interval.around(10.0, traffic=0.0, narrowed=0.5)
     assert np.log(half[1] / 10) == pytest.approx(np.log(plain[1] / 10) / 2)
+
+
+def test_a_mechanism_that_is_taken_away_is_judged_by_the_rows_that_it_moves(few):
+    whole = taken(few.rows, None)
+    off = taken(few.rows, MECHANISMS["learned positions turn nothing"])
+    found = ablated(off, whole, ["runs.csv"] * len(few.rows))
+    turned = {each["row_id"] for each in few.rows if each["arch"] == "gpt" and each["trust"] != "C"}
+    assert 0 < found.moved <= len(turned)
+    mine = [whole.out.rows.index(each) for each in few.rows if each["row_id"] in turned]
+    assert found.moved_without > found.moved_with
+    assert found.moved_with == pytest.approx(np.median(whole.out.errors[mine]), abs=0.03)
+    alone = ablated(whole, whole, ["runs.csv"] * len(few.rows))
+    assert (alone.moved, alone.moved_with) == (0, None)
+
+
+def test_memory_without_what_a_software_keeps_is_off_for_those_that_keep_it():
+    rows = [each for each in ROWS if number(each, "peak_mem_gb")]
+    found = memory_ablations(rows, lambda _each: False)
+    assert found["nothing"].named.p90 < 0.5 * found["what an update makes"].named.p90
+    assert found["nothing"].unknown == judged_memory(rows, lambda _each: False, as_it_is)
+    # No row of these is of XLA.
+    assert found["tensors placed by a compiler"] == found["nothing"]
+
+
+def test_a_switch_that_a_row_tells_of_joins_its_domain():
+    old = next(each for each in ROWS if each["row_id"] == "megatron_readme_sep2020-002")
+    assert cluster_of(old).topology == "switched"
+    assert cluster_of({**old, "interconnect": ""}).topology == "cube"
 
 
 def test_the_frozen_predictions_were_made_without_what_was_published():

@@ -46,7 +46,9 @@ def test_the_closed_form_agrees_with_the_program(name):
     plans = everything(side)
     step_s = side.pricing.seconds(plans).step_s
     usual = (plans.microbatches <= 16) & (plans.chunks <= 4) & (step_s < NEAR * step_s.min())
-    rows = np.random.default_rng(1).permutation(np.flatnonzero(usual))[:25]
+    # From the best on in even steps: plans drawn by lot scatter by a point in the median.
+    order = np.flatnonzero(usual)[np.argsort(step_s[usual], kind="stable")]
+    rows = order[np.linspace(0, len(order) - 1, 50).astype(int)]
     ratios = []
     for row in rows:
         plan = verified(found_of(side, row, plans))

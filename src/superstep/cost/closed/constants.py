@@ -52,100 +52,116 @@ class Constant:
 
 CONSTANTS: dict[str, Constant] = {
     "products.pascal": Constant(0.7, 0.7, 0.1),
-    "products.volta": Constant(
-        0.7469, 0.65, 0.2, error=0.033, rows=40, stacks=("megatron_selene", "dlperf"), is_alone=True
-    ),
+    "products.volta": Constant(0.7515, 0.65, 0.2, error=0.032, rows=40, stacks=("megatron_selene", "dlperf")),
     "products.ampere": Constant(
-        0.7921,
+        0.7898,
         0.78,
         0.1,
-        error=0.012,
+        error=0.011,
         rows=691,
         stacks=("megatron_selene", "mtnlg", "aleph", "nemo_a100", "internevo", "zero_bubble", "llm_foundry"),
     ),
     "products.hopper": Constant(
-        0.6772,
+        0.6702,
         0.7,
         0.1,
-        error=0.023,
+        error=0.022,
         rows=154,
         stacks=("llm_foundry", "megatron_bridge", "nemo2024", "torchtitan_h200", "prime_rl", "stas00"),
     ),
     "products.blackwell": Constant(
-        0.6416, 0.7, 0.1, error=0.061, rows=47, stacks=("megatron_bridge", "prime_rl", "stas00")
+        0.6397, 0.7, 0.1, error=0.061, rows=47, stacks=("megatron_bridge", "prime_rl", "stas00")
     ),
     "products.blackwell-ultra": Constant(
-        0.6997, 0.7, 0.1, error=0.05, rows=25, stacks=("megatron_bridge",), is_alone=True
+        0.6994, 0.7, 0.1, error=0.05, rows=25, stacks=("megatron_bridge",), is_alone=True
     ),
-    "products.tpu": Constant(0.8169, 0.85, 0.1, error=0.015, rows=46, stacks=("maxtext",), is_alone=True),
+    "products.tpu": Constant(0.8672, 0.85, 0.1, error=0.017, rows=46, stacks=("maxtext",), is_alone=True),
     "products.cdna": Constant(0.48, 0.48, 0.1),
     "products.other": Constant(0.7, 0.7, 0.1),
     "products8.hopper": Constant(
-        0.5312,
-        0.58,
-        0.1,
-        error=0.021,
-        rows=87,
-        stacks=("llm_foundry", "megatron_bridge", "nemo2024", "torchtitan_h200"),
+        0.521, 0.58, 0.1, error=0.02, rows=87, stacks=("llm_foundry", "megatron_bridge", "nemo2024", "torchtitan_h200")
     ),
     "products8.blackwell": Constant(
-        0.5325, 0.55, 0.1, error=0.043, rows=52, stacks=("megatron_bridge",), is_alone=True
+        0.5293, 0.55, 0.1, error=0.043, rows=52, stacks=("megatron_bridge",), is_alone=True
     ),
     "products8.blackwell-ultra": Constant(
-        0.5636, 0.55, 0.1, error=0.047, rows=27, stacks=("megatron_bridge",), is_alone=True
+        0.5634, 0.55, 0.1, error=0.046, rows=27, stacks=("megatron_bridge",), is_alone=True
     ),
     "products8.cdna": Constant(0.4, 0.4, 0.1),
     "products8.other": Constant(0.5, 0.5, 0.1),
-    "products4.blackwell": Constant(
-        0.3493, 0.35, 0.15, error=0.071, rows=4, stacks=("megatron_bridge",), is_alone=True
-    ),
+    "products4.blackwell": Constant(0.348, 0.35, 0.15, error=0.071, rows=4, stacks=("megatron_bridge",), is_alone=True),
     "products4.blackwell-ultra": Constant(
-        0.3507, 0.35, 0.15, error=0.071, rows=4, stacks=("megatron_bridge",), is_alone=True
+        0.349, 0.35, 0.15, error=0.071, rows=4, stacks=("megatron_bridge",), is_alone=True
     ),
     "products4.other": Constant(0.35, 0.35, 0.15),
     "flash-1.forward.ampere": Constant(
-        0.3226, 0.28, 0.15, error=0.066, rows=207, stacks=("aleph", "llm_foundry"), is_alone=True
+        0.3223, 0.28, 0.15, error=0.066, rows=207, stacks=("aleph", "llm_foundry"), is_alone=True
     ),
     "flash-1.backward.ampere": Constant(
-        0.3084, 0.25, 0.15, error=0.041, rows=231, stacks=("aleph", "llm_foundry"), is_alone=True
+        0.3074, 0.25, 0.15, error=0.041, rows=231, stacks=("aleph", "llm_foundry"), is_alone=True
     ),
-    "flash-1.forward.hopper": Constant(0.2289, 0.25, 0.2, error=0.09, rows=76, stacks=("llm_foundry",), is_alone=True),
+    "flash-1.forward.hopper": Constant(0.2291, 0.25, 0.2, error=0.09, rows=76, stacks=("llm_foundry",), is_alone=True),
     "flash-1.backward.hopper": Constant(
-        0.1708, 0.22, 0.2, error=0.054, rows=77, stacks=("llm_foundry",), is_alone=True
+        0.1711, 0.22, 0.2, error=0.054, rows=77, stacks=("llm_foundry",), is_alone=True
     ),
     "flash-2.forward.ampere": Constant(
-        0.5258, 0.55, 0.12, error=0.12, rows=91, stacks=("aleph", "internevo", "maxtext")
+        0.5227, 0.55, 0.12, error=0.12, rows=91, stacks=("aleph", "internevo", "maxtext")
     ),
     "flash-2.backward.ampere": Constant(
-        0.3569, 0.45, 0.12, error=0.097, rows=313, stacks=("aleph", "nemo_a100", "internevo", "maxtext")
+        0.356, 0.45, 0.12, error=0.097, rows=313, stacks=("aleph", "nemo_a100", "internevo", "maxtext")
     ),
     "flash-2.forward.hopper": Constant(
-        0.3693, 0.36, 0.12, error=0.11, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
+        0.3689, 0.36, 0.12, error=0.11, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
     ),
     "flash-2.backward.hopper": Constant(
-        0.3054, 0.32, 0.12, error=0.07, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
+        0.3052, 0.32, 0.12, error=0.071, rows=13, stacks=("torchtitan_h200", "prime_rl", "nemo2024")
     ),
-    "flash-2.forward.blackwell": Constant(0.1677, 0.2, 0.2, error=0.086, rows=2, stacks=("prime_rl",), is_alone=True),
-    "flash-2.backward.blackwell": Constant(0.1376, 0.18, 0.2, error=0.064, rows=2, stacks=("prime_rl",), is_alone=True),
+    "flash-2.forward.blackwell": Constant(0.1676, 0.2, 0.2, error=0.086, rows=2, stacks=("prime_rl",), is_alone=True),
+    "flash-2.backward.blackwell": Constant(0.1375, 0.18, 0.2, error=0.064, rows=2, stacks=("prime_rl",), is_alone=True),
     "flash-3.forward.ampere": Constant(0.55, 0.55, 0.12),
     "flash-3.backward.ampere": Constant(0.45, 0.45, 0.12),
     "flash-3.forward.hopper": Constant(
-        0.7149, 0.6, 0.12, error=0.1, rows=50, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
+        0.7157, 0.6, 0.12, error=0.1, rows=50, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
     ),
     "flash-3.backward.hopper": Constant(
-        0.6183, 0.5, 0.12, error=0.075, rows=79, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
+        0.6204, 0.5, 0.12, error=0.075, rows=76, stacks=("megatron_bridge", "nemo2024", "prime_rl", "stas00")
     ),
     "flash-3.forward.blackwell": Constant(
-        0.6736, 0.62, 0.12, error=0.054, rows=89, stacks=("megatron_bridge", "stas00"), is_alone=True
+        0.6736, 0.62, 0.12, error=0.054, rows=90, stacks=("megatron_bridge", "stas00"), is_alone=True
     ),
     "flash-3.backward.blackwell": Constant(
-        0.5621, 0.5, 0.12, error=0.046, rows=106, stacks=("megatron_bridge", "stas00"), is_alone=True
+        0.5619, 0.5, 0.12, error=0.046, rows=106, stacks=("megatron_bridge", "stas00"), is_alone=True
     ),
     "memory": Constant(
-        0.9247,
+        0.9235,
         0.88,
         0.04,
         error=0.03,
+        rows=998,
+        stacks=(
+            "megatron_selene",
+            "mtnlg",
+            "llm_foundry",
+            "aleph",
+            "megatron_bridge",
+            "nemo2024",
+            "nemo_a100",
+            "torchtitan_h200",
+            "internevo",
+            "zero_bubble",
+            "maxtext",
+            "dlperf",
+            "prime_rl",
+            "stas00",
+        ),
+    ),
+    "grouped": Constant(0.882, 0.9, 0.1, error=0.049, rows=72, stacks=("megatron_bridge", "prime_rl"), is_alone=True),
+    "exchange": Constant(0.8058, 0.8, 0.2, error=0.085, rows=71, stacks=("megatron_bridge",), is_alone=True),
+    "ramp": Constant(
+        69.35,
+        96,
+        0.5,
+        error=0.46,
         rows=984,
         stacks=(
             "megatron_selene",
@@ -164,37 +180,12 @@ CONSTANTS: dict[str, Constant] = {
             "stas00",
         ),
     ),
-    "grouped": Constant(0.8808, 0.9, 0.1, error=0.049, rows=72, stacks=("megatron_bridge", "prime_rl"), is_alone=True),
-    "exchange": Constant(0.806, 0.8, 0.2, error=0.085, rows=71, stacks=("megatron_bridge",), is_alone=True),
-    "ramp": Constant(
-        79.62,
-        96,
-        0.5,
-        error=0.44,
-        rows=1004,
-        stacks=(
-            "megatron_selene",
-            "mtnlg",
-            "llm_foundry",
-            "aleph",
-            "megatron_bridge",
-            "nemo2024",
-            "nemo_a100",
-            "torchtitan_h200",
-            "internevo",
-            "zero_bubble",
-            "maxtext",
-            "dlperf",
-            "prime_rl",
-            "stas00",
-        ),
-    ),
     "link": Constant(
-        0.6094,
+        0.6059,
         0.75,
         0.08,
         error=0.056,
-        rows=622,
+        rows=608,
         stacks=(
             "megatron_selene",
             "mtnlg",
@@ -212,11 +203,11 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "network": Constant(
-        0.7712,
+        0.7726,
         0.85,
         0.05,
         error=0.035,
-        rows=154,
+        rows=152,
         stacks=(
             "megatron_selene",
             "megatron_bridge",
@@ -229,11 +220,11 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "send": Constant(
-        0.8687,
+        0.8659,
         0.5,
         0.25,
         error=0.17,
-        rows=120,
+        rows=123,
         stacks=("megatron_selene", "aleph", "megatron_bridge", "nemo2024", "nemo_a100", "zero_bubble", "dlperf"),
     ),
     "hop_s": Constant(
@@ -241,7 +232,7 @@ CONSTANTS: dict[str, Constant] = {
         1.2e-05,
         0.4,
         error=0.1,
-        rows=282,
+        rows=288,
         stacks=(
             "megatron_selene",
             "llm_foundry",
@@ -250,27 +241,28 @@ CONSTANTS: dict[str, Constant] = {
             "nemo2024",
             "nemo_a100",
             "internevo",
+            "maxtext",
             "dlperf",
         ),
         is_alone=True,
     ),
     "power": Constant(0.35, 0.35, 0.2),
     "launch_s": Constant(
-        4.921e-06,
+        4.859e-06,
         4e-06,
         0.12,
         error=0.11,
-        rows=337,
+        rows=329,
         stacks=("llm_foundry", "aleph", "megatron_bridge", "nemo2024", "zero_bubble", "prime_rl", "stas00"),
     ),
-    "eager": Constant(2.207, 1.5, 0.25, error=0.043, rows=638, stacks=("llm_foundry", "aleph", "prime_rl", "stas00")),
-    "host_bytes_per_s": Constant(1.74e10, 1.6e10, 0.2, error=0.039, rows=12, stacks=("stas00",), is_alone=True),
+    "eager": Constant(2.2, 1.5, 0.25, error=0.043, rows=638, stacks=("llm_foundry", "aleph", "prime_rl", "stas00")),
+    "host_bytes_per_s": Constant(1.735e10, 1.6e10, 0.2, error=0.039, rows=12, stacks=("stas00",), is_alone=True),
     "hidden.shards": Constant(
-        0.6624,
+        0.7485,
         0.75,
         0.15,
-        error=0.094,
-        rows=197,
+        error=0.068,
+        rows=209,
         stacks=(
             "megatron_selene",
             "llm_foundry",
@@ -282,10 +274,10 @@ CONSTANTS: dict[str, Constant] = {
         ),
     ),
     "hidden.data": Constant(
-        0.6525, 0.8, 0.2, error=0.13, rows=75, stacks=("llm_foundry", "megatron_bridge", "nemo2024", "dlperf", "stas00")
+        0.6541, 0.8, 0.2, error=0.13, rows=75, stacks=("llm_foundry", "megatron_bridge", "nemo2024", "dlperf", "stas00")
     ),
     "hidden.bucket": Constant(
-        0.1561,
+        0.1571,
         0.2,
         0.4,
         error=0.19,
@@ -293,19 +285,17 @@ CONSTANTS: dict[str, Constant] = {
         stacks=("megatron_selene", "aleph", "nemo_a100", "internevo", "dlperf"),
         is_alone=True,
     ),
-    "hidden.tensor": Constant(
-        0.7952, 0.8, 0.15, error=0.094, rows=91, stacks=("megatron_bridge", "nemo2024", "maxtext")
-    ),
+    "hidden.tensor": Constant(0.8, 0.8, 0.15, error=0.099, rows=91, stacks=("megatron_bridge", "nemo2024", "maxtext")),
     "hidden.input-gradients": Constant(
-        0.1409,
+        0.1394,
         0.25,
         0.4,
-        error=0.3,
+        error=0.31,
         rows=89,
         stacks=("megatron_selene", "mtnlg", "nemo_a100", "internevo", "dlperf", "megatron_bridge", "nemo2024"),
     ),
     "hidden.transfers": Constant(
-        0.5758, 0.5, 0.3, error=0.14, rows=67, stacks=("megatron_bridge", "nemo2024"), is_alone=True
+        0.5642, 0.5, 0.3, error=0.14, rows=67, stacks=("megatron_bridge", "nemo2024"), is_alone=True
     ),
     "hidden.experts": Constant(0.75, 0.75, 0.15),
 }

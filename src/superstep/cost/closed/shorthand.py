@@ -37,7 +37,6 @@ class Shorthand:
         software: the properties; attention but where ``attention`` says otherwise is that of its year.
         attention: its kernel until the year ``attention_until``, where it has one of its own.
         drops_until: the year until which its models drop activations unless told otherwise.
-        accumulates: whether a step may have several microbatches; where not, its batch goes through the model at once.
         splits_stream: tensor-parallel ranks split what lies between their products, whether a run says so or not.
         source: where the properties are documented.
     """
@@ -48,7 +47,6 @@ class Shorthand:
     attention: Attention | None = None
     attention_until: float = 0.0
     drops_until: float = 0.0
-    accumulates: bool = True
     splits_stream: bool = False
     source: str
 
@@ -62,11 +60,10 @@ KNOWN: tuple[Shorthand, ...] = (
             overlaps_tensor=True,
             holds=replace(_COMPILED, weight_shard_bytes=0.0, selects_products=1.0, places_tensors=True),
         ),
-        accumulates=False,
         splits_stream=True,
         source="XLA fuses what is between products and moves parameters and activations beside compute "
-        "(its latency-hiding scheduler); MaxText's base.yml: gradient_accumulation_steps is 1, activation_embed is cut "
-        "over tensor, and its policy minimal keeps what products gave.",
+        "(its latency-hiding scheduler); MaxText's base.yml: activation_embed is cut over tensor, and its policy "
+        "minimal keeps what products gave.",
     ),
     Shorthand(
         words="titan",
