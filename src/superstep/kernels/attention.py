@@ -23,7 +23,8 @@ from torch import Tensor
 from superstep.kernels import by_triton, native
 from superstep.kernels.native import Built
 
-SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("attention.cpp", "product.h", "vector.h"))
+NAMES = ("attention.cpp", *(f"{name}.h" for name in ("attention", "attention_backward", "attention_forward")))
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in (*NAMES, "grid.h", "product.h", "vector.h"))
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-std=c++20", "-fPIC", "-shared"),
@@ -96,8 +97,8 @@ def attend(
             q_BNSH, k_BKTH, v_BKTH, gpu.Sees(is_causal=is_causal, starts=starts_BS)
         )
         return seen
-    out, lse = _like(q_BNSH), torch.empty(q_BNSH.shape[:3])
-    call = _Call(q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=is_causal, starts=starts_BS)
+    out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
+    call = Call(q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=is_causal, starts=starts_BS)
     call.run("superstep_attention")
     return out, lse
 
@@ -126,8 +127,8 @@ def attend_backward(
         sees = gpu.Sees(is_causal=is_causal, starts=starts_BS)
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
-    found = _like(q), _like(k), _like(v)
-    call = _Call(
+    found = empty_like(q), empty_like(k), empty_like(v)
+    call = Call(
         q=q,
         k=k,
         v=v,
@@ -146,7 +147,7 @@ def _of_gpu(x: Tensor) -> ModuleType | None:
     return by_triton.module("attention") if x.is_cuda else None
 
 
-def _like(x_BNSH: Tensor) -> Tensor:
+def empty_like(x_BNSH: Tensor) -> Tensor:
     """Empty, and laid out as a model has it: [B, S, N, H] in memory."""
     B, N, S, H = x_BNSH.shape
     return x_BNSH.new_empty(B, S, N, H).transpose(1, 2)
@@ -166,14 +167,30 @@ class _Told(Structure):
         *((name, c_int64) for name in ("is_bf16", "is_causal")),
         ("scale", c_float),
         ("starts", c_void_p),
+        ("behind", c_void_p),
         *((name, _View) for name in ("q", "k", "v", "out")),
         ("lse", c_void_p),
         *((name, _View) for name in ("grad", "dq", "dk", "dv")),
+        ("first", c_int64),
+        ("ends", c_void_p),
+        ("parts", c_int64),
+        *((name, c_float) for name in ("grid_scale", "grid_limit")),
+        ("outside", c_void_p),
     )
 
 
-class _Call:
-    """What ``attention.cpp`` is told; it keeps what that has the address of."""
+class Call:
+    """What ``attention.cpp`` is told; it keeps what that has the address of.
+
+    Args:
+        q, k, v, out: [B, heads, tokens, H].
+        lse: [B, N, S], fp32.
+        is_causal: whether a query sees no key behind its own place.
+        starts: the first key that each query sees, int64 [B, S]; None for 0.
+        ends: one past the last that it sees, likewise; None where ``is_causal`` says it.
+        first: the place of the first query among the keys.
+        grads: of a backward pass, the gradients of the output, queries, keys and values.
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -185,18 +202,34 @@ class _Call:
         lse: Tensor,
         is_causal: bool,
         starts: Tensor | None,
+        ends: Tensor | None = None,
+        first: int = 0,
         grads: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         B, N, S, H = q.shape
-        self._starts = None if starts is None else starts.contiguous()
-        self._held = q, k, v, out, lse, grads
+        starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
+        self._held: tuple[object, ...] = q, k, v, out, lse, grads, starts, ends
         told = _Told(B, N, k.shape[1], S, k.shape[2], H, q.dtype == torch.bfloat16, is_causal, 1 / math.sqrt(H))
-        told.starts = None if self._starts is None else self._starts.data_ptr()
+        told.starts, told.behind = (None if x is None else x.data_ptr() for x in (starts, ends))
         told.q, told.k, told.v, told.out = (_View.of(x) for x in (q, k, v, out))
         told.lse = lse.data_ptr()
         if grads is not None:
             told.grad, told.dq, told.dk, told.dv = (_View.of(x) for x in grads)
+        told.first, told.parts = first, 1
         self._told = told
+
+    def sum_by(self, ends: Tensor, scale: float, limit: float, outside: Tensor) -> None:
+        """What queries give keys is summed part by part, and on a grid: see ``kernels.exact_attention``.
+
+        Args:
+            ends: of the parts, int64.
+            scale: of the grid.
+            limit: of a part's sum.
+            outside: fp32 [1]; the largest that is not below goes there.
+        """
+        self._held = *self._held, ends, outside
+        self._told.ends, self._told.parts, self._told.outside = ends.data_ptr(), len(ends), outside.data_ptr()
+        self._told.grid_scale, self._told.grid_limit = scale, limit
 
     def run(self, name: str) -> None:
         library = compiled().library

@@ -86,7 +86,7 @@ class Grid:
         """
         if kernel.takes(into, values):
             if not kernel.add(into, values, scale=2.0**self.bits, limit=self.limit):
-                self._refuse(float(values.abs().max()))
+                self.refuse(float(values.abs().max()))
             return
         if into.is_contiguous() and values.is_contiguous() and values.numel() > BLOCK:
             parts = zip(into.view(-1).split(BLOCK), values.view(-1).split(BLOCK), strict=True)
@@ -104,10 +104,11 @@ class Grid:
         wide = values.float()
         # No number is larger than the norm of all, which is ten times quicker to find than the largest.
         if not float(torch.linalg.vector_norm(wide)) < self.limit and not bool((wide.abs() < self.limit).all()):
-            self._refuse(float(wide.abs().max()))
+            self.refuse(float(wide.abs().max()))
         return wide.mul_(2.0**self.bits).to(torch.int64)
 
-    def _refuse(self, largest: float) -> None:
+    def refuse(self, largest: float) -> None:
+        """Note, or raise, that a term of this size has no room."""
         room = f"room for {self.terms} terms below {self.limit:g} in size"
         told = f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
         if self.excess is None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from superstep.kernels import exact_attention as kernel
 from superstep.numerics.fixed_point import ACTIVATION, Grid
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, padded_keys, padded_rows, probabilities
 
@@ -105,41 +106,109 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: ExactAttend) -> Tensor:  # noqa: ANN401
         ctx.dtype, ctx.how = q.dtype, how
         keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
-        ctx.save_for_backward(q, keys, values)
-        out = torch.empty_like(q)
-        for part, here in _parts(how, q):
-            seen, heads = slice(part.start, part.end), q.shape[2] // k.shape[2]
-            rows = _rows(q[here], k.shape[2])
-            mixed = attend_rows(
-                rows,
-                padded_keys(_by_head(keys[part.sequences, seen])),
-                padded_keys(_by_head(values[part.sequences, seen])),
-                part.hidden(q.device).repeat(heads, 1),
-            )
-            out[here] = _unrows(mixed, q[here]).to(q.dtype)
+        if not kernel.takes(q):
+            ctx.save_for_backward(q, keys, values)
+            return _attended(how, q, keys, values)
+        out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        for parts, (rows, places) in _stretches(how, q):
+            here, seen = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
+            first = parts[0].first - parts[0].start
+            mixed, lse = kernel.attend(_wide(q[here]), _wide(keys[seen]), _wide(values[seen]), first=first)
+            out[here], lse_BNS[rows, :, places] = mixed.transpose(1, 2), lse
+        ctx.save_for_backward(q, keys, values, out, lse_BNS)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
-        q, keys, values = ctx.saved_tensors
+        q, keys, values, *outcome = ctx.saved_tensors
         how: ExactAttend = ctx.how
-        kv_heads = keys.shape[2]
-        dq = torch.empty_like(q)
         dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (keys, values))
-        for part, here in _parts(how, q):
-            seen = slice(part.start, part.end)
-            count = part.end - part.start
-            own_keys, own_values = (_by_head(x[part.sequences, seen]) for x in (keys, values))
-            rows, drows = (padded_rows(_rows(x[here], kv_heads)) for x in (q, grad))
-            hidden = padded_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
-            p = probabilities(rows, padded_keys(own_keys), hidden)[..., :count]
-            dp = torch.bmm(drows, own_values.transpose(1, 2))
-            dvalues[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads)
-            ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
-            dq[here] = _unrows(torch.bmm(ds, own_keys), q[here]).to(q.dtype)
-            dkeys[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
+        to = torch.empty_like(q), dkeys, dvalues
+        if outcome:
+            _in_kernel(how, (grad.contiguous(), q, keys, values, *outcome), to)
+        else:
+            _by_torch(how, (grad, q, keys, values), to)
         dk, dv = (how.grid.take(how.exchange.scatter_sum(x)).to(ctx.dtype) for x in (dkeys, dvalues))
-        return dq, dk, dv, None
+        return to[0], dk, dv, None
+
+
+def _attended(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The mixed values by torch's operations, a chunk's queries at a time."""
+    out = torch.empty_like(q)
+    for part, here in _parts(how, q):
+        seen, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
+        mixed = attend_rows(
+            _rows(q[here], keys.shape[2]),
+            padded_keys(_by_head(keys[part.sequences, seen])),
+            padded_keys(_by_head(values[part.sequences, seen])),
+            part.hidden(q.device).repeat(heads, 1),
+        )
+        out[here] = _unrows(mixed, q[here]).to(q.dtype)
+    return out
+
+
+def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The gradients of queries, keys and values, of the output's, of these, of the output and of its lse."""
+    grad, q, keys, values, out, lse_BNS = of
+    dq, dkeys, dvalues = to
+    for parts, (rows, places) in _stretches(how, q):
+        here, seen = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
+        gradient, outside = kernel.add_backward(
+            _wide(grad[here]),
+            (_wide(q[here]), _wide(keys[seen]), _wide(values[seen])),
+            _wide(out[here]),
+            lse_BNS[rows, :, places],
+            first=parts[0].first - parts[0].start,
+            summed=kernel.Summed(
+                dk=dkeys[seen].transpose(1, 2),
+                dv=dvalues[seen].transpose(1, 2),
+                ends=[part.end - parts[0].first for part in parts],
+                scale=2.0**how.grid.bits,
+                limit=how.grid.limit,
+            ),
+        )
+        dq[here] = gradient.transpose(1, 2)
+        if outside:
+            how.grid.refuse(outside)
+
+
+def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: tuple[Tensor, ...]) -> None:
+    """The same by torch's operations, a chunk's queries at a time."""
+    grad, q, keys, values = of
+    dq, dkeys, dvalues = to
+    kv_heads = keys.shape[2]
+    for part, here in _parts(how, q):
+        seen = slice(part.start, part.end)
+        count = part.end - part.start
+        own_keys, own_values = (_by_head(x[part.sequences, seen]) for x in (keys, values))
+        rows, drows = (padded_rows(_rows(x[here], kv_heads)) for x in (q, grad))
+        hidden = padded_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
+        p = probabilities(rows, padded_keys(own_keys), hidden)[..., :count]
+        dp = torch.bmm(drows, own_values.transpose(1, 2))
+        dvalues[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads)
+        ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        dq[here] = _unrows(torch.bmm(ds, own_keys), q[here]).to(q.dtype)
+        dkeys[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
+
+
+def _stretches(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[list[Part], tuple[slice, slice]]]:
+    """Parts whose keys begin at one place and whose queries follow one another, and where those lie."""
+    begun: dict[tuple[int, int], tuple[list[Part], tuple[slice, slice]]] = {}
+    for part, (rows, places) in _parts(how, q_BSNH):
+        key = rows.start, part.start
+        if key in begun:
+            parts, (_, before) = begun.pop(key)
+            if parts[-1].end == part.first and before.stop == places.start:
+                begun[key] = [*parts, part], (rows, slice(before.start, places.stop))
+                continue
+            yield parts, (rows, before)
+        begun[key] = [part], (rows, places)
+    yield from begun.values()
+
+
+def _wide(x_BSNH: Tensor) -> Tensor:
+    """[B, N, S, H], fp32."""
+    return x_BSNH.float().transpose(1, 2)
 
 
 def _parts(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[Part, tuple[slice, slice]]]:

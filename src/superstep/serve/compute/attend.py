@@ -1,8 +1,8 @@
 """Attention of a step: every row sees the keys of its own text, wherever their pages are.
 
 One ``attend`` for each layer is passed to the trainer's own blocks. It writes the step's keys and values to their
-places, and reads each text's from its pages. In exact mode what a row sees is ``numerics.invariant_attention``, as in
-training; in fast mode torch's fused attention.
+places, and reads each text's from its pages. In exact mode a row's bits are those of training, which are those of
+``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
 
     n  texts side by side     N  query heads of this rank    L  places read, in whole blocks
     C  new rows of each       K  key heads, each of G = N / K query heads
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from superstep.kernels import exact_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
 from superstep.serve.compute.keys import KeyStore, Together, slots_of, together
 from superstep.serve.compute.rows import Part
@@ -32,12 +33,14 @@ class Reading:
     Attributes:
         slots: where each row's key goes, [T].
         groups: rows that are computed together.
-        hidden: for each group, which keys its rows do not see: [n, C, L].
+        seen: for each group, the first key that each row sees, and one past the last: [n, C] each.
+        hidden: which keys they do not see: [n, C, L].
         is_exact: whether bits must not depend on what is computed together.
     """
 
     slots: Tensor
     groups: tuple[Together, ...]
+    seen: tuple[tuple[Tensor, Tensor], ...]
     hidden: tuple[Tensor, ...]
     is_exact: bool
 
@@ -64,19 +67,23 @@ def reading(
     written = [
         slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
     ]
+    seen = tuple((_starts(group.ends, window), group.ends) for group in groups)
     return Reading(
         slots=torch.tensor(written, device=device),
         groups=tuple(groups),
-        hidden=tuple(_hidden(group, window) for group in groups),
+        seen=seen,
+        hidden=tuple(_hidden(group, *its) for group, its in zip(groups, seen, strict=True)),
         is_exact=is_exact,
     )
 
 
-def _hidden(group: Together, window: int | None) -> Tensor:
+def _starts(ends_nC: Tensor, window: int | None) -> Tensor:
+    return torch.zeros_like(ends_nC) if window is None else (ends_nC - window).clamp_(min=0)
+
+
+def _hidden(group: Together, starts_nC: Tensor, ends_nC: Tensor) -> Tensor:
     place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
-    ends = group.ends[..., None]
-    hidden = place_L >= ends
-    return hidden if window is None else hidden | (place_L < ends - window)
+    return (place_L >= ends_nC[..., None]) | (place_L < starts_nC[..., None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,15 @@ class PagedAttend:
         """The mixed values: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
-        mix = _exact if self.step.is_exact else _fast
-        for group, hidden in zip(self.step.groups, self.step.hidden, strict=True):
-            keys, values = self.store.read(self.layer, group.slots)
-            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values, hidden).to(out_TNH.dtype)
+        for group, seen, hidden in zip(self.step.groups, self.step.seen, self.step.hidden, strict=True):
+            q, (keys, values) = q_1TNH[0][group.rows], self.store.read(self.layer, group.slots)
+            if not self.step.is_exact:
+                mixed = _fast(q, keys, values, hidden)
+            elif exact_attention.takes(q):
+                mixed = _exact_in_kernel(q, keys, values, seen)
+            else:
+                mixed = _exact(q, keys, values, hidden)
+            out_TNH[group.rows] = mixed.to(out_TNH.dtype)
         return out_TNH[None]
 
 
@@ -124,6 +136,12 @@ class PagedAttention:
 def _fast(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden_nCL[:, None], enable_gqa=True)
+    return mixed.transpose(1, 2)
+
+
+def _exact_in_kernel(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, seen: tuple[Tensor, Tensor]) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
+    mixed, _ = exact_attention.attend(q, k, v, starts_BS=seen[0], ends_BS=seen[1])
     return mixed.transpose(1, 2)
 
 

@@ -49,13 +49,11 @@ class Exact:
     """What the decoder needs in exact mode.
 
     Attributes:
-        functions: where the exponential and the root lie.
-        stretch: values of a block of keys that torch sums in one go.
+        functions: where the exponential and the root lie, and the trainer's attention to a block of keys.
         threads: that share a step; torch's own operations have one.
     """
 
-    functions: tuple[int, int]
-    stretch: int
+    functions: tuple[int, int, int]
     threads: int
 
 
@@ -87,7 +85,7 @@ class Compiled:
     ) -> None:
         self.adapters = adapters
         self._adapted = AdaptedRows(adapters, modules)
-        self._ways = (None, None, 0) if exact is None else (*exact.functions, exact.stretch)
+        self._ways = (None, None, None) if exact is None else exact.functions
         self._threads = None if exact is None else exact.threads
         self._library = library
         self._shape = shape

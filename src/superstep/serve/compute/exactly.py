@@ -1,8 +1,9 @@
 """Exact mode's step in one call of the compiled decoder, where it has the bits of torch.
 
-The trainer's exact mode is defined by torch's operations. The compiled decoder makes the same sums in the same order
-(``kernels/exact.h``), as it was found by comparing; whether it does with this torch on this machine is asked at every
-start, with the model's own first layer and its head. Where a bit differs, torch computes.
+The trainer's exact mode is defined by torch's operations and, in attention, by a kernel of ours. The compiled decoder
+calls that kernel, and makes torch's sums in the same order (``kernels/exact.h``), as it was found by comparing; whether
+it does with this torch on this machine is asked at every start, with the model's own first layer and its head. Where a
+bit differs, torch computes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from superstep.numerics.invariant_attention import BLOCK
-from superstep.numerics.invariant_matmul import ROWS
+from superstep.kernels.exact_attention import block_address
 from superstep.runtime.device import Device
 from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
@@ -34,9 +34,6 @@ NO_ADAPTERS = (
     "start it with --serve.adapters, or with --serve.kernels off."
 )
 
-STRETCHES = (BLOCK, BLOCK // 2)
-"""Of values of a block, as MKL sums them: all on an Intel Xeon with AVX-512, halves on an AMD EPYC (Zen 5)."""
-MOST_ROWS = 192
 MOST_CELLS = 64
 ASKED_TOKENS = 300
 """More than one block of keys."""
@@ -45,42 +42,17 @@ WANTED = 8
 """Rows whose logits are compared."""
 
 
-def functions() -> tuple[int, int] | None:
-    """Where the exponential and the root lie that torch itself calls; None in a torch without MKL."""
+def functions() -> tuple[int, int, int] | None:
+    """Where the exponential and the root lie that torch itself calls, and the trainer's attention to a block of keys;
+    None in a torch without MKL, or without a compiler.
+    """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         exponential, root = (ctypes.cast(each, ctypes.c_void_p).value for each in (library.vmsExp, library.vmsSqrt))
     except (OSError, AttributeError):
         return None
-    return (exponential, root) if exponential and root else None
-
-
-def stretch(head_dim: int) -> int | None:
-    """How many values of a block of keys torch sums in one go before it adds that to the others; None where none of
-    ``STRETCHES`` has its bits. Attention's results are rounded to bf16, which hides the order of nearly all sums: so
-    it is asked of the fp32 sums themselves.
-    """
-    random = torch.Generator().manual_seed(0)
-    found = set(STRETCHES)
-    for rows in (ROWS, MOST_ROWS):
-        weights_bRP = torch.rand(1, rows, BLOCK, generator=random)
-        values_bPH = torch.randn(1, BLOCK, head_dim, generator=random)
-        whole = torch.bmm(weights_bRP, values_bPH)[0, 0]
-        terms_P, of_PH = weights_bRP[0, 0].double(), values_bPH[0].double()
-        found &= {each for each in STRETCHES if torch.equal(_summed(terms_P, of_PH, each), whole)}
-    return max(found, default=None)
-
-
-def _summed(weights_P: torch.Tensor, values_PH: torch.Tensor, stretch: int) -> torch.Tensor:
-    """A row's values, each product added with one rounding (of a product of two fp32 numbers fp64 loses nothing)."""
-    total: torch.Tensor | None = None
-    for begin in range(0, len(weights_P), stretch):
-        part = torch.zeros(values_PH.shape[1])
-        for at in range(begin, begin + stretch):
-            part = (part.double() + weights_P[at] * values_PH[at]).float()
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    attend = block_address()
+    return (exponential, root, attend) if exponential and root and attend else None
 
 
 class ExactProducts:
@@ -148,7 +120,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
         threads: that share a step.
     """
     found, shape = functions(), served.run.shape
-    if found is None or shape.width % 8 or (in_one_go := stretch(shape.head_dim)) is None:
+    if found is None or shape.width % 8:
         return None
     products = ExactProducts(library, served)
     if not can_compile(shape, served.modules, products):
@@ -156,7 +128,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
     def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
-        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, in_one_go, threads))
+        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return Exactly(compiled(served.modules, store), products) if is_same else None

@@ -205,10 +205,12 @@ inline void in_parts(const Places& places, int64_t heads, int64_t most, std::ato
   }
 }
 
-inline void attend(const Queries& queries, const Store& store, const Places& places, std::atomic<int64_t>& next) {
+template <class Tile, class... Ways>
+inline void attend(const Queries& queries, const Store& store, const Places& places, std::atomic<int64_t>& next,
+                   Ways... ways) {
   const int64_t most = std::max<int64_t>(1, kTileRows / (queries.heads / store.kv_heads));
   in_parts(places, store.kv_heads, most, next, [&](const Part& part, int64_t head, int64_t first, int64_t count) {
-    Tile(queries, store, places, part, head, first, count).run();
+    Tile(queries, store, places, part, head, first, count, ways...).run();
   });
 }
 

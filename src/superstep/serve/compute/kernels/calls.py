@@ -71,7 +71,7 @@ class Model(ctypes.Structure):
         ("norm", c_void_p),
         ("exponentials", c_void_p),
         ("roots", c_void_p),
-        ("stretch", c_int64),
+        ("attend", c_void_p),
         ("head", Weight),
     ]
 

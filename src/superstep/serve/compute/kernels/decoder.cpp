@@ -103,7 +103,7 @@ void superstep_attend(const Queries* queries, const bf16* keys, const bf16* valu
         }
     }
     team.wait();
-    attend(*queries, *store, *places, next);
+    attend<Tile>(*queries, *store, *places, next);
   });
 }
 

@@ -1,6 +1,6 @@
-// The sums of exact mode, in the trainer's own order: products as numerics/invariant_matmul.py has them, attention as
-// numerics/invariant_attention.py, norms and gates as runtime/exact/linear.py, and torch's way of summing a row.
-// serve/compute/exactly.py asks at every start whether they have the bits of torch.
+// The sums of exact mode, in the trainer's own order: products as numerics/invariant_matmul.py has them, norms and gates
+// as runtime/exact/linear.py, with torch's way of summing a row; attention by the trainer's own function, a block of keys
+// at a time (kernels/exact_attention.py). serve/compute/exactly.py asks at every start whether they have the same bits.
 //
 //   T  rows     K  key heads, each of G query heads     H  width of one head     P  places
 
@@ -13,17 +13,18 @@
 
 namespace superstep {
 
-constexpr int64_t kPiece = 256;      // inputs of one product, and keys of a block
-constexpr int kLevels = 7;           // of a tree over cells: 64 of them at most
-constexpr int64_t kScores = 1 << 18;  // of one tile, at most, where one query has fewer
+constexpr int64_t kPiece = 256;  // inputs of one product
+constexpr int kLevels = 7;       // of a tree over cells: 64 of them at most
 
-// What torch computes in MKL's way: functions, (count, from, to, mode), neither of which rounds correctly everywhere;
-// and how many values of a block it sums in one go, which MKL's kernel for the processor decides.
+// What torch computes in MKL's way: functions, (count, from, to, mode), neither of which rounds correctly everywhere. And
+// the trainer's attention of some rows to a block of keys [H, 64] and values [64, H], which begins at a place.
 using Function = void (*)(int32_t, const float*, float*, int64_t);
+using Attend = void (*)(const float* q, int64_t rows, int64_t width, float scale, const float* keys, const float* values,
+                        int64_t place, const int64_t* first, const int64_t* end, float* sums, float* total, float* top);
 struct Ways {
   Function exponentials;  // null in fast mode
   Function roots;
-  int64_t stretch;  // divides kPiece
+  Attend attend;
 };
 constexpr int64_t kMode = 0x00140102;  // high accuracy, denormal numbers kept, no errors raised
 
@@ -62,14 +63,6 @@ inline float inverse_root(const bf16* x, int64_t width, float eps, Function root
   return 1.0f / root;
 }
 
-inline float sum_of_block(const float* x) {
-  __m256 sums[4];
-  for (int j = 0; j < 4; ++j) sums[j] = _mm256_loadu_ps(x + 8 * j);
-  for (int64_t p = 32; p < kPiece; p += 32)
-    for (int j = 0; j < 4; ++j) sums[j] = _mm256_add_ps(sums[j], _mm256_loadu_ps(x + p + 8 * j));
-  return sum_of_lanes(_mm256_add_ps(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), sums[2]), sums[3]));
-}
-
 // Partial sums of a tree over neighbours, which come from left to right.
 template <int R>
 struct Tree {
@@ -103,31 +96,37 @@ inline void sum_of_cells(const Columns& columns, const char* rows, __m512 (&tota
   }
 }
 
-// Some queries of one part with one key head; of all their scores the largest comes first.
+// Some queries of one part with one key head.
 class ExactTile {
  public:
   ExactTile(const Queries& queries, const Store& store, const Places& places, const Part& part, int64_t head,
-            int64_t first, int64_t count, const Ways& ways)
+            int64_t first, int64_t count, Attend attend)
       : queries_(queries), store_(store), places_(places), part_(part), head_(head), first_(first),
         group_(queries.heads / store.kv_heads), size_(count * group_), end_(part.first + first + count),
-        seen_((end_ + kPiece - 1) / kPiece * kPiece), ways_(ways), q_(size_ * store.width),
-        shares_(size_ * seen_), mixed_(size_ * store.width), total_(size_) {}
+        attend_(attend) {}
 
   void run() {
     const int64_t width = store_.width;
     for (int64_t m = 0; m < size_; ++m) {
       const bf16* from = queries_.rows + row(m) * queries_.stride + head_of(m) * width;
-      for (int64_t h = 0; h < width; ++h) q_.data()[m * width + h] = to_float(from[h]);
+      for (int64_t h = 0; h < width; h += kLanes) _mm512_store_ps(q_ + m * width + h, load(from + h));
+      ends_[m] = place(m) + 1;
+      firsts_[m] = places_.window ? std::max<int64_t>(0, ends_[m] - places_.window) : 0;
+      top_[m] = -INFINITY;
+      total_[m] = 0.0f;
     }
-    for (int64_t p = 0; p < end_; p += kLanes) in_tiles(0, size_, [&]<int R>(int64_t m) { score<R>(m, p); });
-    for (int64_t m = 0; m < size_; ++m) share(m);
-    for (int64_t h = 0; h < width; h += kLanes) in_tiles(0, size_, [&]<int R>(int64_t m) { mix<R>(m, h); });
+    std::memset(mixed_, 0, sizeof(float) * size_ * width);
+    const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(width)));
+    for (int64_t block = firsts_[0] / kBlock * kBlock; block < end_; block += kBlock) {
+      lay_out(block);
+      attend_(q_, size_, width, scale, keys_, values_, block, firsts_, ends_, mixed_, total_, top_);
+    }
     for (int64_t m = 0; m < size_; ++m) {
       bf16* out = queries_.out + (row(m) * queries_.heads + head_of(m)) * width;
-      const __m512 total = _mm512_set1_ps(total_.data()[m]);
-      const float* mixed = mixed_.data() + m * width;
+      const __m512 by = _mm512_set1_ps(1.0f / total_[m]);
+      const float* mixed = mixed_ + m * width;
       for (int64_t h = 0; h < width; h += kLanes)
-        superstep::store(out + h, _mm512_div_ps(_mm512_loadu_ps(mixed + h), total));
+        superstep::store(out + h, _mm512_mul_ps(_mm512_load_ps(mixed + h), by));
     }
   }
 
@@ -136,72 +135,49 @@ class ExactTile {
   int64_t place(int64_t m) const { return part_.first + first_ + m / group_; }
   int64_t head_of(int64_t m) const { return head_ * group_ + m % group_; }
 
-  template <int R>
-  void score(int64_t m, int64_t p) {
-    const int64_t width = store_.width;
-    const bf16* keys = store_.of(store_.keys, places_.slot(part_, p) / kLanes, head_);
-    const float* q = q_.data() + m * width;
+  // Keys and values of a block as the trainer has them; zeros behind the last that is seen, where memory may hold anything.
+  void lay_out(int64_t block) {
+    const int64_t width = store_.width, seen = std::min(kBlock, end_ - block);
     const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000));
-    __m512 sums[R];
-    times<R>([&]<int r>() __attribute__((always_inline)) { sums[r] = _mm512_setzero_ps(); });
-    for (int64_t h = 0; h < width; h += 2) {
-      const __m512i both = _mm512_loadu_si512(keys + h * kLanes);
-      const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-      const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
-      times<R>([&]<int r>() __attribute__((always_inline)) {
-        sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r * width + h]), even, sums[r]);
-        sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r * width + h + 1]), odd, sums[r]);
-      });
-    }
-    for (int r = 0; r < R; ++r) _mm512_storeu_ps(shares_.data() + (m + r) * seen_ + p, sums[r]);
-  }
-
-  void share(int64_t m) {
-    float* of = shares_.data() + m * seen_;
-    const float scale = static_cast<float>(std::pow(static_cast<double>(store_.width), -0.5));
-    const int64_t end = place(m) + 1, first = places_.window ? std::max<int64_t>(0, end - places_.window) : 0;
-    float top = -INFINITY;
-    for (int64_t p = first; p < end; ++p) top = std::max(top, of[p] *= scale);
-    for (int64_t p = first; p < end; ++p) of[p] -= top;
-    // What is hidden counts as exp(-inf): MKL computes whole registers in another way than what is left behind them.
-    std::fill(of, of + first, -INFINITY);
-    std::fill(of + end, of + seen_, -INFINITY);
-    ways_.exponentials(static_cast<int32_t>(seen_), of, of, kMode);
-    float total = sum_of_block(of);
-    for (int64_t p = kPiece; p < seen_; p += kPiece) total += sum_of_block(of + p);
-    total_.data()[m] = total;
-  }
-
-  template <int R>
-  void mix(int64_t m, int64_t h) {
-    const int64_t width = store_.width;
-    const float* shares = shares_.data() + m * seen_;
-    const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000));
-    for (int64_t begin = 0; begin < end_; begin += ways_.stretch) {
-      __m512 sums[R];
-      times<R>([&]<int r>() __attribute__((always_inline)) { sums[r] = _mm512_setzero_ps(); });
-      for (int64_t p = begin; p < std::min(begin + ways_.stretch, end_); ++p) {
-        const bf16* values = store_.of(store_.values, places_.slot(part_, p) / kLanes, head_);
-        const __m512i both = _mm512_loadu_si512(values + p % kLanes / 2 * 2 * width + 2 * h);
-        const __m512i high = p % 2 ? _mm512_and_si512(both, upper) : _mm512_slli_epi32(both, 16);
-        times<R>([&]<int r>() __attribute__((always_inline)) {
-          sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(shares[r * seen_ + p]), _mm512_castsi512_ps(high), sums[r]);
-        });
-      }
-      for (int r = 0; r < R; ++r) {
-        float* at = mixed_.data() + (m + r) * width + h;
-        _mm512_storeu_ps(at, begin ? _mm512_add_ps(_mm512_loadu_ps(at), sums[r]) : sums[r]);
+    for (int64_t at = 0; at < kBlock; at += kLanes) {
+      const __mmask16 lanes = lanes_before(seen, at);
+      const bf16* keys = at < seen ? group(store_.keys, block + at) : nullptr;
+      for (int64_t h = 0; h < width; h += 2) {
+        const __m512i both = _mm512_maskz_loadu_epi32(lanes, keys + h * kLanes);
+        _mm512_store_si512(keys_ + h * kBlock + at, _mm512_slli_epi32(both, 16));
+        _mm512_store_si512(keys_ + (h + 1) * kBlock + at, _mm512_and_si512(both, upper));
       }
     }
+    for (int64_t p = 0; p < kBlock; ++p) {
+      float* to = values_ + p * width;
+      if (p >= seen) {
+        std::memset(to, 0, sizeof(float) * width);
+        continue;
+      }
+      const bf16* from = group(store_.values, block + p) + p % kLanes / 2 * 2 * width;
+      for (int64_t h = 0; h < width; h += kLanes) {
+        const __m512i both = _mm512_loadu_si512(from + 2 * h);
+        _mm512_store_si512(to + h, p % 2 ? _mm512_and_si512(both, upper) : _mm512_slli_epi32(both, 16));
+      }
+    }
+  }
+
+  const bf16* group(bf16* all, int64_t place) const {
+    return store_.of(all, places_.slot(part_, place) / kLanes, head_);
   }
 
   const Queries& queries_;
   const Store& store_;
   const Places& places_;
   const Part& part_;
-  const int64_t head_, first_, group_, size_, end_, seen_;
-  const Ways ways_;
-  Floats q_, shares_, mixed_, total_;
+  const int64_t head_, first_, group_, size_, end_;
+  const Attend attend_;
+  alignas(64) float q_[kTileRows * kMostWidth];
+  alignas(64) float mixed_[kTileRows * kMostWidth];
+  alignas(64) float keys_[kBlock * kMostWidth];
+  alignas(64) float values_[kBlock * kMostWidth];
+  int64_t firsts_[kTileRows], ends_[kTileRows];
+  float top_[kTileRows], total_[kTileRows];
 };
 
 }  // namespace superstep

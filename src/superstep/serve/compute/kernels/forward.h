@@ -208,18 +208,8 @@ class Forward {
   }
 
   void attend_in(const Queries& queries, const Store& store, std::atomic<int64_t>& next) const {
-    if (!model_.ways.exponentials) {
-      attend(queries, store, places_, next);
-    } else {
-      int64_t longest = 1;
-      for (int64_t p = 0; p < places_.count; ++p)
-        longest = std::max(longest, places_.parts[p].first + places_.parts[p].count);
-      const int64_t group = model_.heads / model_.kv_heads, most = std::min(kTileRows, kScores / longest) / group;
-      in_parts(places_, model_.kv_heads, std::max<int64_t>(1, most), next,
-               [&](const Part& part, int64_t head, int64_t first, int64_t count) {
-                 ExactTile(queries, store, places_, part, head, first, count, model_.ways).run();
-               });
-    }
+    if (model_.ways.attend) attend<ExactTile>(queries, store, places_, next, model_.ways.attend);
+    else attend<Tile>(queries, store, places_, next);
     team_.wait();
   }
 

@@ -1,0 +1,150 @@
+// The gradients of attention: of the queries of a block, and their share of those of the keys they see.
+//
+// What queries give a key is summed over a part of them. In exact mode each part's sum is put on a grid and added there as
+// integers: then a part's sum hangs on that part alone, and all that is of one query on that query and the keys it sees.
+
+#pragma once
+
+#include "attention.h"
+#include "grid.h"
+
+namespace superstep {
+
+// One key head of a sequence, with all query heads that see it.
+template <bool kIsBf16>
+class Backward {
+ public:
+  Backward(const Call& call, int64_t batch, int64_t kv_head)
+      : call_(call), batch_(batch), kv_head_(kv_head), keys_across_(keys_ * words_), values_across_(keys_ * words_),
+        keys_along_(keys_ * words_), dk_(keys_ * width_), dv_(keys_ * width_) {
+    const auto k = Rows<kIsBf16>::of(call.k, batch, kv_head), v = Rows<kIsBf16>::of(call.v, batch, kv_head);
+    lay_across(k, call.keys, width_, keys_across_.words());
+    lay_across(v, call.keys, width_, values_across_.words());
+    lay_along(k, call.keys, keys_, width_, keys_along_.words());
+    clear(keys_);
+  }
+
+  void run() {
+    const int64_t group = call_.heads / call_.kv_heads;
+    for (int64_t part = 0, begin = 0; part < call_.parts; ++part) {
+      const int64_t end = call_.ends ? call_.ends[part] : call_.queries;
+      seen_ = 0;
+      for (int64_t head = kv_head_ * group; head < (kv_head_ + 1) * group; ++head)
+        for (int64_t at = begin; at < end; at += kQueries) block(head, at, std::min(kQueries, end - at));
+      if (call_.outside) put_on_grid();
+      begin = end;
+    }
+    if (!call_.outside) put();
+  }
+
+ private:
+  void block(int64_t head, int64_t begin, int64_t rows) {
+    const auto q = Rows<kIsBf16>::of(call_.q, batch_, head), grad = Rows<kIsBf16>::of(call_.grad, batch_, head);
+    const auto out = Rows<kIsBf16>::of(call_.out, batch_, head), dq = Rows<kIsBf16>::of(call_.dq, batch_, head);
+    const float* lse = call_.lse + (batch_ * call_.heads + head) * call_.queries + begin;
+    const int64_t even = padded(rows, 2);
+    const Seen seen(call_, batch_, begin, rows);
+    seen_ = std::max(seen_, std::min(seen.high, call_.keys));
+    const Rows<kIsBf16> q_block{q.row(begin), q.stride}, grad_block{grad.row(begin), grad.stride};
+    lay_along(q_block, rows, even, width_, queries_along_.words());
+    lay_along(grad_block, rows, even, width_, grads_along_.words());
+    float mean[kQueries];
+    for (int64_t r = 0; r < rows; ++r) {
+      Floats sum{};
+      for (int64_t d = 0; d < width_; d += kLanes) sum += grad.load16(begin + r, d) * out.load16(begin + r, d);
+      mean[r] = total(sum);
+    }
+    std::fill(dq_.floats(), dq_.floats() + rows * width_, 0.0f);
+    for (int64_t key = seen.low; key < seen.high; key += kKeys) {
+      const int64_t count = std::min(kKeys, call_.keys - key);
+      multiply<kIsBf16>(q.left(begin), {keys_across_.words() + key * words_, kKeys}, rows, kKeys, words_,
+                        scores_.floats(), kKeys, false);
+      multiply<kIsBf16>(grad.left(begin), {values_across_.words() + key * words_, kKeys}, rows, kKeys, words_,
+                        slopes_.floats(), kKeys, false);
+      for (int64_t r = 0; r < rows; ++r) slope(r, seen.first[r] - key, seen.end[r] - key, lse[r], mean[r]);
+      const Word* p = kIsBf16 ? chances_pairs_.words() : scores_.words();
+      const Word* ds = kIsBf16 ? slopes_pairs_.words() : slopes_.words();
+      const Word* ds_rows = kIsBf16 ? slopes_rows_.words() : slopes_.words();
+      const int64_t over = kIsBf16 ? even / 2 : rows;
+      multiply<kIsBf16>({p, 1, kKeys}, {grads_along_.words(), width_}, count, width_, over, dv_.floats() + key * width_,
+                        width_, true);
+      multiply<kIsBf16>({ds, 1, kKeys}, {queries_along_.words(), width_}, count, width_, over,
+                        dk_.floats() + key * width_, width_, true);
+      multiply<kIsBf16>({ds_rows, steps_, 1}, {keys_along_.words() + key * words_, width_}, rows, width_, steps_,
+                        dq_.floats(), width_, true);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t d = 0; d < width_; d += kLanes) dq.store16(begin + r, d, load(dq_.floats() + r * width_ + d));
+  }
+
+  // Of a query and a block of keys, of which it sees those from `first` to `end`: its chances P, and dS.
+  void slope(int64_t r, int64_t first, int64_t end, float lse, float mean) {
+    float *score = scores_.floats() + r * kKeys, *slope = slopes_.floats() + r * kKeys;
+    Floats x[kRegisters];
+    for (int c = 0; c < kRegisters; ++c) x[c] = load(score + c * kLanes) * call_.scale - lse;
+    if (first > 0 || end < kKeys) hide(x, first, end);
+    for (int c = 0; c < kRegisters; ++c) {
+      const Floats p = exponential(x[c]), ds = p * (load(slope + c * kLanes) - mean) * call_.scale;
+      if constexpr (kIsBf16) {
+        // Two neighbouring queries are a word: the even one its low half.
+        const Halves p16 = narrow(p), ds16 = narrow(ds);
+        *reinterpret_cast<Halves*>(reinterpret_cast<bf16*>(slopes_rows_.words() + r * steps_) + c * kLanes) = ds16;
+        Words& p_pair = *reinterpret_cast<Words*>(chances_pairs_.words() + r / 2 * kKeys + c * kLanes);
+        Words& ds_pair = *reinterpret_cast<Words*>(slopes_pairs_.words() + r / 2 * kKeys + c * kLanes);
+        const Words p32 = __builtin_convertvector(p16, Words), ds32 = __builtin_convertvector(ds16, Words);
+        p_pair = r % 2 ? p_pair | p32 << 16 : p32;
+        ds_pair = r % 2 ? ds_pair | ds32 << 16 : ds32;
+      } else {
+        store(score + c * kLanes, p);
+        store(slope + c * kLanes, ds);
+      }
+    }
+  }
+
+  void put() {
+    const auto dk = Rows<kIsBf16>::of(call_.dk, batch_, kv_head_), dv = Rows<kIsBf16>::of(call_.dv, batch_, kv_head_);
+    for (int64_t key = 0; key < call_.keys; ++key)
+      for (int64_t d = 0; d < width_; d += kLanes) {
+        dk.store16(key, d, load(dk_.floats() + key * width_ + d));
+        dv.store16(key, d, load(dv_.floats() + key * width_ + d));
+      }
+  }
+
+  // What a part gave the keys that it saw; their sums begin anew.
+  void put_on_grid() {
+    int64_t wrong = 0;
+    auto add = [&](const View& to, const float* sums) {
+      int64_t* at = static_cast<int64_t*>(to.at) + batch_ * to.batch + kv_head_ * to.head;
+      for (int64_t key = 0; key < seen_; ++key)
+        wrong += add_run_to_grid(at + key * to.token, sums + key * width_, width_, call_.grid_scale, call_.grid_limit);
+    };
+    add(call_.dk, dk_.floats());
+    add(call_.dv, dv_.floats());
+    if (wrong) {
+#pragma omp critical
+      for (const float* sums : {dk_.floats(), dv_.floats()})
+        for (int64_t i = 0; i < seen_ * width_; ++i)
+          if (const float size = std::fabs(sums[i]); !(size < call_.grid_limit) && !(size <= *call_.outside))
+            *call_.outside = size;
+    }
+    clear(seen_);
+  }
+
+  void clear(int64_t keys) {
+    std::fill(dk_.floats(), dk_.floats() + keys * width_, 0.0f);
+    std::fill(dv_.floats(), dv_.floats() + keys * width_, 0.0f);
+  }
+
+  const Call& call_;
+  const int64_t batch_, kv_head_;
+  const int64_t width_ = call_.width, words_ = kIsBf16 ? width_ / 2 : width_, keys_ = padded(call_.keys, kKeys);
+  const int64_t steps_ = kIsBf16 ? kKeys / 2 : kKeys;  // words of a row of P
+  int64_t seen_ = 0;                                    // keys that a part saw: none behind them
+  Room keys_across_, values_across_, keys_along_, dk_, dv_;
+  Room queries_along_{kQueries * words_}, grads_along_{kQueries * words_};
+  Room scores_{kQueries * kKeys}, slopes_{kQueries * kKeys}, dq_{kQueries * width_};
+  // For bf16: P and dS as factors that are summed over queries, and dS as one that is summed over keys.
+  Room chances_pairs_{kQueries * kKeys / 2}, slopes_pairs_{kQueries * kKeys / 2}, slopes_rows_{kQueries * kKeys / 2};
+};
+
+}  // namespace superstep

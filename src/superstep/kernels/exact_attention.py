@@ -1,0 +1,112 @@
+"""Attention of exact mode on a CPU: what a query has depends on the query and on the keys it sees, and on nothing else.
+
+It is ``kernels.attention`` in fp32, whose rows are computed one like the other: keys come in blocks of 64, counted from
+the first of them, and what a row does not see adds exact zeros. So its bits do not change with who computes it beside
+which others. What queries give keys is another matter, for sums over queries have an order: they are summed part by
+part, each part's sum is put on a grid (``numerics.fixed_point``), and there they are added as integers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.kernels.attention import LANES, Call, Qkv, compiled, empty_like, missing
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What the gradients of keys and values are added to.
+
+    Attributes:
+        dk: int64 [B, K, T, H], multiples of 1 / scale.
+        dv: likewise.
+        ends: where each part of the queries ends, the last one with them.
+        scale: of the grid, a power of two.
+        limit: what a part's sum must stay below in size.
+    """
+
+    dk: Tensor
+    dv: Tensor
+    ends: Sequence[int]
+    scale: float
+    limit: float
+
+
+def takes(x: Tensor) -> bool:
+    """Whether there is a kernel for such heads, [..., H], once they are fp32: a question of their device and width."""
+    return x.device.type == "cpu" and x.shape[-1] % LANES == 0 and not missing(x.device)
+
+
+def attend(
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    first: int = 0,
+    starts_BS: Tensor | None = None,
+    ends_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, N, S, H], and the lse [B, N, S] of ``kernels.attention``.
+
+    Args:
+        q_BNSH: queries, fp32, as all are; ``takes`` them.
+        k_BKTH: keys.
+        v_BKTH: values; what is hidden from all queries must be finite.
+        first: the place of the first query among the keys; those behind it follow.
+        starts_BS: the first key that each query sees, int64; None for 0.
+        ends_BS: one past the last that it sees, likewise; None for its own place.
+    """
+    out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
+    call = Call(
+        q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=True, starts=starts_BS, ends=ends_BS, first=first
+    )
+    call.run("superstep_attention")
+    return out, lse
+
+
+def add_backward(
+    grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, *, first: int, summed: Summed
+) -> tuple[Tensor, float]:
+    """The gradient of the queries; those of keys and values are added to what is there. All is fp32.
+
+    Args:
+        grad_BNSH: the gradient of the output.
+        inputs: queries, keys and values, as they went forward.
+        out_BNSH: the output.
+        lse_BNS: its lse.
+        first: as it went forward.
+        summed: what is added to.
+
+    Returns:
+        The gradient [B, N, S, H], and the largest of the parts' sums that were not below the limit, in size; 0 where
+        all were.
+    """
+    q, k, v = inputs
+    found, outside = empty_like(q), torch.zeros(1)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        out=out_BNSH,
+        lse=lse_BNS.contiguous(),
+        is_causal=True,
+        starts=None,
+        first=first,
+        grads=(grad_BNSH, found, summed.dk, summed.dv),
+    )
+    call.sum_by(torch.tensor(summed.ends), summed.scale, summed.limit, outside)
+    call.run("superstep_attention_backward")
+    return found, outside.item()
+
+
+def block_address() -> int | None:
+    """Where the function lies that looks at a block of keys, for who keeps them in another way; None where nothing is
+    compiled.
+    """
+    library = compiled().library
+    return None if library is None else ctypes.cast(library.superstep_attend_block, ctypes.c_void_p).value
