@@ -142,6 +142,61 @@ def test_what_has_no_room_on_the_grid_is_refused(processor, bad):
     PARAMETER.add(torch.zeros(100, dtype=torch.int64), values)
 
 
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 16), (100, 208)])
+def test_products_on_a_grid_are_chunk_by_chunk(processor, dtype, outputs, inputs):
+    """Right; the same for some rows and columns of it; and every chunk's product is cut off at the grid by itself."""
+    torch.manual_seed(4)
+    grad, x = (0.01 * torch.randn(3, 24, outputs)).to(dtype), torch.randn(3, 24, inputs).to(dtype)
+    into = torch.randint(-(2**40), 2**40, (outputs, inputs))
+    sums = into.clone()
+    assert PARAMETER.add_products(sums, grad, x, 4)
+    pairs = zip(grad.float().chunk(4, dim=1), x.float().chunk(4, dim=1), strict=True)
+    products = [torch.einsum("bso,bsi->oi", a.double(), b.double()) for a, b in pairs]
+    assert (PARAMETER.take(sums - into) - sum(products)).abs().max() < 1e-6
+    alone = into.clone()
+    for a, b in zip(grad.chunk(4, dim=1), x.chunk(4, dim=1), strict=True):
+        assert PARAMETER.add_products(alone, a, b, 1)
+    assert torch.equal(alone, sums)
+    some = into[2:, 16:].clone() if inputs > 16 else into[2:].clone()
+    assert PARAMETER.add_products(some, grad[..., 2:], x[..., 16:] if inputs > 16 else x, 4)
+    assert torch.equal(some, sums[2:, 16:] if inputs > 16 else sums[2:])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, 2.0**12])
+def test_a_product_without_room_is_refused_with_its_size(processor, bad):
+    grad, x = torch.zeros(1, 8, 3), torch.ones(1, 8, 16)
+    grad[0, 5, 1] = bad
+    with pytest.raises(OutOfRange, match=r"has a term of (nan|4.1e.03),"):
+        PARAMETER.add_products(torch.zeros(3, 16, dtype=torch.int64), grad, x, 2)
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+def test_a_norm_s_gradient_on_a_grid(processor, dtype):
+    torch.manual_seed(6)
+    grad, x = (torch.randn(2, 11, 48).to(dtype) for _ in "gx")
+    weight = (1 + torch.rand(48)).to(dtype)
+    wide = [each.double().requires_grad_() for each in (x, weight)]
+    rights = torch.autograd.grad(norm.reference(*wide, 1e-5), wide, grad.double())
+    _, r = norm._rms_norm(x, weight, 1e-5)
+    into = torch.zeros(48, dtype=torch.int64)
+    scale, limit = 2.0**PARAMETER.bits, PARAMETER.limit
+    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=into, scale=scale, limit=limit)
+    assert is_within
+    for mine, right in zip((dx, PARAMETER.take(into)), rights, strict=True):
+        assert (mine - right).norm() < UNITS[dtype] * right.norm()
+    rows = torch.zeros_like(into)
+    for b in range(2):
+        for s in reversed(range(11)):
+            one = norm.backward_on_grid(
+                grad[b, s], x[b, s], weight, r[b, s : s + 1], into_D=rows, scale=scale, limit=limit
+            )
+            assert torch.equal(one[0], dx[b, s])
+    assert torch.equal(rows, into)
+    assert not norm.backward_on_grid(grad, x, weight, r, into_D=into, scale=scale, limit=0.01)[1]
+    assert torch.equal(norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=scale, limit=limit)[0], dx)
+
+
 def test_threads_change_no_bit(processor, monkeypatch):
     found = []
     for threads in (1, 2):

@@ -14,8 +14,11 @@ from superstep.kernels import native
 from superstep.kernels.attention import FLAGS
 from superstep.kernels.native import Built
 
-NAMES = ("fused.cpp", "cross_entropy.h", "grid.h", "norm.h", "numbers.h", "rope.h", "swiglu.h", "vector.h")
-SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in NAMES)
+HEADERS = (
+    *("cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h"),
+    *("product.h", "rope.h", "swiglu.h", "vector.h"),
+)
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("fused.cpp", *HEADERS))
 
 LANES = 16
 """Numbers of a register: what rows are a multiple of, where they are not gone through number by number."""
@@ -34,7 +37,10 @@ def takes(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES for x in tensors)
 
 
-def run(name: str, *arguments: Tensor | int | float | None) -> None:
+Argument = Tensor | int | float | None
+
+
+def run(name: str, *arguments: Argument) -> None:
     """Call a function; tensors are handed over by their addresses, and are held by the caller."""
     library = compiled().library
     assert library is not None, "it was chosen because it is there"
@@ -43,7 +49,7 @@ def run(name: str, *arguments: Tensor | int | float | None) -> None:
     function(*map(_told, arguments), c_int64(torch.get_num_threads()))
 
 
-def _told(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float:
+def _told(argument: Argument) -> c_void_p | c_int64 | c_float:
     match argument:
         case None:
             return c_void_p(None)

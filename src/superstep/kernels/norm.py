@@ -29,6 +29,30 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return out
 
 
+def backward_on_grid(
+    grad: Tensor, x: Tensor, weight_D: Tensor, r: Tensor, *, into_D: Tensor | None, scale: float, limit: float
+) -> tuple[Tensor, bool]:
+    """The gradient of ``x``. That of the weight is added to ``into_D``, int64, each row's share put on a grid first
+    (``numerics.fixed_point``); whether each was a number below the limit in size.
+
+    Args:
+        grad: the gradient of the result, of the shape and dtype of ``x``, which ``takes`` with the weight.
+        x: as it went forward.
+        weight_D: likewise.
+        r: 1 / rms of each row, fp32.
+        into_D: None where it is not trained.
+        scale: a power of two.
+        limit: likewise.
+    """
+    grad, x, wrong = grad.contiguous(), x.contiguous(), torch.zeros(1, dtype=torch.int64)
+    dx, rows, width = torch.empty_like(x), r.numel(), x.shape[-1]
+    fused.run(
+        *("norm_backward_on_grid", x.dtype == torch.bfloat16, grad, x, weight_D.contiguous(), r.contiguous(), dx),
+        *(into_D, rows, width, float(scale), float(limit), wrong),
+    )
+    return dx, not wrong.item()
+
+
 @torch.library.custom_op("superstep::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and 1 / rms of each row."""

@@ -27,6 +27,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, by the kernel: each element's depends on those at its place alone."""
+    dgate, dup = _swiglu_backward(grad, gate, up)
+    return dgate, dup
+
+
 @torch.library.custom_op("superstep::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
@@ -62,8 +68,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # n
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    dgate, dup = _swiglu_backward(grad, *ctx.saved_tensors)
-    return dgate, dup
+    return backward(grad, *ctx.saved_tensors)
 
 
 _swiglu.register_autograd(_backward, setup_context=_keep)

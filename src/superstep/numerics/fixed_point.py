@@ -95,6 +95,21 @@ class Grid:
         for total, part in parts:
             total.add_(self.put_(part))
 
+    def add_products(self, into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> bool:
+        """``into += gradᵀ · x``, of each of so many chunks of the tokens one product, by the kernel. False, and nothing
+        is done, where there is none.
+
+        Raises:
+            OutOfRange: an element of a product is too large or is no number.
+        """
+        if not kernel.takes_products(into_OI, grad_BSO, x_BSI):
+            return False
+        grid = {"scale": 2.0**self.bits, "limit": self.limit}
+        if not kernel.add_products(into_OI, grad_BSO, x_BSI, chunks=chunks, **grid):
+            pairs = zip(grad_BSO.float().chunk(chunks, dim=1), x_BSI.float().chunk(chunks, dim=1), strict=True)
+            self.refuse(float(torch.stack([torch.einsum("bso,bsi->oi", *pair).abs().max() for pair in pairs]).max()))
+        return True
+
     def put_(self, values: Tensor) -> Tensor:
         """The values on the grid: int64. Their memory is used up, where they are fp32.
 

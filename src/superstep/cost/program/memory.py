@@ -284,7 +284,7 @@ def _keys(d: LocalDims, e: int, run: Resolved) -> int:
 
 
 def _log_sums(d: LocalDims, run: Resolved) -> int:
-    return 0 if is_exact(run) else d.T * d.N * FP32
+    return 0 if is_exact(run) and run.kept.exact_scores else d.T * d.N * FP32
 
 
 def _inner_inputs(d: LocalDims) -> dict[str, int]:
@@ -364,18 +364,26 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
 
 
 def _vectors(run: Resolved, d: LocalDims) -> int:
-    """Elements of the gradients of norms and biases; in exact mode those of every token, until they are summed."""
+    """Numbers of 4 bytes in the gradients of norms and biases; in exact mode those of biases of every token, until they
+    are summed, and those of norms too, where no kernel sums them at once.
+    """
     shape = run.shape
-    if is_exact(run):
-        heads = (d.N + d.K) * d.H if shape.qk_norm else 0
-        return 2 * d.t * d.D + d.T * (heads + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0))
-    return 2 * d.D + (2 * d.H if shape.qk_norm else 0) + ((d.N + 2 * d.K) * d.H if shape.qkv_bias else 0)
+    biases = (d.N + 2 * d.K) * d.H if shape.qkv_bias else 0
+    norms, norms_of_heads = 2 * d.D, 2 * d.H if shape.qk_norm else 0
+    if not is_exact(run):
+        return norms + norms_of_heads + biases
+    norms *= d.t if run.kept.exact_products else EXACT // FP32
+    if run.kept.exact_scores:  # heads are of a width that kernels do not take
+        norms_of_heads *= d.T * (d.N + d.K) // 2
+    else:
+        norms_of_heads *= EXACT // FP32
+    return norms + norms_of_heads + d.T * biases
 
 
 def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
     if has_fused_loss(run):
         return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
-    return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32
+    return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32 if run.kept.exact_products else d.D * EXACT
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:

@@ -7,11 +7,17 @@ matrix of a rank, G the block in which exact mode puts numbers on their grid, P 
       head, fused with its loss    logits of a chunk and their softmax; its rows; in bf16 the weight's gradient
                                                                        C·V·(e + 4) + C·D·e (+ D·V·e)
       block                        gradients in its feed-forward       2·Tf·F·e
-    exact mode
+    exact mode, by torch
       head                         the weight's gradient in fp32 and on the grid, the input's
                                                                        O·I·4 + min(G, O·I)·8 + T·D·4
       block                        likewise; or a product's terms; or one of attention's chunks: scores, weights and
                                    their gradients        ... + 2·T·D·4, or terms·T·D·4, or 4·rows·N·chunk·P·4
+    exact mode, by its kernels (``plan.kept``)
+      head                         for the weight's gradient its inputs in fp32; the input's
+                                                                       T·D·4 + T·D·4
+      block                        likewise; or attention: gradients of keys and values on the grid, those of queries,
+                                   and in bf16 three copies in fp32
+                                                          T·F·4 + 2·T·D·4, or T·cp·2·K·H·8 + T·N·H·(e, or e + 16)
     positions, where documents are kept apart: a table of each microbatch          m·2·T·H·e
     the batch of a step, where all of it lies on every rank: ids, targets, starts, and streams of fp32
 
@@ -36,7 +42,7 @@ KEY_BLOCK = 256
 def workspace(run: Resolved) -> int:
     """The most that an instruction of the step makes and drops, and the tables that a step has throughout."""
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    work = max(_exact_head(d), _exact_block(run, d)) if is_exact(run) else max(_head(d, e), 2 * d.Tf * d.F * e)
+    work = max(_exact_head(run, d), _exact_block(run, d)) if is_exact(run) else max(_head(d, e), 2 * d.Tf * d.F * e)
     return work + _tables(run, d)
 
 
@@ -58,25 +64,34 @@ def _head(d: LocalDims, e: int) -> int:
     return C * d.V * (e + FP32) + C * d.D * e + (d.D * d.V * e if e < FP32 else 0)
 
 
-def _exact_head(d: LocalDims) -> int:
-    return _summed(d.D * d.V) + d.T * d.D * FP32
+def _exact_head(run: Resolved, d: LocalDims) -> int:
+    return _summed(run, d, d.V, d.D) + d.T * d.D * FP32
 
 
 def _exact_block(run: Resolved, d: LocalDims) -> int:
     grain = run.plan.grain
     assert grain is not None, "exact mode"
-    matrix = d.D * max(d.F, d.N * d.H)
-    keys = -(-d.S // KEY_BLOCK) * KEY_BLOCK
+    gradient = _summed(run, d, d.D, max(d.F, d.N * d.H)) + 2 * d.T * d.D * FP32
+    product = exact_terms(grain.cells, run.plan.mesh.tp) * d.T * d.D * FP32
+    return max(gradient, product, _exact_attention(run, d, grain.chunks))
+
+
+def _exact_attention(run: Resolved, d: LocalDims, chunks: int) -> int:
     # Documents are attended to one after the other, and so are rows then.
     rows = 1 if run.config.data.is_masked else run.plan.microbatch
-    scores = 4 * rows * d.N * (d.S // grain.chunks) * keys * FP32
-    product = exact_terms(grain.cells, run.plan.mesh.tp) * d.T * d.D * FP32
-    return max(_summed(matrix) + 2 * d.T * d.D * FP32, product, scores)
+    if run.kept.exact_scores:
+        keys = -(-d.S // KEY_BLOCK) * KEY_BLOCK
+        return 4 * rows * d.N * (d.S // chunks) * keys * FP32
+    e = ELEMENT_BYTES[run.config.numerics.compute]
+    sums = d.T * (run.plan.mesh.cp if run.plan.context == "ring" else 1) * 2 * d.K * d.H * 8
+    return sums + d.T * d.N * d.H * (e if e == FP32 else e + 4 * FP32)
 
 
-def _summed(numel: int) -> int:
-    """A matrix's gradient, and a block of it on the grid."""
-    return numel * FP32 + min(GRID_BLOCK, numel) * 8
+def _summed(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
+    """A matrix's gradient, and a block of it on the grid; or what it is made of."""
+    if not run.kept.exact_products:
+        return d.T * inputs * FP32
+    return outputs * inputs * FP32 + min(GRID_BLOCK, outputs * inputs) * 8
 
 
 def _tables(run: Resolved, d: LocalDims) -> int:

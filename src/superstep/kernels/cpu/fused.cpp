@@ -3,6 +3,7 @@
 
 #include "cross_entropy.h"
 #include "grid.h"
+#include "grid_product.h"
 #include "norm.h"
 #include "rope.h"
 #include "swiglu.h"
@@ -19,6 +20,13 @@ void superstep_norm(int64_t is_bf16, const void* x, const void* w, void* y, floa
 void superstep_norm_backward(int64_t is_bf16, const void* g, const void* x, const void* w, const float* r, void* dx,
                              float* dw, int64_t rows, int64_t width, int64_t threads) {
   (is_bf16 ? norm_backward<true> : norm_backward<false>)(g, x, w, r, dx, dw, rows, width, threads);
+}
+
+void superstep_norm_backward_on_grid(int64_t is_bf16, const void* g, const void* x, const void* w, const float* r,
+                                     void* dx, int64_t* dw, int64_t rows, int64_t width, float scale, float limit,
+                                     int64_t* wrong, int64_t) {
+  *wrong = (is_bf16 ? norm_backward_on_grid<true> : norm_backward_on_grid<false>)(g, x, w, r, dx, dw, rows, width, scale,
+                                                                                  limit);
 }
 
 void superstep_turn(int64_t is_bf16, const void* x, int64_t batch_stride, int64_t token_stride, int64_t head_stride,
@@ -50,6 +58,15 @@ void superstep_row_gradients(int64_t is_bf16, void* x, int64_t rows, int64_t col
 void superstep_add_to_grid(int64_t* into, const float* values, int64_t count, float scale, float limit, int64_t* wrong,
                            int64_t threads) {
   *wrong = add_to_grid(into, values, count, scale, limit, threads);
+}
+
+void superstep_add_products_to_grid(int64_t is_bf16, int64_t* into, int64_t row, const void* grad, int64_t grad_batch,
+                                    int64_t grad_token, const void* x, int64_t x_batch, int64_t x_token,
+                                    int64_t sequences, int64_t tokens, int64_t chunks, int64_t outputs, int64_t inputs,
+                                    float scale, float limit, int64_t* wrong, int64_t threads) {
+  const GridProduct call{into,   row,    {grad, grad_batch, grad_token}, {x, x_batch, x_token}, sequences, tokens,
+                         chunks, outputs, inputs,                         scale,                 limit};
+  *wrong = (is_bf16 ? add_products_to_grid<true> : add_products_to_grid<false>)(call, threads);
 }
 
 }  // extern "C"

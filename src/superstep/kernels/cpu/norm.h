@@ -6,8 +6,10 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
+#include "grid.h"
 #include "numbers.h"
 
 namespace superstep {
@@ -63,6 +65,31 @@ void norm_backward(const void* g_at, const void* x_at, const void* w_at, const f
   std::memcpy(dw, shares.data(), width * sizeof(float));
   for (int64_t task = 1; task < tasks; ++task)
     for (int64_t d = 0; d < width; d += kLanes) store(dw + d, load(dw + d) + load(shares.data() + task * width + d));
+}
+
+// The same with exact mode's dw: each row's share is put on a grid, and added there; how many were no smaller in size than
+// the limit, or are no numbers. `dw` is null where nobody asks for it.
+template <bool kIsBf16>
+int64_t norm_backward_on_grid(const void* g_at, const void* x_at, const void* w_at, const float* r_at, void* dx_at,
+                              int64_t* dw, int64_t rows, int64_t width, float scale, float limit) {
+  const Numbers<kIsBf16> w(w_at);
+  const std::unique_ptr<float[]> share(new float[width]);
+  int64_t wrong = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const Numbers<kIsBf16> g = Numbers<kIsBf16>(g_at) + row * width, x = Numbers<kIsBf16>(x_at) + row * width;
+    const Numbers<kIsBf16> dx = Numbers<kIsBf16>(dx_at) + row * width;
+    const float r = r_at[row];
+    Floats sum{};
+    for (int64_t d = 0; d < width; d += kLanes) {
+      const Floats gx = g[d] * x[d];
+      sum += gx * w[d];
+      store(share.get() + d, gx * r);
+    }
+    if (dw) wrong += add_run_to_grid(dw, share.get(), width, scale, limit);
+    const float shift = total(sum) * r * r * r / static_cast<float>(width);
+    for (int64_t d = 0; d < width; d += kLanes) dx.put(d, g[d] * w[d] * r - x[d] * shift);
+  }
+  return wrong;
 }
 
 }  // namespace superstep

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from superstep.kernels import fused, norm
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.runtime.accumulate import Sink
 from superstep.runtime.collectives import stack_ranks
@@ -76,6 +77,8 @@ def forward_product(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
 
 def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
     """``into += gradᵀ · x``, a product for each chunk of the sequence; ``into: [O, I]`` is int64."""
+    if sink.grid.add_products(sink.into, grad_BSO, x_BSI, chunks):
+        return
     for grad, x in zip(grad_BSO.chunk(chunks, dim=1), x_BSI.chunk(chunks, dim=1), strict=True):
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
@@ -164,6 +167,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight, r = ctx.saved_tensors
+        if is_compiled(x, weight):
+            return _norm_backward(grad, x, weight, r, ctx.sink), None, None, None
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
         shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
@@ -171,6 +176,24 @@ class _Norm(torch.autograd.Function):
             ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
         dx = grad * weight.float() * r + wide * shift
         return dx.to(x.dtype), None, None, None
+
+
+def is_compiled(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel computes the gradients of a norm."""
+    return norm.takes(x, weight) and fused.compiled().library is not None
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: Sink | None) -> Tensor:
+    """The same by the kernel, in one pass."""
+    if sink is None:
+        return norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=1.0, limit=1.0)[0]
+    share_D = torch.zeros_like(sink.into)
+    grid = {"scale": 2.0**sink.grid.bits, "limit": sink.grid.limit}
+    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=share_D, **grid)
+    if not is_within:
+        sink.grid.refuse(float((grad.float() * x.float() * r).abs().max()))
+    sink.sums.do(partial(sink.into.add_, share_D))
+    return dx
 
 
 def _add_tokens(sink: Sink, parts: Tensor) -> None:
@@ -194,28 +217,3 @@ def exact_norm(weight: Tensor, sink: Sink | None, eps: float) -> Any:  # noqa: A
         return out
 
     return forward
-
-
-class _SiLU(torch.autograd.Function):
-    """x · sigmoid(x) by exponential and division: torch's own differs between a vector and its last few elements."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(x)
-        wide = x.float()
-        return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
-        x: Tensor = ctx.saved_tensors[0]
-        wide = x.float()
-        gate = 1.0 / wide.neg().exp_().add_(1.0)
-        slope = (1.0 - gate).mul_(wide).add_(1.0).mul_(gate)
-        slope.mul_(grad)
-        return slope.to(x.dtype)
-
-
-def exact_silu(x: Tensor) -> Tensor:
-    """The gate of a SwiGLU."""
-    out: Tensor = _SiLU.apply(x)  # type: ignore[no-untyped-call]
-    return out
