@@ -5,6 +5,8 @@ and the blocks from left to right; so are its values. A block that a row does no
 computed beside rows that see more, or beside none: a prompt in chunks, a single new token, a whole sequence in training
 have the same bits. ``numerics.invariant_matmul`` says why one product over at most ``BLOCK`` keys keeps them.
 
+On a CPU with a compiler ``kernels.exact_attention`` takes its place, with bits of its own.
+
     b  products side by side: sequences times key heads      P  keys, a multiple of BLOCK
     R  queries of a key head, ROWS of them at least          H  width of one head
 """

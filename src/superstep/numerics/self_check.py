@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from superstep.kernels import exact_attention
 from superstep.numerics.invariant_matmul import PIECE, product
 
 INNER = (8, 44, 64, 176, PIECE, 2 * PIECE + 40)
 OUTER = (2, 5, 16, 33, 64)
 WHOLE = 192
+WIDTH = 32
+"""Of a head."""
 LENGTHS = (1, 7, 16, 31, 63, 100)
 
 
@@ -37,12 +40,23 @@ def _differences(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
                     yield f"a {form} product over {inner} of {size} rows has other bits than of more"
                 if not torch.equal(product(a, _like(b[:, -size:], b)), whole[:, -size:]):
                     yield f"a {form} product over {inner} of {size} columns has other bits than of more"
+    if exact_attention.takes(torch.empty(1, WIDTH, device=device)):
+        yield from _attention_differences(random)
     for name, function in _functions().items():
         values = torch.randn(WHOLE, PIECE, generator=random).to(device)
         whole = function(values)
         for count in LENGTHS:
             if not torch.equal(function(values[:count].clone()), whole[:count]):
                 yield f"{name} of {count} rows has other bits than of more"
+
+
+def _attention_differences(random: torch.Generator) -> Iterator[str]:
+    q, k, v = (torch.randn(1, 2, WHOLE, WIDTH, generator=random) for _ in "qkv")
+    whole, _ = exact_attention.attend(q, k, v)
+    for count in LENGTHS:
+        some, _ = exact_attention.attend(q[:, :, -count:], k, v, first=WHOLE - count)
+        if not torch.equal(some, whole[:, :, -count:]):
+            yield f"attention of {count} queries has other bits than of more"
 
 
 def _forms(left: Tensor, right: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
