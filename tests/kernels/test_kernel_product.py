@@ -52,10 +52,13 @@ def test_both_give_the_same_numbers_of_any_layout(is_onednn, dtype):
     torch.testing.assert_close(total, 1 + 2 * (grad.t() @ rows).float(), rtol=2e-2, atol=close["atol"])
 
 
-@pytest.mark.parametrize("slab", [kernel.SLAB, 72 * 7], ids=["whole", "slabs"])
-def test_bf16_in_fp32_is_rounded_once(monkeypatch, slab):
+@pytest.mark.parametrize(
+    ("slab", "narrow"), [(kernel.SLAB, kernel.NARROW), (72 * 7, 1), (72 * 7, 64)], ids=["whole", "columns", "inner"]
+)
+def test_bf16_in_fp32_is_rounded_once(monkeypatch, slab, narrow):
     monkeypatch.setattr(kernel, "prefers_fp32", lambda: True)
     monkeypatch.setattr(kernel, "SLAB", slab)
+    monkeypatch.setattr(kernel, "NARROW", narrow)
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((150, 72), (40, 72), (150, 40)))
     exact = x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()

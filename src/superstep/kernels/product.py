@@ -26,8 +26,11 @@ FASTER_IN_FP32 = 1.1
 """So many times as fast products of bf16 must be in fp32. Processors are far from it on either side: 1.5 on that Xeon,
 about 0.5 where bf16 is twice as fast."""
 
-SLAB = 2**22
-"""Numbers of a factor that are widened at once: 16 MiB, and a table of 32,000 words never whole."""
+SLAB = 2**20
+"""Numbers of a factor that are widened at once: 4 MiB, and a table of 32,000 words never whole."""
+
+NARROW = 64
+"""Columns that a slab has at least: where the inner dim is longer than leaves so many, that is cut."""
 
 _REAL = (Tensor, nn.Parameter)
 """What has numbers: a rehearsal's tensors are of another type."""
@@ -84,10 +87,29 @@ def prefers_fp32() -> bool:
 @torch.library.custom_op("superstep::product_by_fp32", mutates_args=())
 def _by_fp32(left_TI: Tensor, right_IO: Tensor) -> Tensor:
     """left · right in the dtype of the right one: an operation of its own, so that a recompute may keep its result."""
-    wide_TI = left_TI.float()
-    slabs = right_IO.split(max(1, SLAB // right_IO.shape[0]), dim=1)
-    parts = [product(wide_TI, slab.float()).to(right_IO.dtype) for slab in slabs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    inner, columns = right_IO.shape
+    if inner > SLAB // NARROW:
+        total_TO = torch.zeros(len(left_TI), columns)
+        rows = max(1, SLAB // columns)
+        for left, right in zip(left_TI.split(rows, dim=1), right_IO.split(rows), strict=True):
+            total_TO.addmm_(left.float(), right.float())
+        return total_TO.to(right_IO.dtype)
+    wide_TI, out_TO = left_TI.float(), right_IO.new_empty(len(left_TI), columns)
+    slabs = SLAB // inner
+    for out, right in zip(out_TO.split(slabs, dim=1), right_IO.split(slabs, dim=1), strict=True):
+        out.copy_(product(wide_TI, right.float()))
+    return out_TO
+
+
+def add_by_fp32(total_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float) -> None:
+    """total += scale · left · right in fp32, as many rows of the left one at a time as are widened at once."""
+    wide_IO, rows = right_IO.float(), max(1, SLAB // left_TI.shape[1])
+    for total, left in zip(total_TO.split(rows), left_TI.split(rows), strict=True):
+        wide = left.float()
+        if by_onednn(wide, wide_IO):
+            total.add_(product(wide, wide_IO), alpha=scale)
+        else:
+            total.addmm_(wide, wide_IO, alpha=scale)
 
 
 def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:

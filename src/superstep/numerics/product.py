@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from superstep.kernels.product import by_fp32, by_onednn, product
+from superstep.kernels.product import add_by_fp32, by_fp32, by_onednn, product
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
@@ -17,8 +17,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) 
     once.
     """
     if by_fp32(left, right):
-        left, right = left.float(), right.float()
-    if left.dtype == total.dtype and not by_onednn(left, right):
+        add_by_fp32(total, left, right, scale)
+    elif left.dtype == total.dtype and not by_onednn(left, right):
         total.addmm_(left, right, alpha=scale)
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=scale, out=total)

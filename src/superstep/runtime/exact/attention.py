@@ -1,8 +1,9 @@
 """Causal attention whose bits do not depend on who computes which part.
 
 What a query sees is computed from its document's start in blocks of keys, whoever computes it and with what beside it:
-by ``kernels.exact_attention`` on a CPU, and where that cannot be had by ``numerics.invariant_attention``. For gradients the sequence is cut into chunks, the same on every layout. A
-key serves the queries of several chunks: their parts of its gradient are put on a fixed grid and added as integers.
+by ``kernels.exact_attention`` on a CPU, and where that cannot be had by ``numerics.invariant_attention``. For gradients
+the sequence is cut into chunks, the same on every layout. A key serves the queries of several chunks: their parts of
+its gradient are put on a fixed grid and added as integers.
 
     B  sequences      N  query heads              P  the keys that a chunk's queries may see
     C  a chunk        K  key and value heads      G  query heads of one key head, N / K
