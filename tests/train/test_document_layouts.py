@@ -42,6 +42,8 @@ def config(*, layers=None, experts=False, exact=False, compute="fp32", pieces=No
     if experts:
         model = replace(found.model, experts=4, router="dropless", ffn=24, shared_experts=1, balance_weight=0.2)
         found = replace(found, model=model)
+    if exact:  # heads that the kernel takes
+        found = replace(found, model=replace(found.model, head_dim=16))
     return replace(
         found,
         data=replace(found.data, sequence_tokens=TOKENS, document_mask=True),
@@ -105,7 +107,8 @@ def reference(tmp_path_factory):
     root = tmp_path_factory.mktemp("references")
 
     def folder(run):
-        name = run.config.model.source or f"layers={run.shape.layers} experts={run.shape.moe is not None}"
+        own = f"layers={run.shape.layers} heads={run.shape.head_dim} experts={run.shape.moe is not None}"
+        name = run.config.model.source or own
         found = root / Path(name).stem
         if not found.exists():
             found.mkdir()
