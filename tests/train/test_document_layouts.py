@@ -107,8 +107,9 @@ def reference(tmp_path_factory):
     root = tmp_path_factory.mktemp("references")
 
     def folder(run):
-        own = f"layers={run.shape.layers} heads={run.shape.head_dim} experts={run.shape.moe is not None}"
-        name = run.config.model.source or own
+        name = run.config.model.source
+        if not name:
+            name = f"layers={run.shape.layers} heads={run.shape.head_dim} experts={run.shape.moe is not None}"
         found = root / Path(name).stem
         if not found.exists():
             found.mkdir()
