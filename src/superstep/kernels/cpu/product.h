@@ -51,7 +51,7 @@ inline void tile(Left a, Right b, int64_t steps, float* out, int64_t out_row, bo
 #pragma GCC unroll 8
   for (int i = 0; i < kTileRows; ++i)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) sums[i][c] = adds ? load(out + i * out_row + c * kLanes) : Floats{};
+    for (int c = 0; c < kColumns; ++c) sums[i][c] = Floats{};
   for (int64_t k = 0; k < steps; ++k) {
     const Word* right = b.at + k * b.step;
 #pragma GCC unroll 8
@@ -64,7 +64,10 @@ inline void tile(Left a, Right b, int64_t steps, float* out, int64_t out_row, bo
 #pragma GCC unroll 8
   for (int i = 0; i < kTileRows; ++i)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) store(out + i * out_row + c * kLanes, sums[i][c]);
+    for (int c = 0; c < kColumns; ++c) {
+      float* to = out + i * out_row + c * kLanes;
+      store(to, adds ? load(to) + sums[i][c] : sums[i][c]);
+    }
 }
 
 template <bool kIsBf16, int kColumns>
@@ -82,7 +85,8 @@ inline void rows_of(Left a, Right b, int64_t rows, int64_t steps, float* out, in
   }
 }
 
-// out [rows, columns] = a · b, or that much more; columns is a multiple of 16.
+// out [rows, columns] = a · b, or that much more; columns is a multiple of 16. What is there is added to what was summed,
+// and not summed upon: a long sum is one of short ones, and rounds the less.
 template <bool kIsBf16>
 inline void multiply(Left a, Right b, int64_t rows, int64_t columns, int64_t steps, float* out, int64_t out_row,
                      bool adds) {
