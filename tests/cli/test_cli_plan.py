@@ -187,7 +187,7 @@ REFUSED = [
     (
         ["llama3.2-1b", "--cluster", "8xH100", "--memory", "1", "--global-batch", "64"],
         None,
-        ["--memory = 1 GiB", "no plan fits on 8 chips", "most of it buffers", "of these chips are enough"],
+        ["--memory = 1 GiB", "no plan fits on 8 chips", "most of it optimizer", "of these chips are enough"],
     ),
     pytest.param(
         ["llama3-70b", "--cluster", "8xH100", "--memory", "10", "--global-batch", "64"],

@@ -106,10 +106,10 @@ def add_by_fp32(total_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: floa
     wide_IO, rows = right_IO.float(), max(1, SLAB // left_TI.shape[1])
     for total, left in zip(total_TO.split(rows), left_TI.split(rows), strict=True):
         wide = left.float()
-        if by_onednn(wide, wide_IO):
-            total.add_(product(wide, wide_IO), alpha=scale)
-        else:
+        if total.dtype == torch.float32 and not by_onednn(wide, wide_IO):
             total.addmm_(wide, wide_IO, alpha=scale)
+        else:
+            total.add_(product(wide, wide_IO), alpha=scale)
 
 
 def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
