@@ -65,16 +65,6 @@ PAIRS: dict[str, tuple[dict, dict, int]] = {
         {"peer": "pipelining", "schedule": "1f1b"},
         2,
     ),
-    "pipelining GPipe fp32, ours zb-h1": (
-        {"pp": 2, "dp": 1, "schedule": "zb-h1"},
-        {"peer": "pipelining"},
-        2,
-    ),
-    "pipelining 1F1B fp32, ours zb-h1": (
-        {"pp": 2, "dp": 1, "schedule": "zb-h1"},
-        {"peer": "pipelining", "schedule": "1f1b"},
-        2,
-    ),
     "pipelining 1F1B bf16": (
         {"pp": 2, "dp": 1, "schedule": "1f1b", "compute": "bf16"},
         {"peer": "pipelining", "schedule": "1f1b", "dtype": "bf16"},
