@@ -32,6 +32,8 @@ train: setup
 # Modules are compiled once, and not by each of the many processes that tests start.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 test: LEFT_OUT = and not long
+# Half of their time tests wait, for processes and for one another: on two cores three are done sooner.
+test: WORKERS = 3
 test test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu $(LEFT_OUT)" tests
 

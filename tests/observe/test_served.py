@@ -148,7 +148,8 @@ def test_who_listens_is_told_of_more_and_of_the_end(told):
         beside.write_text("".join(f"{json.dumps(line)}\n" for line in list(told_runs.lines())[:3]))
         beside.replace(told.folder.metrics)
         assert unpacked(event(stream)[1])["runs"][0]["steps"] == 2
-        told.folder.metrics.write_bytes(told.folder.metrics.read_bytes() + b'{"event": "st')
+        with told.folder.metrics.open("ab") as file:
+            file.write(b'{"event": "st')
         assert unpacked(event(stream)[1])["runs"][0]["steps"] == 2, "a line without its end is none yet"
         threading.Thread(target=served.close).start()
         while (told_last := event(stream))[0] == "message":
