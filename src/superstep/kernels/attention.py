@@ -98,8 +98,7 @@ def attend(
         )
         return seen
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
-    call = Call(q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=is_causal, starts=starts_BS)
-    call.run("superstep_attention")
+    Call((q_BNSH, k_BKTH, v_BKTH), out, lse, is_causal=is_causal, starts=starts_BS).run("superstep_attention")
     return out, lse
 
 
@@ -128,16 +127,7 @@ def attend_backward(
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
     found = empty_like(q), empty_like(k), empty_like(v)
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        out=out_BNSH,
-        lse=lse_BNS.contiguous(),
-        is_causal=is_causal,
-        starts=starts_BS,
-        grads=(grad_BNSH, *found),
-    )
+    call = Call(inputs, out_BNSH, lse_BNS, is_causal=is_causal, starts=starts_BS, grads=(grad_BNSH, *found))
     call.run("superstep_attention_backward")
     return found
 
@@ -183,7 +173,8 @@ class Call:
     """What ``attention.cpp`` is told; it keeps what that has the address of.
 
     Args:
-        q, k, v, out: [B, heads, tokens, H].
+        inputs: queries, keys and values, [B, heads, tokens, H].
+        out: of them, or room for it, likewise.
         lse: [B, N, S], fp32.
         is_causal: whether a query sees no key behind its own place.
         starts: the first key that each query sees, int64 [B, S]; None for 0.
@@ -194,24 +185,24 @@ class Call:
 
     def __init__(  # noqa: PLR0913
         self,
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: Qkv,
         out: Tensor,
         lse: Tensor,
+        *,
         is_causal: bool,
-        starts: Tensor | None,
+        starts: Tensor | None = None,
         ends: Tensor | None = None,
         first: int = 0,
         grads: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     ) -> None:
+        q, k, _ = inputs
         B, N, S, H = q.shape
         starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
-        self._held: tuple[object, ...] = q, k, v, out, lse, grads, starts, ends
+        lse = lse.contiguous()
+        self._held: tuple[object, ...] = inputs, out, lse, grads, starts, ends
         told = _Told(B, N, k.shape[1], S, k.shape[2], H, q.dtype == torch.bfloat16, is_causal, 1 / math.sqrt(H))
         told.starts, told.behind = (None if x is None else x.data_ptr() for x in (starts, ends))
-        told.q, told.k, told.v, told.out = (_View.of(x) for x in (q, k, v, out))
+        told.q, told.k, told.v, told.out = (_View.of(x) for x in (*inputs, out))
         told.lse = lse.data_ptr()
         if grads is not None:
             told.grad, told.dq, told.dk, told.dv = (_View.of(x) for x in grads)

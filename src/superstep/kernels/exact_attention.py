@@ -37,9 +37,14 @@ class Summed:
     limit: float
 
 
+def is_for(width: int, device: torch.device) -> bool:
+    """Whether there is a kernel for heads of a width."""
+    return device.type == "cpu" and width % LANES == 0 and not missing(device)
+
+
 def takes(x: Tensor) -> bool:
-    """Whether there is a kernel for such heads, [..., H], once they are fp32: a question of their device and width."""
-    return x.device.type == "cpu" and x.shape[-1] % LANES == 0 and not missing(x.device)
+    """Whether there is one for such heads, [..., H], once they are fp32."""
+    return is_for(x.shape[-1], x.device)
 
 
 def attend(
@@ -62,10 +67,8 @@ def attend(
         ends_BS: one past the last that it sees, likewise; None for its own place.
     """
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
-    call = Call(
-        q=q_BNSH, k=k_BKTH, v=v_BKTH, out=out, lse=lse, is_causal=True, starts=starts_BS, ends=ends_BS, first=first
-    )
-    call.run("superstep_attention")
+    inputs = q_BNSH, k_BKTH, v_BKTH
+    Call(inputs, out, lse, is_causal=True, starts=starts_BS, ends=ends_BS, first=first).run("superstep_attention")
     return out, lse
 
 
@@ -86,19 +89,9 @@ def add_backward(
         The gradient [B, N, S, H], and the largest of the parts' sums that were not below the limit, in size; 0 where
         all were.
     """
-    q, k, v = inputs
-    found, outside = empty_like(q), torch.zeros(1)
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        out=out_BNSH,
-        lse=lse_BNS.contiguous(),
-        is_causal=True,
-        starts=None,
-        first=first,
-        grads=(grad_BNSH, found, summed.dk, summed.dv),
-    )
+    found, outside = empty_like(inputs[0]), torch.zeros(1)
+    grads = grad_BNSH, found, summed.dk, summed.dv
+    call = Call(inputs, out_BNSH, lse_BNS, is_causal=True, first=first, grads=grads)
     call.sum_by(torch.tensor(summed.ends), summed.scale, summed.limit, outside)
     call.run("superstep_attention_backward")
     return found, outside.item()

@@ -32,6 +32,11 @@ def compiled() -> Built:
     return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
 
 
+def is_compiled() -> bool:
+    """Whether there is a library."""
+    return compiled().library is not None
+
+
 def takes(*tensors: Tensor) -> bool:
     """Whether they are of a kind that the library computes with."""
     return all(x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES for x in tensors)

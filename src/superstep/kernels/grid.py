@@ -16,7 +16,7 @@ def takes(into: Tensor, values: Tensor) -> bool:
         and into.shape == values.shape
         and into.is_contiguous()
         and values.is_contiguous()
-        and fused.compiled().library is not None
+        and fused.is_compiled()
     )
 
 
@@ -41,7 +41,7 @@ def takes_products(into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor) -> bool:
         and into_OI.dtype == torch.int64
         and x_BSI.shape[-1] % fused.LANES == 0
         and all(x.stride(-1) == 1 for x in (into_OI, grad_BSO, x_BSI))
-        and fused.compiled().library is not None
+        and fused.is_compiled()
     )
 
 

@@ -70,6 +70,11 @@ class Grid:
     excess: Excess | None = field(default=None, compare=False)
 
     @property
+    def scale(self) -> float:
+        """How many steps of the grid are one."""
+        return 2.0**self.bits
+
+    @property
     def limit(self) -> float:
         """What a single term must stay below, so that ``terms`` of them cannot leave 64 bits."""
         return 2.0 ** (63 - self.bits) / self.terms
@@ -85,7 +90,7 @@ class Grid:
             OutOfRange: a value is too large or is no number.
         """
         if kernel.takes(into, values):
-            if not kernel.add(into, values, scale=2.0**self.bits, limit=self.limit):
+            if not kernel.add(into, values, scale=self.scale, limit=self.limit):
                 self.refuse(float(values.abs().max()))
             return
         if into.is_contiguous() and values.is_contiguous() and values.numel() > BLOCK:
@@ -104,8 +109,7 @@ class Grid:
         """
         if not kernel.takes_products(into_OI, grad_BSO, x_BSI):
             return False
-        grid = {"scale": 2.0**self.bits, "limit": self.limit}
-        if not kernel.add_products(into_OI, grad_BSO, x_BSI, chunks=chunks, **grid):
+        if not kernel.add_products(into_OI, grad_BSO, x_BSI, chunks=chunks, scale=self.scale, limit=self.limit):
             pairs = zip(grad_BSO.float().chunk(chunks, dim=1), x_BSI.float().chunk(chunks, dim=1), strict=True)
             self.refuse(float(torch.stack([torch.einsum("bso,bsi->oi", *pair).abs().max() for pair in pairs]).max()))
         return True
@@ -120,7 +124,7 @@ class Grid:
         # No number is larger than the norm of all, which is ten times quicker to find than the largest.
         if not float(torch.linalg.vector_norm(wide)) < self.limit and not bool((wide.abs() < self.limit).all()):
             self.refuse(float(wide.abs().max()))
-        return wide.mul_(2.0**self.bits).to(torch.int64)
+        return wide.mul_(self.scale).to(torch.int64)
 
     def refuse(self, largest: float) -> None:
         """Note, or raise, that a term of this size has no room."""

@@ -40,7 +40,7 @@ def _differences(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
                     yield f"a {form} product over {inner} of {size} rows has other bits than of more"
                 if not torch.equal(product(a, _like(b[:, -size:], b)), whole[:, -size:]):
                     yield f"a {form} product over {inner} of {size} columns has other bits than of more"
-    if exact_attention.takes(torch.empty(1, WIDTH, device=device)):
+    if exact_attention.is_for(WIDTH, device):
         yield from _attention_differences(random)
     for name, function in _functions().items():
         values = torch.randn(WHOLE, PIECE, generator=random).to(device)

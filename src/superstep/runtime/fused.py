@@ -33,7 +33,7 @@ def wants_attention(run: Resolved, device: Device) -> bool:
 
 def is_fused(run: Resolved, device: Device) -> bool:
     """Whether it does between products."""
-    return wants_kernels(run, device) and fused.compiled().library is not None
+    return wants_kernels(run, device) and fused.is_compiled()
 
 
 def fuse(module: nn.Module) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.kernels import fused
-from superstep.kernels.attention import LANES, missing
+from superstep.kernels import exact_attention, fused
+from superstep.kernels.attention import LANES
 from superstep.plan.kept import Kept
 from superstep.plan.resolve import Resolved
-from superstep.runtime.attention import is_compiled as attends
+from superstep.runtime.attention import is_compiled
 from superstep.runtime.device import Device
 from superstep.runtime.fused import is_fused
 
@@ -17,12 +17,15 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
     """The run, knowing what its kernels keep on a device."""
     if run.decoder is None:
         return run
-    takes_heads = run.decoder.head_dim % LANES == 0
-    has_kernels = device.kind == "cpu" and fused.compiled().library is not None
+    width, head_dim = run.decoder.width, run.decoder.head_dim
     if run.plan.grain is not None:
-        by_blocks = device.kind == "cpu" and takes_heads and not missing(device.torch)
-        sums = has_kernels and run.decoder.width % LANES == 0
-        kept = Kept(silu=not has_kernels, exact_scores=not by_blocks, exact_products=not sums)
+        has_kernels = device.kind == "cpu" and fused.is_compiled()
+        kept = Kept(
+            silu=not has_kernels,
+            exact_scores=not exact_attention.is_for(head_dim, device.torch),
+            exact_products=not (has_kernels and width % LANES == 0),
+        )
     else:
-        kept = Kept(silu=not is_fused(run, device), window_blocks=not (takes_heads and attends(run, device)))
+        by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
+        kept = Kept(silu=not is_fused(run, device), window_blocks=not by_kernel)
     return replace(run, kept=kept)

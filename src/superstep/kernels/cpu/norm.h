@@ -38,6 +38,20 @@ void norm(const void* x_at, const void* w_at, void* y_at, float* r_at, int64_t r
   }
 }
 
+// One row's dx; its share of dw goes to `give`, sixteen numbers at a time.
+template <bool kIsBf16, class Give>
+inline void norm_backward_row(Numbers<kIsBf16> g, Numbers<kIsBf16> x, Numbers<kIsBf16> w, float r, Numbers<kIsBf16> dx,
+                              int64_t width, Give give) {
+  Floats sum{};
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const Floats gx = g[d] * x[d];
+    sum += gx * w[d];
+    give(d, gx);
+  }
+  const float shift = total(sum) * r * r * r / static_cast<float>(width);
+  for (int64_t d = 0; d < width; d += kLanes) dx.put(d, g[d] * w[d] * r - x[d] * shift);
+}
+
 template <bool kIsBf16>
 void norm_backward(const void* g_at, const void* x_at, const void* w_at, const float* r_at, void* dx_at, float* dw,
                    int64_t rows, int64_t width, int64_t threads) {
@@ -51,14 +65,9 @@ void norm_backward(const void* g_at, const void* x_at, const void* w_at, const f
       const Numbers<kIsBf16> g = Numbers<kIsBf16>(g_at) + row * width, x = Numbers<kIsBf16>(x_at) + row * width;
       const Numbers<kIsBf16> dx = Numbers<kIsBf16>(dx_at) + row * width;
       const float r = r_at[row];
-      Floats sum{};
-      for (int64_t d = 0; d < width; d += kLanes) {
-        const Floats gx = g[d] * x[d];
-        sum += gx * w[d];
+      norm_backward_row(g, x, w, r, dx, width, [&](int64_t d, Floats gx) {
         if (share) store(share + d, load(share + d) + gx * r);
-      }
-      const float shift = total(sum) * r * r * r / static_cast<float>(width);
-      for (int64_t d = 0; d < width; d += kLanes) dx.put(d, g[d] * w[d] * r - x[d] * shift);
+      });
     }
   }
   if (!dw) return;
@@ -79,15 +88,8 @@ int64_t norm_backward_on_grid(const void* g_at, const void* x_at, const void* w_
     const Numbers<kIsBf16> g = Numbers<kIsBf16>(g_at) + row * width, x = Numbers<kIsBf16>(x_at) + row * width;
     const Numbers<kIsBf16> dx = Numbers<kIsBf16>(dx_at) + row * width;
     const float r = r_at[row];
-    Floats sum{};
-    for (int64_t d = 0; d < width; d += kLanes) {
-      const Floats gx = g[d] * x[d];
-      sum += gx * w[d];
-      store(share.get() + d, gx * r);
-    }
+    norm_backward_row(g, x, w, r, dx, width, [&](int64_t d, Floats gx) { store(share.get() + d, gx * r); });
     if (dw) wrong += add_run_to_grid(dw, share.get(), width, scale, limit);
-    const float shift = total(sum) * r * r * r / static_cast<float>(width);
-    for (int64_t d = 0; d < width; d += kLanes) dx.put(d, g[d] * w[d] * r - x[d] * shift);
   }
   return wrong;
 }

@@ -164,7 +164,7 @@ def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tenso
                 dk=dkeys[seen].transpose(1, 2),
                 dv=dvalues[seen].transpose(1, 2),
                 ends=[part.end - parts[0].first for part in parts],
-                scale=2.0**how.grid.bits,
+                scale=how.grid.scale,
                 limit=how.grid.limit,
             ),
         )

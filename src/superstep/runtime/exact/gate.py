@@ -58,13 +58,11 @@ def exact_feed_forward(layer: FeedForward) -> Any:  # noqa: ANN401
 
     def forward(x_BSD: Tensor) -> Tensor:
         gate, up = layer.gate_proj(x_BSD), layer.up_proj(x_BSD)
-        inner = _Gated.apply(gate, up) if is_gated(gate) else layer.act_fn(gate) * up  # type: ignore[no-untyped-call]
+        if fused.takes(gate) and fused.is_compiled():
+            inner: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+        else:
+            inner = layer.act_fn(gate) * up
         out_BSD: Tensor = layer.down_proj(inner)
         return out_BSD
 
     return forward
-
-
-def is_gated(x: Tensor) -> bool:
-    """Whether the kernel computes the gradients of a gate."""
-    return fused.takes(x) and fused.compiled().library is not None

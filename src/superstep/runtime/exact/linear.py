@@ -167,7 +167,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x, weight, r = ctx.saved_tensors
-        if is_compiled(x, weight):
+        if norm.takes(x, weight) and fused.is_compiled():
             return _norm_backward(grad, x, weight, r, ctx.sink), None, None, None
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
@@ -178,20 +178,15 @@ class _Norm(torch.autograd.Function):
         return dx.to(x.dtype), None, None, None
 
 
-def is_compiled(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes the gradients of a norm."""
-    return norm.takes(x, weight) and fused.compiled().library is not None
-
-
 def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: Sink | None) -> Tensor:
     """The same by the kernel, in one pass."""
     if sink is None:
         return norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=1.0, limit=1.0)[0]
     share_D = torch.zeros_like(sink.into)
-    grid = {"scale": 2.0**sink.grid.bits, "limit": sink.grid.limit}
-    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=share_D, **grid)
+    grid = sink.grid
+    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=share_D, scale=grid.scale, limit=grid.limit)
     if not is_within:
-        sink.grid.refuse(float((grad.float() * x.float() * r).abs().max()))
+        grid.refuse(float((grad.float() * x.float() * r).abs().max()))
     sink.sums.do(partial(sink.into.add_, share_D))
     return dx
 

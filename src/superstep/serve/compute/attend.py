@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,10 @@ FAST_BLOCK = 64
 """In fast mode texts are read together whose lengths are of the same so many keys."""
 
 
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries [n, C, N, H], keys and values [n, L, K, H] what each query sees mixed: [n, C, N, H]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What all layers of a step have in common.
@@ -33,57 +38,43 @@ class Reading:
     Attributes:
         slots: where each row's key goes, [T].
         groups: rows that are computed together.
-        seen: for each group, the first key that each row sees, and one past the last: [n, C] each.
-        hidden: which keys they do not see: [n, C, L].
-        is_exact: whether bits must not depend on what is computed together.
+        mixes: for each group, how its rows attend to what they see.
     """
 
     slots: Tensor
     groups: tuple[Together, ...]
-    seen: tuple[tuple[Tensor, Tensor], ...]
-    hidden: tuple[Tensor, ...]
-    is_exact: bool
+    mixes: tuple[Mix, ...]
 
 
-def reading(
-    parts: Sequence[Part],
-    page_tokens: int,
-    device: torch.device,
-    *,
-    window: int | None,
-    is_exact: bool,
-) -> Reading:
+def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_exact: bool) -> Reading:
     """The places of a step's rows.
 
     Args:
         parts: of the step.
-        page_tokens: positions of a page.
-        device: where keys lie.
+        store: of keys.
         window: tokens that a row sees back to, itself among them; None means all.
         is_exact: whether bits must not depend on what is computed together.
     """
-    block = BLOCK if is_exact else FAST_BLOCK
-    groups = together(parts, page_tokens, block, device)
+    page_tokens, device = store.page_tokens, store.keys.device
+    groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
     written = [
         slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
     ]
-    seen = tuple((_starts(group.ends, window), group.ends) for group in groups)
-    return Reading(
-        slots=torch.tensor(written, device=device),
-        groups=tuple(groups),
-        seen=seen,
-        hidden=tuple(_hidden(group, *its) for group, its in zip(groups, seen, strict=True)),
-        is_exact=is_exact,
-    )
+    in_kernel = is_exact and exact_attention.is_for(store.keys.shape[-1], device)
+    mixes: list[Mix] = []
+    for group in groups:
+        starts_nC = torch.zeros_like(group.ends) if window is None else (group.ends - window).clamp_(min=0)
+        if in_kernel:
+            mixes.append(partial(_exact_in_kernel, starts_nC, group.ends))
+        else:
+            mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
+    return Reading(slots=torch.tensor(written, device=device), groups=tuple(groups), mixes=tuple(mixes))
 
 
-def _starts(ends_nC: Tensor, window: int | None) -> Tensor:
-    return torch.zeros_like(ends_nC) if window is None else (ends_nC - window).clamp_(min=0)
-
-
-def _hidden(group: Together, starts_nC: Tensor, ends_nC: Tensor) -> Tensor:
+def _hidden(group: Together, starts_nC: Tensor) -> Tensor:
+    """Which keys its rows do not see: [n, C, L]."""
     place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
-    return (place_L >= ends_nC[..., None]) | (place_L < starts_nC[..., None])
+    return (place_L >= group.ends[..., None]) | (place_L < starts_nC[..., None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +89,9 @@ class PagedAttend:
         """The mixed values: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
-        for group, seen, hidden in zip(self.step.groups, self.step.seen, self.step.hidden, strict=True):
-            q, (keys, values) = q_1TNH[0][group.rows], self.store.read(self.layer, group.slots)
-            if not self.step.is_exact:
-                mixed = _fast(q, keys, values, hidden)
-            elif exact_attention.takes(q):
-                mixed = _exact_in_kernel(q, keys, values, seen)
-            else:
-                mixed = _exact(q, keys, values, hidden)
-            out_TNH[group.rows] = mixed.to(out_TNH.dtype)
+        for group, mix in zip(self.step.groups, self.step.mixes, strict=True):
+            keys, values = self.store.read(self.layer, group.slots)
+            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values).to(out_TNH.dtype)
         return out_TNH[None]
 
 
@@ -115,37 +100,35 @@ class PagedAttention:
 
     Args:
         store: of keys.
-        device: where they lie.
         window: tokens that a row sees back to, itself among them; None means all.
         is_exact: whether bits must not depend on what is computed together.
     """
 
-    def __init__(self, store: KeyStore, device: torch.device, *, window: int | None, is_exact: bool) -> None:
+    def __init__(self, store: KeyStore, *, window: int | None, is_exact: bool) -> None:
         self._store = store
-        self._device = device
         self._window = window
         self._is_exact = is_exact
 
     def __call__(self, parts: Sequence[Part]) -> Callable[[int], PagedAttend]:
         """The ``attend`` of a layer, by its number."""
         store = self._store
-        step = reading(parts, store.page_tokens, self._device, window=self._window, is_exact=self._is_exact)
+        step = reading(parts, store, window=self._window, is_exact=self._is_exact)
         return lambda layer: PagedAttend(store, layer, step)
 
 
-def _fast(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:
+def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden_nCL[:, None], enable_gqa=True)
     return mixed.transpose(1, 2)
 
 
-def _exact_in_kernel(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, seen: tuple[Tensor, Tensor]) -> Tensor:
+def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
     q, k, v = (x.float().transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
-    mixed, _ = exact_attention.attend(q, k, v, starts_BS=seen[0], ends_BS=seen[1])
+    mixed, _ = exact_attention.attend(q, k, v, starts_BS=starts_nC, ends_BS=ends_nC)
     return mixed.transpose(1, 2)
 
 
-def _exact(q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, hidden_nCL: Tensor) -> Tensor:
+def _exact(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
     n, C, N, H = q_nCNH.shape
     K = k_nLKH.shape[2]
     rows = q_nCNH.float().view(n, C, K, N // K, H).permute(0, 2, 3, 1, 4).reshape(n * K, -1, H)

@@ -82,7 +82,7 @@ def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tu
         linears = make_fast(served.modules, built, quantize=asked.quantize or None)
     if built.library is None or linears is None:
         store = KeyStore(**room, dtype=dtype, device=device.torch)
-        attending = PagedAttention(store, device.torch, window=shape.window, is_exact=is_exact)
+        attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
         return Forward(served, attending, tp, device), Memory(served, store, linears)
     tiled = TiledStore(**room)
     memory = Memory(served, tiled, linears)

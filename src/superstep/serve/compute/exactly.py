@@ -144,7 +144,7 @@ def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore
     memory = {"layers": 1, "pages": len(pages), "page_tokens": page_tokens}
     memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     keys = KeyStore(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
-    attention = PagedAttention(keys, torch.device("cpu"), window=shape.window, is_exact=True)
+    attention = PagedAttention(keys, window=shape.window, is_exact=True)
     ways = Forward(small, attention, None, Device("cpu")), compiled(small.modules, TiledStore(**memory))
     tokens = torch.randint(shape.vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     for begin, end in ((0, count - 3), (count - 3, count - 1), (count - 1, count)):
