@@ -6,21 +6,18 @@ which no median of all rows tells; so each is judged by the rows that it moves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bench.published_fit import fit
 from bench.published_left_out import seconds, unseen
-from bench.published_rows import Reading, Row, number
+from bench.published_rows import Change, Reading, Row, number
 from bench.published_score import Scored, is_judged, ranked, summary
 from bench.published_steps import Steps
 from superstep.cost.closed.decoder_size import array
 from superstep.cost.closed.efficiency import FITTED
-
-Change = Callable[[Row, Reading], Reading]
-
 
 MOVED = 0.005
 """A mechanism is of the rows whose seconds change by so much without it, the constants as they are."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bench.published_memory import Change, as_it_is
-from bench.published_rows import IsNamed, Reading, Row, everyone
+from bench.published_memory import as_it_is
+from bench.published_rows import Change, IsNamed, Reading, Row, everyone
 from bench.published_stated import Stated, judged
 
 

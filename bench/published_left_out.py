@@ -7,13 +7,13 @@ heard of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bench.published_fit import Slopes, refit
-from bench.published_rows import IsNamed, Reading, Row, known_of
+from bench.published_rows import Change, IsNamed, Row, known_of
 from bench.published_steps import Steps
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import ConfigError
@@ -51,9 +51,7 @@ def unseen(rows: Sequence[Row], near: Slopes) -> list[Unseen]:
     return found
 
 
-def seconds(
-    rows: Sequence[Row], stacks: Sequence[Unseen], change: Callable[[Row, Reading], Reading] | None = None
-) -> Array:
+def seconds(rows: Sequence[Row], stacks: Sequence[Unseen], change: Change | None = None) -> Array:
     """Each row's step, predicted without its stack, every reading changed where a change is given.
 
     Raises:

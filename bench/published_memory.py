@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.published_interval import alike, quantile, weights_of
-from bench.published_rows import IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
+from bench.published_rows import Change, IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
 from superstep.cost.closed.decoder_size import Decoder, array
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
 from superstep.cost.closed.interval import SHARE
@@ -66,10 +66,6 @@ class Held:
         asked = np.where(is_allocated, self.found.bytes, self.found.reserved + np.where(is_all, beside, 0.0))
         value: Array = asked / unit
         return value
-
-
-Change = Callable[[Row, Reading], Reading]
-"""A row read otherwise."""
 
 
 def as_it_is(_row: Row, reading: Reading) -> Reading:

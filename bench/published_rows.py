@@ -115,6 +115,10 @@ class Reading:
     software: Software
 
 
+Change = Callable[[Row, Reading], Reading]
+"""A row read otherwise."""
+
+
 def read_rows(path: Path = DATA / "runs.csv") -> list[Row]:
     """All rows of a table.
 

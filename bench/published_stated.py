@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from bench.published_memory import Change, labels_of, peaks_of
-from bench.published_rows import IsNamed, Reading, Row, software_of
+from bench.published_memory import labels_of, peaks_of
+from bench.published_rows import Change, IsNamed, Reading, Row, software_of
 from superstep.cost.closed.software import Software
 
 LOSS = ("logit_bytes", "gathers_logits")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
 
-from bench.published_rows import IsNamed, Reading, Row, everyone, is_layer, readings
+from bench.published_rows import Change, IsNamed, Reading, Row, everyone, is_layer, readings
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
 from superstep.cost.closed.software import price_of, stacked, taken
@@ -27,7 +27,7 @@ class Steps:
         self,
         rows: Sequence[Row],
         is_named: IsNamed = everyone,
-        change: Callable[[Row, Reading], Reading] | None = None,
+        change: Change | None = None,
     ) -> None:
         self.rows: list[Row] = []
         self.left_out: list[tuple[Row, str]] = []
