@@ -2,19 +2,23 @@
 
     python -m bench.collectives                  JSON under bench/results/
     python -m bench.collectives --world 4
+    python -m bench.collectives --world 4 --hosts 2    as root, on Linux: hosts are network namespaces with a link
 
-Each way has its turn within a round, and of a round's ratio the median counts. Beside the seconds stand those that a
-rank's processor had to work: on a machine with fewer cores than ranks they are what others wait for.
+With hosts, their ranks share memory and messages go between them. Each way has its turn within a round, and of a
+round's ratio the median counts. Beside the seconds stand those that a rank's processor had to work: on a machine with
+fewer cores than ranks they are what others wait for.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.machine import write_result
+from bench.several import Several
 from superstep.runtime.collectives import Group, all_gather, all_reduce, receive, reduce_scatter, send, together
 from superstep.runtime.device import Device
 from superstep.runtime.transport import GLOO, reach
@@ -30,6 +35,7 @@ from superstep.runtime.transport import GLOO, reach
 PATIENCE = timedelta(minutes=2)
 BYTES = (4, 4096, 2**16, 2**20, 2**24)
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "send")
+CLONE_NEWNET = 0x40000000
 
 
 def _call(kind: str, size: int, group: Group) -> Callable[[], None]:
@@ -61,8 +67,19 @@ def _timed(call: Callable[[], None], repeats: int) -> tuple[float, float]:
     return (time.perf_counter() - start_s) / repeats, (time.process_time() - processor_s) / repeats
 
 
-def _rank(rank: int, world: int, rounds: int, folder: str) -> None:
+def _enter(host: int, name: str, link: str) -> None:
+    """Be a process of a host from here on."""
+    with Path(f"/var/run/netns/{name}").open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"host {host} cannot be entered")
+    os.environ["GLOO_SOCKET_IFNAME"] = link
+
+
+def _rank(rank: int, world: int, rounds: int, folder: str, hosts: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
+    if hosts:
+        host = rank * len(hosts) // world
+        _enter(host, *hosts[host])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=PATIENCE)
     device = Device("cpu")
     there = reach(rank, world, device)
@@ -94,21 +111,27 @@ def _row(kind: str, size: int, groups: dict[str, Group], rounds: int) -> dict[st
     }
 
 
-def _measured(world: int, rounds: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world, rounds, folder), nprocs=world)
-        return {"world": world, **torch.load(Path(folder) / "found.pt", weights_only=False)}
+def _measured(world: int, rounds: int, has_hosts: bool) -> dict:
+    with tempfile.TemporaryDirectory() as folder, Several(Path(folder), []) if has_hosts else nullcontext() as several:
+        hosts = [] if several is None else list(zip(several.names, several.links, strict=True))
+        mp.spawn(_rank, args=(world, rounds, folder, hosts), nprocs=world)
+        found = torch.load(Path(folder) / "found.pt", weights_only=False)
+    return {"world": world, "hosts": max(1, len(hosts)), **found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/collectives.json"))
+    parser.add_argument(
+        "--out", type=Path, help="default: bench/results/collectives.json, with hosts collectives-hosts"
+    )
     options = parser.parse_args(argv)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    found = [_measured(world, options.rounds) for world in options.world]
+    found = [_measured(world, options.rounds, options.hosts > 1) for world in options.world]
+    name = "collectives-hosts" if options.hosts > 1 else "collectives"
     for each in found:
         print(f"{each['world']} ranks: a group in {each['group_s']['shared'] * 1e3:.1f} ms, Gloo's in ", end="")
         print(f"{each['group_s']['gloo'] * 1e3:.1f} ms")
@@ -117,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"  {row['collective']:15}{row['bytes']:>10} B   {row['shared_s'] * 1e6:>9.0f} us"
                 f"   Gloo {row['gloo_s'] * 1e6:>9.0f} us   {row['ratio']:>5.1f}x"
             )
-    write_result(options.out, rounds=options.rounds, measured=found)
+    write_result(options.out or Path(f"bench/results/{name}.json"), rounds=options.rounds, measured=found)
 
 
 if __name__ == "__main__":

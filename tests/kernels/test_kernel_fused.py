@@ -163,6 +163,25 @@ def test_products_on_a_grid_are_chunk_by_chunk(processor, dtype, outputs, inputs
     assert torch.equal(some, sums[2:, 16:] if inputs > 16 else sums[2:])
 
 
+@pytest.mark.parametrize("dtype", UNITS)
+def test_grouped_products_are_those_of_each_group_s_chunks(processor, dtype):
+    """Chunks of any rows in any order, and none: as if each were a product of its own."""
+    torch.manual_seed(5)
+    grad, x = (0.01 * torch.randn(60, 70)).to(dtype), torch.randn(60, 80).to(dtype)
+    order, sizes = torch.randperm(60)[:50], (7, 0, 13, 0, 0, 30)
+    starts = torch.tensor((0, *sizes)).cumsum(0)
+    sums = torch.randint(-(2**40), 2**40, (2, 70, 80))
+    wanted = sums.clone()
+    assert PARAMETER.add_grouped_products(sums, grad, x, order, starts)
+    for number, rows in enumerate(order.split(sizes)):
+        if len(rows):
+            assert PARAMETER.add_products(wanted[number // 3], grad[rows][None], x[rows][None], 1)
+    assert torch.equal(sums, wanted)
+    grad[order[3]] = 2.0**14
+    with pytest.raises(OutOfRange, match=r"has a term of"):
+        PARAMETER.add_grouped_products(sums, grad, x, order, starts)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, 2.0**12])
 def test_a_product_without_room_is_refused_with_its_size(processor, bad):
     grad, x = torch.zeros(1, 8, 3), torch.ones(1, 8, 16)

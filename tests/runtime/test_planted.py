@@ -166,8 +166,8 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         swaps = [one for one in look(live(system=swapping))[1].findings if one.kind == "swaps"]
         assert [one.rank for one in swaps] == [planted.RANK]
 
-        # A slow loader, and a slow rank: what is seen of them is their last steps, all of the last seconds. A busy machine
-        # takes longer over so many steps: as long as healthy ones are among them, nothing is said.
+        # A slow loader, and a slow rank: what is seen of them is their last steps, all of the last seconds. A busy
+        # machine takes longer over so many: as long as healthy ones are among them, nothing is said.
         for kind, at in (("data", "data"), ("slow", forward)):
             patient.plant(kind)
             time.sleep(WINDOW_S)

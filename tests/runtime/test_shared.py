@@ -1,4 +1,4 @@
-"""Shared memory between ranks of a host: right sums, in one order, however much is under way."""
+"""Shared memory between ranks of a host, and groups over several: right sums, in one order, whatever is under way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longer import many_ranks
+from longer import longer, many_ranks
 from shared_groups import CPU, group_of
 from superstep.runtime.launch import gather
 from superstep.runtime.transport import reach
@@ -27,31 +27,36 @@ def drawn(rank, count, dtype, seed=0):
     return (torch.randn(count, generator=generator) * 100).to(dtype)
 
 
-def in_order(parts):
-    """The sum in rank order: of bf16 in fp32, rounded once."""
+def in_order(parts, seats=None):
+    """The sum in rank order: of bf16 in fp32, rounded once. With several hosts, of the sums of each."""
+    if seats:
+        return in_order([in_order(parts[first : first + seats]) for first in range(0, len(parts), seats)])
     total = parts[0].float() if parts[0].dtype == torch.bfloat16 else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
 
 
-def _every_collective(rank, world):
-    group = group_of(rank, world)
+def _every_collective(rank, world, seats=None):
+    group = group_of(rank, world, seats=seats)
+    assert dist.get_backend(group) == ("two_levels" if seats else "shared")
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
         for count in SIZES if dtype in (torch.float32, torch.bfloat16) else SIZES[:4]:
             each = [drawn(r, world * count, dtype, seed=1) for r in range(world)]
             own, mine = each[rank], slice(rank * count, (rank + 1) * count)
             summed = own.clone()
             dist.all_reduce(summed, group=group)
-            assert torch.equal(summed, in_order(each)), ("all-reduce", dtype, count)
+            assert torch.equal(summed, in_order(each, seats)), ("all-reduce", dtype, count)
             largest = own.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             assert torch.equal(largest, torch.stack(each).amax(0)), ("largest", dtype, count)
             part = own.new_empty(count)
             dist.reduce_scatter_single(part, own, group=group)
-            assert torch.equal(part, in_order(each)[mine]), ("reduce-scatter", dtype, count)
+            assert torch.equal(part, in_order(each, seats)[mine]), ("reduce-scatter", dtype, count)
             dist.reduce_scatter_single(own[mine], own, group=group)
-            assert torch.equal(own[mine], in_order([drawn(r, world * count, dtype, 1) for r in range(world)])[mine])
+            assert torch.equal(
+                own[mine], in_order([drawn(r, world * count, dtype, 1) for r in range(world)], seats)[mine]
+            )
             whole = own.new_empty(world * world * count)
             dist.all_gather_single(whole, drawn(rank, world * count, dtype, 1), group=group)
             assert torch.equal(whole, torch.cat([drawn(r, world * count, dtype, 1) for r in range(world)]))
@@ -69,8 +74,13 @@ def test_every_collective_of_every_size_has_the_sum_in_rank_order(pool, world):
     pool.run(world, _every_collective, timeout_s=120)
 
 
-def _uneven(rank, world):
-    group = group_of(rank, world)
+@pytest.mark.parametrize(("world", "seats"), [(4, 2), *longer([(6, 2), (6, 3)], lambda way: True)])
+def test_over_several_hosts_sums_are_in_the_order_of_ranks_then_of_hosts(pool, world, seats):
+    pool.run(world, _every_collective, seats, timeout_s=120)
+
+
+def _uneven(rank, world, seats=None):
+    group = group_of(rank, world, seats=seats)
     for factor in (1, 20_000):
         counts = [[(a * 3 + b) % 4 * factor for b in range(world)] for a in range(world)]  # from a to b; some nothing
         given = drawn(rank, sum(counts[rank]), torch.float32)[:, None].expand(-1, 2).contiguous()
@@ -82,19 +92,20 @@ def _uneven(rank, world):
     dist.destroy_process_group(group)
 
 
-def test_parts_of_an_exchange_may_differ_and_be_empty(pool):
-    pool.run(4, _uneven)
+@pytest.mark.parametrize("seats", [None, 2])
+def test_parts_of_an_exchange_may_differ_and_be_empty(pool, seats):
+    pool.run(4, _uneven, seats)
 
 
-def _lines(rank, world):
+def _lines(rank, world, seats):
     """Much is under way at once, and waited for in another order."""
-    group = group_of(rank, world)
+    group = group_of(rank, world, seats=seats)
     sums = [drawn(rank, count, torch.float32, seed=count) for count in SIZES]
     works = [dist.all_reduce(each, group=group, async_op=True) for each in sums]
     for work in reversed(works):
         work.wait()
     for count, each in zip(SIZES, sums, strict=True):
-        assert torch.equal(each, in_order([drawn(r, count, torch.float32, seed=count) for r in range(world)]))
+        assert torch.equal(each, in_order([drawn(r, count, torch.float32, seed=count) for r in range(world)], seats))
     assert all(work.is_completed() for work in works)
     # Everybody sends before he receives, more than there is room for.
     going, coming = drawn(rank, 700_000, torch.float32), torch.empty(700_000)
@@ -112,9 +123,9 @@ def _lines(rank, world):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_is_under_way_together_keeps_its_order(pool, world):
-    pool.run(world, _lines)
+@pytest.mark.parametrize(("world", "seats"), [(2, None), (4, None), (4, 2)])
+def test_what_is_under_way_together_keeps_its_order(pool, world, seats):
+    pool.run(world, _lines, seats)
 
 
 def _crowd(rank, world, seed):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longer import longer
 from pool import RankError
 from shared_groups import group_of
 from superstep.runtime.launch import gather
@@ -22,8 +23,8 @@ from superstep.runtime.launch import gather
 pytestmark = pytest.mark.multiproc
 
 
-def _without_the_last(rank, world, how):
-    group = group_of(rank, world, seconds=0.5 if how == "stops" else 30.0)
+def _without_the_last(rank, world, how, seats=None):
+    group = group_of(rank, world, seats=seats, seconds=0.5 if how == "stops" else 30.0)
     tensor = torch.ones(200_000)
     dist.all_reduce(tensor, group=group)
     if rank < world - 1:
@@ -41,10 +42,10 @@ def _without_the_last(rank, world, how):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("is killed", "the process of rank 2 of the group has ended"),
-        ("stops", "rank 2 of the group has not come to it within 0.5 s"),
-        ("fails", "rank 2 of the group has left"),
-        ("is elsewhere", "of the group is at another operation, or has another size for it"),
+        ("is killed", "the process of rank 2 has ended"),
+        ("stops", "rank 2 has not come to it within 0.5 s"),
+        ("fails", "rank 2 has left"),
+        ("is elsewhere", " is at another operation, or has another size for it"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for(pool, how, said):
@@ -55,6 +56,25 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for(pool, how, said):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("is killed", "the process of rank 3 has ended"),
+        *longer(
+            [
+                ("stops", "rank 3 has not come to it within 0.5 s"),
+                ("fails", "rank 3 has left"),
+                ("is elsewhere", "rank [23] is at another operation, or has another size for it"),
+            ],
+            lambda way: True,
+        ),
+    ],
+)
+def test_over_several_hosts_its_neighbours_name_it_by_its_number_among_all(pool, how, said):
+    with pytest.raises(RankError, match=f"DistBackendError: shared memory: {said}"):
+        pool.run(4, _without_the_last, how, 2, timeout_s=5)
+
+
 def _is_told_beside_a_slower(rank, world):
     """Rank 0 misses ranks 1 and 2, of which the first is only late; a signal disturbs every sleep of it."""
     group = group_of(rank, world)
@@ -63,7 +83,7 @@ def _is_told_beside_a_slower(rank, world):
         signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
         start = time.monotonic()
         try:
-            with pytest.raises(dist.DistBackendError, match="the process of rank 2 of the group has ended"):
+            with pytest.raises(dist.DistBackendError, match="the process of rank 2 has ended"):
                 dist.all_reduce(torch.ones(3), group=group)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -150,7 +170,7 @@ def test_a_process_may_end_with_something_under_way(tmp_path):
     ]
     said = [one.communicate(timeout=60)[0] for one in both]
     assert [one.returncode for one in both] == [0, 0]
-    assert said[1] == "shared memory: rank 0 of the group has left.\n"
+    assert said[1] == "shared memory: rank 0 has left.\n"
 
 
 def _waits(rank, world):

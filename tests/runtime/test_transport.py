@@ -13,13 +13,13 @@ import torch
 
 import small
 from longer import longer
-from shared_groups import CPU
+from shared_groups import CPU, hosts_of
 from superstep.kernels import native
 from superstep.plan.resolve import resolve
 from superstep.runtime import transport
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
-from superstep.runtime.shared import lane, region
+from superstep.runtime.shared import lane
 from superstep.runtime.transport import GLOO, reach
 from superstep.train.proof import close
 from superstep.train.proof.close import prove, write_reference
@@ -88,7 +88,7 @@ def test_one_rank_of_a_host_compiles(pool, tmp_path):
     assert pool.run(3, _compiled_once, str(tmp_path)) == [[], [], []]
 
 
-# Whole steps: over shared memory within two hosts and Gloo between them, and over Gloo alone.
+# Whole steps: within two hosts and between them, and over Gloo alone.
 
 LAYOUTS = [
     {"dp": 2, "tp": 2, "zero": 3},
@@ -100,22 +100,12 @@ LAYOUTS = [
 ]
 
 
-def _hosts(rank):
-    inner = region._offer
-
-    def offer():
-        found = inner()
-        return replace(found, host=f"host {rank // 2}")
-
-    return mock.patch.object(region, "_offer", offer)
-
-
 def _proven(rank, world, runs, root, way):
     verdicts = []
     for run in runs:
         with contextlib.ExitStack() as stack:
             if way == "two hosts":
-                stack.enter_context(_hosts(rank))
+                stack.enter_context(hosts_of(rank, 2))
                 assert transport.reach(rank, world, CPU).describe() == "shared memory and Gloo"
             else:
                 stack.enter_context(mock.patch.object(close, "build_mesh", partial(build_mesh, transport=GLOO)))

@@ -1,15 +1,31 @@
-"""Groups of ranks that share memory."""
+"""Groups of ranks that share memory: all of one host, or of several that are made up."""
 
+import contextlib
+from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 from superstep.runtime.device import Device
+from superstep.runtime.shared import region
 from superstep.runtime.transport import reach
 
 CPU = Device("cpu")
 
 
-def group_of(rank, world, *, seconds=30.0):
-    """Shared memory of all ranks."""
-    there = reach(rank, world, CPU)
+def group_of(rank, world, *, seats=None, seconds=30.0):
+    """Shared memory of all ranks; or of so many as a host has seats, and what is between hosts."""
+    with hosts_of(rank, seats) if seats else contextlib.nullcontext():
+        there = reach(rank, world, CPU)
     assert there.shared is not None, there.why
     return there.group(range(world), device=CPU, timeout=timedelta(seconds=seconds))
+
+
+def hosts_of(rank, seats):
+    """As if every so many ranks were a host of their own."""
+    inner = region._offer
+
+    def offer():
+        found = inner()
+        return replace(found, host=f"host {rank // seats}")
+
+    return mock.patch.object(region, "_offer", offer)

@@ -114,6 +114,23 @@ class Grid:
             self.refuse(float(torch.stack([torch.einsum("bso,bsi->oi", *pair).abs().max() for pair in pairs]).max()))
         return True
 
+    def add_grouped_products(
+        self, into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, order_R: Tensor, starts: Tensor
+    ) -> bool:
+        """The same for many weights, each with chunks of rows of its own; see the kernel.
+
+        Raises:
+            OutOfRange: an element of a product is too large or is no number.
+        """
+        if not kernel.takes_products(into_EOI, grad_RO, x_RI):
+            return False
+        factors = grad_RO, x_RI, order_R
+        if not kernel.add_grouped_products(into_EOI, *factors, starts, scale=self.scale, limit=self.limit):
+            sizes = starts.diff().tolist()
+            pairs = zip(*(each.float().index_select(0, order_R).split(sizes) for each in (grad_RO, x_RI)), strict=True)
+            self.refuse(float(torch.stack([(grad.t() @ x).abs().max() for grad, x in pairs]).max()))
+        return True
+
     def put_(self, values: Tensor) -> Tensor:
         """The values on the grid: int64. Their memory is used up, where they are fp32.
 

@@ -8,8 +8,9 @@
 The last line is why NCCL's groups are used once as soon as they are made: in one order on all ranks, so that none waits
 for one that waits for it. Later, in a step, first uses would cross (``program.rendezvous``).
 
-Processes on CPUs of one host share memory (``runtime.shared``), which has NCCL's calls and connects nothing. Groups
-over several hosts are Gloo's then, with its calls, but for the channels: each is a group of its own all the same.
+Processes on CPUs of one host share memory (``runtime.shared``), which has NCCL's calls and connects nothing. So have
+groups over several hosts with as many ranks on each, which share memory there and have Gloo between them. Others are
+Gloo's then, with its calls, but for the channels: each is a group of its own all the same.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from superstep.runtime.device import Device
-from superstep.runtime.shared.group import BACKEND
+from superstep.runtime.shared.group import BACKEND as SHARED
 from superstep.runtime.shared.region import Region, shared_region
+from superstep.runtime.shared.two_levels import BACKEND as TWO_LEVELS
+from superstep.runtime.shared.two_levels import Levels
 
 Library = Literal["gloo", "nccl"]
 
@@ -63,13 +66,32 @@ class Transport:
 
         NCCL's has its communicator when this returns, for which members wait for each other.
         """
-        is_shared = self.shared is not None and self.shared.is_shared_by(ranks)
+        if self.shared is not None and self.shared.is_shared_by(ranks):
+            return self._new(ranks, device, timeout, SHARED, self.shared)
+        hosts = () if self.shared is None else self.shared.by_host(ranks)
+        if not hosts:
+            return self._new(ranks, device, timeout)
+        # Of each host's ranks two, made by all in one order; a rank has those of its own.
+        near = [self._new(here, device, timeout, SHARED, self.shared) for here in hosts for _ in range(2)]
+        far, mine = self._new(ranks, device, timeout), [group for group in near if group is not None]
+        levels = None if far is None else Levels(near=mine[0], letters=mine[1], far=far)
+        return self._new(ranks, device, timeout, TWO_LEVELS, levels)
+
+    def _new(
+        self,
+        ranks: Sequence[int],
+        device: Device,
+        timeout: timedelta,
+        own: str | None = None,
+        options: Region | Levels | None = None,
+    ) -> dist.ProcessGroup | None:
+        """The library's group, or one of our own, which has the calls of NCCL."""
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
-            backend=BACKEND if is_shared else self.backend,
-            pg_options=self.shared if is_shared else None,
-            group_desc="nccl" if is_shared else self.calls,
+            backend=own or self.backend,
+            pg_options=options,
+            group_desc="nccl" if own else self.calls,
             device_id=device.torch if self.backend == "nccl" else None,
         )
         return group if isinstance(group, dist.ProcessGroup) else None

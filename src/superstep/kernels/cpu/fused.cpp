@@ -60,13 +60,18 @@ void superstep_add_to_grid(int64_t* into, const float* values, int64_t count, fl
   *wrong = add_to_grid(into, values, count, scale, limit, threads);
 }
 
-void superstep_add_products_to_grid(int64_t is_bf16, int64_t* into, int64_t row, const void* grad, int64_t grad_batch,
-                                    int64_t grad_token, const void* x, int64_t x_batch, int64_t x_token,
-                                    int64_t sequences, int64_t tokens, int64_t chunks, int64_t outputs, int64_t inputs,
-                                    float scale, float limit, int64_t* wrong, int64_t threads) {
-  const GridProduct call{into,   row,    {grad, grad_batch, grad_token}, {x, x_batch, x_token}, sequences, tokens,
-                         chunks, outputs, inputs,                         scale,                 limit};
-  *wrong = (is_bf16 ? add_products_to_grid<true> : add_products_to_grid<false>)(call, threads);
+// Of ``groups`` weights side by side, each with as many chunks of its own.
+void superstep_add_products_to_grid(int64_t is_bf16, int64_t* into, int64_t group, int64_t row, const void* grad,
+                                    const int64_t* grad_begins, const void* x, const int64_t* x_begins,
+                                    const int64_t* starts, int64_t groups, int64_t chunks, int64_t outputs,
+                                    int64_t inputs, float scale, float limit, int64_t* wrong, int64_t threads) {
+  *wrong = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const GridProduct call{into + g * group,    row,    {grad, grad_begins}, {x, x_begins},
+                           starts + g * chunks, chunks, outputs,             inputs,
+                           scale,               limit};
+    *wrong += (is_bf16 ? add_products_to_grid<true> : add_products_to_grid<false>)(call, threads);
+  }
 }
 
 }  // extern "C"

@@ -69,13 +69,24 @@ def _products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
 
 
 def _add_parts(sink: Sink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
-    rows = rows_E.tolist()
-    sizes = [*rows, len(x_RI) - sum(rows)]
-    groups = zip(sink.into, grad_RO.split(sizes), x_RI.split(sizes), part_R.split(sizes), strict=False)
-    for into_OI, grad, x, part in groups:
-        for number in part.unique().tolist():
-            held = (part == number).nonzero().flatten()
-            sink.grid.add(into_OI, product(grad.index_select(0, held).t(), x.index_select(0, held)))
+    order_R, starts = _by_part(rows_E, part_R)
+    if sink.grid.add_grouped_products(sink.into, grad_RO, x_RI, order_R, starts):
+        return
+    sizes, chunks = starts.diff().tolist(), (len(starts) - 1) // len(sink.into)
+    pairs = zip(*(each.index_select(0, order_R).split(sizes) for each in (grad_RO, x_RI)), strict=True)
+    for number, (grad, x) in enumerate(pairs):
+        if len(x):
+            sink.grid.add(sink.into[number // chunks], product(grad.t(), x))
+
+
+def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of every part of every expert, in their order, and where each of these begins."""
+    expert_R = torch.arange(len(rows_E), device=rows_E.device).repeat_interleave(rows_E)
+    held = part_R[: len(expert_R)]
+    parts = int(held.max()) + 1 if len(held) else 1
+    key_R = expert_R * parts + held
+    rows = key_R.bincount(minlength=len(rows_E) * parts)
+    return key_R.argsort(stable=True), torch.cat((rows.new_zeros(1), rows.cumsum(0)))
 
 
 def exact_gate(layer: Gate, sinks: Mapping[str, Sink], parts: int) -> Any:  # noqa: ANN401

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.runtime.device import cores
-from superstep.runtime.shared.lane import Kind, Lane, LaneError, Rule, Started, Where
+from superstep.runtime.shared.lane import Kind, Lane, LaneError, Started, Where
+from superstep.runtime.shared.own import OwnGroup, own_of, require_equal, require_one_type, rows_of, rule_of, whole_of
 from superstep.runtime.shared.region import Region
 
 BACKEND = "shared"
@@ -22,12 +23,6 @@ BACKEND = "shared"
 
 SPIN_S = 20e-6
 """How long a rank that has a core of its own looks before it sleeps: to be woken takes about as long."""
-
-_RULES: dict[Any, Rule] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-}
 
 
 class SharedWork(dist.Work):
@@ -58,58 +53,35 @@ class SharedWork(dist.Work):
         return True
 
 
-class SharedGroup(dist.ProcessGroup):
+class SharedGroup(OwnGroup):
     """Ranks of one host."""
 
     def __init__(self, lane: Lane, region: Region, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(BACKEND, rank, size)
         self._lane = lane
         # Without its file a lane could not see who lives, nor be seen to live.
         self._region = region
-        self._name = self._desc = ""
-
-    # torch keeps these two in the backends of a group, of which this has none.
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """By which it is found."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        """What it was made for."""
-        return self._desc
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """By which ``torch.distributed`` calls it."""
-        return BACKEND
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
-        rule = _rule(opts)
-        whole = _whole(tensor)
+        rule = rule_of(opts)
+        whole = whole_of(tensor)
         started = self._start(Kind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
         return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
-        _require_equal(output.numel(), given.numel() * self.size(), "elements of all ranks together")
-        _require_one_type(output, given)
-        return SharedWork(self._start(Kind.ALL_GATHER, _whole(given), _own(output), given.numel(), opts))
+        require_equal(output.numel(), given.numel() * self.size(), "elements of all ranks together")
+        require_one_type(output, given)
+        return SharedWork(self._start(Kind.ALL_GATHER, whole_of(given), own_of(output), given.numel(), opts))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """This rank's part of a sum."""
-        _require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
-        _require_one_type(output, given)
+        require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
+        require_one_type(output, given)
         return SharedWork(
-            self._start(Kind.REDUCE_SCATTER, _whole(given), _own(output), output.numel(), opts, rule=_rule(opts))
+            self._start(Kind.REDUCE_SCATTER, whole_of(given), own_of(output), output.numel(), opts, rule=rule_of(opts))
         )
 
     def all_to_all_single(
@@ -121,36 +93,31 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,  # noqa: ANN401
     ) -> SharedWork:
         """Rows for each rank, and from each; without counts, equal parts."""
-        _require_one_type(output, given)
+        require_one_type(output, given)
         ways = []
         for x, counts in ((given, going), (output, coming)):
-            rows = list(counts) or self._equal(x)
-            _require_equal(sum(rows), len(x), "rows for all ranks together")
+            rows = rows_of(x, counts, self.size())
             ways.append([each * (x[0].numel() if len(x) else 0) * x.element_size() for each in rows])
         me = self.rank()
-        _require_equal(ways[0][me], ways[1][me], "bytes that stay here")
-        started = self._start(Kind.ALL_TO_ALL, _whole(given), _own(output), 0, opts, going=ways[0], coming=ways[1])
+        require_equal(ways[0][me], ways[1][me], "bytes that stay here")
+        started = self._start(Kind.ALL_TO_ALL, whole_of(given), own_of(output), 0, opts, going=ways[0], coming=ways[1])
         return SharedWork(started)
-
-    def _equal(self, x: Tensor) -> list[int]:
-        _require_equal(len(x) % self.size(), 0, "rows more than equal parts have")
-        return [len(x) // self.size()] * self.size()
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """One rank's tensor, everywhere."""
         (tensor,) = tensors
-        own = _own(tensor)
+        own = own_of(tensor)
         return SharedWork(self._start(Kind.BROADCAST, own, own, own.numel(), opts, peer=opts.rootRank))
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
         """A tensor to one rank."""
         (tensor,) = tensors
-        whole = _whole(tensor)
+        whole = whole_of(tensor)
         return SharedWork(self._start(Kind.SEND, whole, whole, whole.numel(), None, peer=peer))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
         """A tensor from one rank."""
-        own = _own(tensors[0])
+        own = own_of(tensors[0])
         return SharedWork(self._start(Kind.RECEIVE, own, own, own.numel(), None, peer=peer))
 
     def barrier(self, opts: Any = None) -> SharedWork:  # noqa: ANN401
@@ -163,11 +130,6 @@ class SharedGroup(dist.ProcessGroup):
         self._lane.close()
 
     abort = shutdown
-
-    # torch before 2.13 has other names.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def _start(self, kind: Kind, given: Tensor, out: Tensor, count: int, opts: Any, **more: Any) -> Started:  # noqa: ANN401
         return self._lane.start(kind, given, out, count, is_waited=opts is not None and not opts.asyncOp, **more)
@@ -184,36 +146,6 @@ def make(opts: Any, region: Region) -> SharedGroup:  # noqa: ANN401
     spin_s = SPIN_S if region.neighbours <= cores() else 0.0
     lane = Lane(region.native, where, patience_s=opts.timeout.total_seconds(), spin_s=spin_s)
     return SharedGroup(lane, region, opts.group_rank, opts.group_size)
-
-
-def _rule(opts: Any) -> Rule:  # noqa: ANN401
-    """How numbers become one."""
-    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-    if asked not in _RULES:
-        raise NotImplementedError(f"{asked} over shared memory; what it has: {', '.join(_RULES.values())}.")
-    return _RULES[asked]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor in one piece."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A tensor that is written, which a copy would not do."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of strides {tensor.stride()} is to be filled; it must lie in one piece.")
-    return tensor
-
-
-def _require_one_type(output: Tensor, given: Tensor) -> None:
-    if output.dtype != given.dtype:
-        raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
-
-
-def _require_equal(found: int, wanted: int, what: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{found} {what}; there must be {wanted}.")
 
 
 dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])

@@ -55,11 +55,11 @@ SUMMED = {
 BYTES = SUMMED[torch.uint8]
 
 ENDS = {
-    -1: "rank {rank} of the group has not come to it within {patience_s:g} s",
-    -2: "the process of rank {rank} of the group has ended",
-    -3: "rank {rank} of the group has left",
+    -1: "rank {rank} has not come to it within {patience_s:g} s",
+    -2: "the process of rank {rank} has ended",
+    -3: "rank {rank} has left",
     -4: "the group was closed here",
-    -5: "rank {rank} of the group is at another operation, or has another size for it",
+    -5: "rank {rank} is at another operation, or has another size for it",
 }
 
 
@@ -109,7 +109,7 @@ class Where:
         file: its descriptor.
         offset: where the part begins, in bytes.
         me: this rank's place in the group.
-        locks: for each rank of the group, the byte of the file that its process keeps locked.
+        locks: for each rank of the group, the byte of the file that its process keeps locked: its number among all.
     """
 
     file: int
@@ -132,6 +132,7 @@ class Lane:
         size = len(where.locks)
         self._native = native
         self._patience_s = patience_s
+        self._ranks = tuple(where.locks)
         locks = (c_int64 * size)(*where.locks)
         spin_ns = int(spin_s * 1e9)
         self._lane = native.lane_open(where.file, where.offset, where.me, size, locks, patience_s, spin_ns)
@@ -195,6 +196,10 @@ class Lane:
         """Return once the operation has come to an end, good or bad."""
         self._native.lane_wait(self._lane, handle)
 
+    def name_of(self, place: int) -> int:
+        """The number, among all launched ranks, of who has this place in the group."""
+        return self._ranks[place] if place >= 0 else place
+
     def close(self) -> None:
         """Leave: the others learn it where they wait for this rank, and what is under way here ends."""
         self._native.lane_close(self._lane)
@@ -247,7 +252,7 @@ class Started:
         self._tensors = None
         status, rank = self._look()
         if status:
-            raise LaneError(ENDS[status].format(rank=rank, patience_s=self._patience_s))
+            raise LaneError(ENDS[status].format(rank=self._lane.name_of(rank), patience_s=self._patience_s))
 
     def _look(self) -> tuple[int, int]:
         rank = c_int64()

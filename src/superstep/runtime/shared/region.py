@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from superstep.runtime.launch import gather
@@ -61,6 +62,15 @@ class Region:
     def is_shared_by(self, ranks: Sequence[int]) -> bool:
         """Whether all of them are on one host, and no more than a group can have."""
         return len(ranks) <= MOST_RANKS and len({self.hosts[rank] for rank in ranks}) == 1
+
+    def by_host(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of a group over several hosts, host by host, where each has as many of them, more than one, and
+        they follow each other; else nothing.
+        """
+        found = tuple(tuple(of) for _, of in groupby(ranks, key=lambda rank: self.hosts[rank]))
+        sizes = {len(of) for of in found}
+        is_split = len(found) > len({self.hosts[rank] for rank in ranks})
+        return found if len(found) > 1 and len(sizes) == 1 and 1 < min(sizes) <= MOST_RANKS and not is_split else ()
 
     def part(self, number: int) -> int:
         """Where the part of a group begins, by its number: the same on all ranks."""
