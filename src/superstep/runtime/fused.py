@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from superstep.kernels import fused, norm, rope, swiglu
 from superstep.model.decoder import Attention
+from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
@@ -41,8 +42,8 @@ def fuse(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is RMSNorm:
             replace_forward(layer, _norm(layer))
-        elif type(layer) is FeedForward:
-            replace_forward(layer, _feed_forward(layer))
+        elif isinstance(layer, FeedForward | Experts):
+            replace_forward(layer, _gated(layer))
         elif type(layer) is Attention:
             layer.rope = Turn(layer.rope)  # type: ignore[assignment]
 
@@ -68,11 +69,12 @@ def _norm(layer: RMSNorm) -> Forward:
     return forward
 
 
-def _feed_forward(layer: FeedForward) -> Forward:
-    def forward(x_BSD: Tensor) -> Tensor:
-        gate, up = layer.gate_proj(x_BSD), layer.up_proj(x_BSD)
+def _gated(layer: FeedForward | Experts) -> Forward:
+    def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
+        """Of experts it is told as well which rows are whose."""
+        gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
         inner = swiglu.swiglu(gate, up) if swiglu.takes(gate, up) else layer.act_fn(gate) * up
-        out_BSD: Tensor = layer.down_proj(inner)
-        return out_BSD
+        out: Tensor = layer.down_proj(inner, *rows)
+        return out
 
     return forward

@@ -28,7 +28,7 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       output of the second norm                                       m·D·e for T·D·e
       kept "all", for 4 · T·F·e
         rows before their experts; outputs, and their weights         2 · R·D·e + R·e
-        gate, silu of it, up, their product; of shared experts as above     4 · R·F·e + (3; 4) · m·s·F·e
+        gate, up, their product, silu of the gate, as above; shared ones    (3; 4) · (R + m·s)·F·e
         the order of the rows (twice with ep > 1), rows of each       R·8 (+ R·8) + (E + 1)·8
         the router, of whole sequences: see ``_router``
       kept "selective", for T·D·e + 2 · T·F·e
@@ -312,7 +312,7 @@ def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
 
 def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
     R, mesh = d.m * moe.experts_per_token, run.plan.mesh
-    inner = 4 * R + (3 + run.kept.silu) * d.m * moe.shared_experts
+    inner = (3 + run.kept.silu) * (R + d.m * moe.shared_experts)
     rows = 2 * R * d.D * e + R * e + inner * d.F * e
     orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + (moe.experts + 1) * INDEX
     return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels import fused, swiglu
+from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 
 
@@ -53,16 +54,17 @@ class _Gated(torch.autograd.Function):
         return swiglu.backward(grad, *ctx.saved_tensors)
 
 
-def exact_feed_forward(layer: FeedForward) -> Any:  # noqa: ANN401
+def exact_gated(layer: FeedForward | Experts) -> Any:  # noqa: ANN401
     """The layer's new forward, whose products are those of its linears."""
 
-    def forward(x_BSD: Tensor) -> Tensor:
-        gate, up = layer.gate_proj(x_BSD), layer.up_proj(x_BSD)
+    def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
+        """Of experts it is told as well which rows are whose."""
+        gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
         if fused.takes(gate) and fused.is_compiled():
             inner: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
         else:
             inner = layer.act_fn(gate) * up
-        out_BSD: Tensor = layer.down_proj(inner)
-        return out_BSD
+        out: Tensor = layer.down_proj(inner, *rows)
+        return out
 
     return forward

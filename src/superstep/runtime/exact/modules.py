@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError
 from superstep.model.decoder import Head
-from superstep.model.experts import GroupedLinear
+from superstep.model.experts import Experts, GroupedLinear
 from superstep.model.feedforward import FeedForward
 from superstep.model.low_rank import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
@@ -33,7 +33,7 @@ from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
 from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
-from superstep.runtime.exact.gate import exact_feed_forward, exact_silu
+from superstep.runtime.exact.gate import exact_gated, exact_silu
 from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm
 from superstep.runtime.exact.loss import exact_loss
 from superstep.runtime.exact.low_rank import exact_adapted
@@ -145,8 +145,8 @@ def _make_parts_exact(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.SiLU):
             replace_forward(layer, exact_silu)
-        elif isinstance(layer, FeedForward):
-            replace_forward(layer, exact_feed_forward(layer))
+        elif isinstance(layer, FeedForward | Experts):
+            replace_forward(layer, exact_gated(layer))
         elif isinstance(layer, MixtureOfExperts):
             layer.combine = exact_combine  # type: ignore[method-assign]
     if isinstance(module, Head):
