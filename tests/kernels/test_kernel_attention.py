@@ -103,8 +103,11 @@ def processor(request, monkeypatch, tmp_path_factory):
         pytest.skip(attention.compiled().why)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_computes_what_all_scores_at_once_give(processor, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "in_pairs"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_it_computes_what_all_scores_at_once_give(processor, monkeypatch, dtype, in_pairs):
+    monkeypatch.setattr(attention, "multiplies_pairs", lambda: in_pairs)
     for case in CASES:
         for name, error in zip(NAMES, errors(found(case, dtype), expected(case)(dtype)), strict=True):
             assert error <= ALLOWED[dtype], (case, name, error)

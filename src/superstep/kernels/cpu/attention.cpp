@@ -9,6 +9,8 @@
 // A task is a key head of a sequence, with all query heads that see it: its keys and values are laid out once, and its
 // gradients have one writer. Plain C to whom calls it; all memory that is told of is the caller's.
 
+#include <chrono>
+
 #include "attention_backward.h"
 #include "attention_forward.h"
 
@@ -31,7 +33,8 @@ extern "C" {
 
 void superstep_attention(const Call* call, int64_t threads) {
   each_key_head(*call, threads, [&](int64_t batch, int64_t head) {
-    call->is_bf16 ? forward<true>(*call, batch, head) : forward<false>(*call, batch, head);
+    (call->in_pairs ? forward<true, true> : call->is_bf16 ? forward<true, false> : forward<false, false>)(*call, batch,
+                                                                                                          head);
   });
 }
 
@@ -48,8 +51,32 @@ void superstep_attend_block(const float* q, int64_t rows, int64_t width, float s
 
 void superstep_attention_backward(const Call* call, int64_t threads) {
   each_key_head(*call, threads, [&](int64_t batch, int64_t head) {
-    call->is_bf16 ? Backward<true>(*call, batch, head).run() : Backward<false>(*call, batch, head).run();
+    if (call->in_pairs)
+      Backward<true, true>(*call, batch, head).run();
+    else if (call->is_bf16)
+      Backward<true, false>(*call, batch, head).run();
+    else
+      Backward<false, false>(*call, batch, head).run();
   });
+}
+
+// How many times as long a product of bf16 takes in pairs as in fp32.
+double superstep_pairs_over_floats() {
+  constexpr int64_t kTimes = 200;
+  Room a(kQueries * kKeys), b(kKeys * kKeys), out(kQueries * kKeys);
+  std::fill(a.floats(), a.floats() + kQueries * kKeys, 1.0f);
+  std::fill(b.floats(), b.floats() + kKeys * kKeys, 1.0f);
+  using Clock = std::chrono::steady_clock;
+  Clock::duration least[2] = {Clock::duration::max(), Clock::duration::max()};
+  for (int64_t i = 0; i < 2 * kTimes; ++i) {
+    const auto begin = Clock::now();
+    if (i % 2)
+      multiply<true>({a.words(), kKeys / 2, 1}, {b.words(), kKeys}, kQueries, kKeys, kKeys / 2, out.floats(), kKeys, false);
+    else
+      multiply<false>({a.words(), kKeys, 1}, {b.words(), kKeys}, kQueries, kKeys, kKeys, out.floats(), kKeys, false);
+    least[i % 2] = std::min(least[i % 2], Clock::now() - begin);
+  }
+  return std::chrono::duration<double>(least[1]) / std::chrono::duration<double>(least[0]);
 }
 
 }  // extern "C"

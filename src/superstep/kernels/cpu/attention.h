@@ -22,7 +22,7 @@ struct View {
 
 struct Call {
   int64_t batch, heads, kv_heads, queries, keys, width;
-  int64_t is_bf16, is_causal;
+  int64_t is_bf16, in_pairs, is_causal;  // in pairs: two numbers of bf16 are multiplied at once, and P is bf16
   float scale;
   const int64_t* starts;  // [batch, queries]: the first key that each query sees; null for 0
   const int64_t* behind;  // [batch, queries]: one past the last that it sees; null where `is_causal` says it
@@ -65,11 +65,17 @@ struct Rows {
     return {static_cast<Number*>(view.at) + batch * view.batch + head * view.head, view.token};
   }
   Number* row(int64_t r) const { return at + r * stride; }
+  Rows from(int64_t r) const { return {row(r), stride}; }
   const Word* words(int64_t r) const { return reinterpret_cast<const Word*>(row(r)); }
   Left left(int64_t r) const { return {words(r), kIsBf16 ? stride / 2 : stride, 1}; }
   Floats load16(int64_t r, int64_t d) const {
     if constexpr (kIsBf16) return widen(row(r) + d);
     else return load(row(r) + d);
+  }
+  template <bool kPairs>
+  Words words16(int64_t r, int64_t w) const {
+    if constexpr (kPairs) return *reinterpret_cast<const Words*>(words(r) + w);
+    else return bits(load16(r, w));
   }
   void store16(int64_t r, int64_t d, Floats x) const {
     if constexpr (kIsBf16) *reinterpret_cast<Halves*>(row(r) + d) = narrow(x);
@@ -77,34 +83,45 @@ struct Rows {
   }
 };
 
+// Factors are laid out as words of products: two numbers of bf16 each, or one of fp32, to which bf16 is widened where the
+// processor is slow with pairs.
+
 // Right factors for products that sum over the width: blocks of 64 rows, [block, word of the width, row].
-template <bool kIsBf16>
+template <bool kPairs, bool kIsBf16>
 void lay_across(const Rows<kIsBf16>& from, int64_t rows, int64_t width, Word* to) {
-  const int64_t words = kIsBf16 ? width / 2 : width;
+  const int64_t words = kPairs ? width / 2 : width;
   for (int64_t begin = 0; begin < rows; begin += kKeys, to += words * kKeys) {
     const int64_t count = std::min(kKeys, rows - begin);
-    for (int64_t r = 0; r < count; ++r) {
-      const Word* row = from.words(begin + r);
-      for (int64_t w = 0; w < words; ++w) to[w * kKeys + r] = row[w];
+    if (count < kKeys) std::fill(to, to + words * kKeys, 0);
+    for (int64_t r = 0; r < count; r += kLanes) {
+      int64_t w = 0;
+      for (; w + kLanes <= words; w += kLanes) {
+        Words x[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          x[i] = r + i < count ? from.template words16<kPairs>(begin + r + i, w) : Words{};
+        turn_over(x);
+        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Words*>(to + (w + i) * kKeys + r) = x[i];
+      }
+      for (; w < words; ++w)  // eight words, of bf16
+        for (int64_t i = r; i < std::min<int64_t>(r + kLanes, count); ++i) to[w * kKeys + i] = from.words(begin + i)[w];
     }
-    for (int64_t w = 0; w < words; ++w) std::fill(to + w * kKeys + count, to + (w + 1) * kKeys, 0);
   }
 }
 
 // Right factors for products that sum over rows: [row, or two neighbours, column]. Up to `end` rows, what is not there 0.
-template <bool kIsBf16>
+template <bool kPairs, bool kIsBf16>
 void lay_along(const Rows<kIsBf16>& from, int64_t rows, int64_t end, int64_t width, Word* to) {
-  for (int64_t r = 0; r < end; r += kIsBf16 ? 2 : 1, to += width) {
+  for (int64_t r = 0; r < end; r += kPairs ? 2 : 1, to += width) {
     if (r >= rows) {
       std::fill(to, to + width, 0);
-    } else if constexpr (kIsBf16) {
+    } else if constexpr (kPairs) {
       const bf16 *low = from.row(r), *high = from.row(r + 1);
       if (r + 1 < rows)
         for (int64_t d = 0; d < width; ++d) to[d] = low[d] | static_cast<Word>(high[d]) << 16;
       else
         for (int64_t d = 0; d < width; ++d) to[d] = low[d];
     } else {
-      std::memcpy(to, from.row(r), 4 * width);
+      for (int64_t d = 0; d < width; d += kLanes) store(reinterpret_cast<float*>(to + d), from.load16(r, d));
     }
   }
 }
@@ -126,6 +143,9 @@ struct Seen {
     low = low / kKeys * kKeys;
   }
 };
+
+// How many of a block's keys anybody sees: those behind them need no products.
+inline int64_t seen_of(int64_t end) { return std::min(kKeys, padded(end, kLanes)); }
 
 // Scores of a row and a block of keys that are not seen become -inf.
 inline void hide(Floats (&x)[kRegisters], int64_t first, int64_t end) {

@@ -11,16 +11,16 @@
 namespace superstep {
 
 // One key head of a sequence, with all query heads that see it.
-template <bool kIsBf16>
+template <bool kIsBf16, bool kPairs>
 class Backward {
  public:
   Backward(const Call& call, int64_t batch, int64_t kv_head)
       : call_(call), batch_(batch), kv_head_(kv_head), keys_across_(keys_ * words_), values_across_(keys_ * words_),
         keys_along_(keys_ * words_), dk_(keys_ * width_), dv_(keys_ * width_) {
     const auto k = Rows<kIsBf16>::of(call.k, batch, kv_head), v = Rows<kIsBf16>::of(call.v, batch, kv_head);
-    lay_across(k, call.keys, width_, keys_across_.words());
-    lay_across(v, call.keys, width_, values_across_.words());
-    lay_along(k, call.keys, keys_, width_, keys_along_.words());
+    lay_across<kPairs>(k, call.keys, width_, keys_across_.words());
+    lay_across<kPairs>(v, call.keys, width_, values_across_.words());
+    lay_along<kPairs>(k, call.keys, keys_, width_, keys_along_.words());
     clear(keys_);
   }
 
@@ -42,12 +42,13 @@ class Backward {
     const auto q = Rows<kIsBf16>::of(call_.q, batch_, head), grad = Rows<kIsBf16>::of(call_.grad, batch_, head);
     const auto out = Rows<kIsBf16>::of(call_.out, batch_, head), dq = Rows<kIsBf16>::of(call_.dq, batch_, head);
     const float* lse = call_.lse + (batch_ * call_.heads + head) * call_.queries + begin;
-    const int64_t even = padded(rows, 2);
+    const int64_t even = kPairs ? padded(rows, 2) : rows;
     const Seen seen(call_, batch_, begin, rows);
     seen_ = std::max(seen_, std::min(seen.high, call_.keys));
-    const Rows<kIsBf16> q_block{q.row(begin), q.stride}, grad_block{grad.row(begin), grad.stride};
-    lay_along(q_block, rows, even, width_, queries_along_.words());
-    lay_along(grad_block, rows, even, width_, grads_along_.words());
+    lay_along<kPairs>(q.from(begin), rows, even, width_, queries_along_.words());
+    lay_along<kPairs>(grad.from(begin), rows, even, width_, grads_along_.words());
+    const Left q_left = kPairs ? q.left(begin) : Left{queries_along_.words(), width_, 1};
+    const Left grad_left = kPairs ? grad.left(begin) : Left{grads_along_.words(), width_, 1};
     float mean[kQueries];
     for (int64_t r = 0; r < rows; ++r) {
       Floats sum{};
@@ -56,22 +57,22 @@ class Backward {
     }
     std::fill(dq_.floats(), dq_.floats() + rows * width_, 0.0f);
     for (int64_t key = seen.low; key < seen.high; key += kKeys) {
-      const int64_t count = std::min(kKeys, call_.keys - key);
-      multiply<kIsBf16>(q.left(begin), {keys_across_.words() + key * words_, kKeys}, rows, kKeys, words_,
-                        scores_.floats(), kKeys, false);
-      multiply<kIsBf16>(grad.left(begin), {values_across_.words() + key * words_, kKeys}, rows, kKeys, words_,
-                        slopes_.floats(), kKeys, false);
+      const int64_t sees = seen_of(seen.high - key), count = std::min(sees, call_.keys - key);
+      multiply<kPairs>(q_left, {keys_across_.words() + key * words_, kKeys}, rows, sees, words_, scores_.floats(), kKeys,
+                       false);
+      multiply<kPairs>(grad_left, {values_across_.words() + key * words_, kKeys}, rows, sees, words_, slopes_.floats(),
+                       kKeys, false);
       for (int64_t r = 0; r < rows; ++r) slope(r, seen.first[r] - key, seen.end[r] - key, lse[r], mean[r]);
-      const Word* p = kIsBf16 ? chances_pairs_.words() : scores_.words();
-      const Word* ds = kIsBf16 ? slopes_pairs_.words() : slopes_.words();
-      const Word* ds_rows = kIsBf16 ? slopes_rows_.words() : slopes_.words();
-      const int64_t over = kIsBf16 ? even / 2 : rows;
-      multiply<kIsBf16>({p, 1, kKeys}, {grads_along_.words(), width_}, count, width_, over, dv_.floats() + key * width_,
-                        width_, true);
-      multiply<kIsBf16>({ds, 1, kKeys}, {queries_along_.words(), width_}, count, width_, over,
-                        dk_.floats() + key * width_, width_, true);
-      multiply<kIsBf16>({ds_rows, steps_, 1}, {keys_along_.words() + key * words_, width_}, rows, width_, steps_,
-                        dq_.floats(), width_, true);
+      const Word* p = kPairs ? chances_pairs_.words() : scores_.words();
+      const Word* ds = kPairs ? slopes_pairs_.words() : slopes_.words();
+      const Word* ds_rows = kPairs ? slopes_rows_.words() : slopes_.words();
+      const int64_t over = kPairs ? even / 2 : rows;
+      multiply<kPairs>({p, 1, kKeys}, {grads_along_.words(), width_}, count, width_, over, dv_.floats() + key * width_,
+                       width_, true);
+      multiply<kPairs>({ds, 1, kKeys}, {queries_along_.words(), width_}, count, width_, over, dk_.floats() + key * width_,
+                       width_, true);
+      multiply<kPairs>({ds_rows, steps_, 1}, {keys_along_.words() + key * words_, width_}, rows, width_,
+                       kPairs ? sees / 2 : sees, dq_.floats(), width_, true);
     }
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t d = 0; d < width_; d += kLanes) dq.store16(begin + r, d, load(dq_.floats() + r * width_ + d));
@@ -85,7 +86,7 @@ class Backward {
     if (first > 0 || end < kKeys) hide(x, first, end);
     for (int c = 0; c < kRegisters; ++c) {
       const Floats p = exponential(x[c]), ds = p * (load(slope + c * kLanes) - mean) * call_.scale;
-      if constexpr (kIsBf16) {
+      if constexpr (kPairs) {
         // Two neighbouring queries are a word: the even one its low half.
         const Halves p16 = narrow(p), ds16 = narrow(ds);
         *reinterpret_cast<Halves*>(reinterpret_cast<bf16*>(slopes_rows_.words() + r * steps_) + c * kLanes) = ds16;
@@ -137,13 +138,13 @@ class Backward {
 
   const Call& call_;
   const int64_t batch_, kv_head_;
-  const int64_t width_ = call_.width, words_ = kIsBf16 ? width_ / 2 : width_, keys_ = padded(call_.keys, kKeys);
-  const int64_t steps_ = kIsBf16 ? kKeys / 2 : kKeys;  // words of a row of P
+  const int64_t width_ = call_.width, words_ = kPairs ? width_ / 2 : width_, keys_ = padded(call_.keys, kKeys);
+  const int64_t steps_ = kPairs ? kKeys / 2 : kKeys;  // words of a row of P
   int64_t seen_ = 0;                                    // keys that a part saw: none behind them
   Room keys_across_, values_across_, keys_along_, dk_, dv_;
   Room queries_along_{kQueries * words_}, grads_along_{kQueries * words_};
   Room scores_{kQueries * kKeys}, slopes_{kQueries * kKeys}, dq_{kQueries * width_};
-  // For bf16: P and dS as factors that are summed over queries, and dS as one that is summed over keys.
+  // For pairs: P and dS as factors that are summed over queries, and dS as one that is summed over keys.
   Room chances_pairs_{kQueries * kKeys / 2}, slopes_pairs_{kQueries * kKeys / 2}, slopes_rows_{kQueries * kKeys / 2};
 };
 

@@ -30,10 +30,11 @@ struct Looking {
 };
 
 // Not inline: whoever asks has the same code, and so the same bits.
-template <bool kIsBf16>
+template <bool kPairs>
 __attribute__((noinline)) void add_block(const Looking& at, const Mixed& to, Room& score_room, Room& chance_room) {
-  const int64_t width = at.width, words = kIsBf16 ? width / 2 : width, steps = kIsBf16 ? kKeys / 2 : kKeys;
-  multiply<kIsBf16>(at.q, {at.keys_across, kKeys}, at.rows, kKeys, words, score_room.floats(), kKeys, false);
+  const int64_t width = at.width, words = kPairs ? width / 2 : width, steps = kPairs ? kKeys / 2 : kKeys;
+  const int64_t keys = seen_of(*std::max_element(at.end, at.end + at.rows) - at.key);
+  multiply<kPairs>(at.q, {at.keys_across, kKeys}, at.rows, keys, words, score_room.floats(), kKeys, false);
   for (int64_t r = 0; r < at.rows; ++r) {
     const int64_t first = at.first[r] - at.key, end = at.end[r] - at.key;
     Floats x[kRegisters];
@@ -43,7 +44,7 @@ __attribute__((noinline)) void add_block(const Looking& at, const Mixed& to, Roo
     const float top = std::max(before, largest(larger(larger(x[0], x[1]), larger(x[2], x[3]))));
     const float shift = std::isinf(top) ? 0.0f : top;  // where nothing was seen yet, all is -inf
     if (top > before && !std::isinf(before)) {
-      const float by = std::exp(before - top);
+      const float by = exponential(all(before - top))[0];
       to.total[r] *= by;
       float* row = to.sums + r * width;
       for (int64_t d = 0; d < width; d += kLanes) store(row + d, load(row + d) * by);
@@ -53,26 +54,26 @@ __attribute__((noinline)) void add_block(const Looking& at, const Mixed& to, Roo
     for (int c = 0; c < kRegisters; ++c) {
       x[c] = exponential(x[c] - shift);
       sum += x[c];
-      if constexpr (kIsBf16)
+      if constexpr (kPairs)
         *reinterpret_cast<Halves*>(reinterpret_cast<bf16*>(chance_room.words() + r * steps) + c * kLanes) = narrow(x[c]);
       else
         store(chance_room.floats() + r * steps + c * kLanes, x[c]);
     }
     to.total[r] += total(sum);
   }
-  multiply<kIsBf16>({chance_room.words(), steps, 1}, {at.values_along, width}, at.rows, width, steps, to.sums, width,
-                    true);
+  multiply<kPairs>({chance_room.words(), steps, 1}, {at.values_along, width}, at.rows, width, kPairs ? keys / 2 : keys,
+                   to.sums, width, true);
 }
 
-template <bool kIsBf16>
+template <bool kIsBf16, bool kPairs>
 void forward(const Call& call, int64_t batch, int64_t kv_head) {
-  const int64_t width = call.width, words = kIsBf16 ? width / 2 : width, keys = padded(call.keys, kKeys);
-  Room across(keys * words), along(keys * words), scores(kQueries * kKeys), chances(kQueries * kKeys);
+  const int64_t width = call.width, words = kPairs ? width / 2 : width, keys = padded(call.keys, kKeys);
+  Room queries(kPairs ? 0 : kQueries * width), across(keys * words), along(keys * words), scores(kQueries * kKeys), chances(kQueries * kKeys);
   Room sums(kQueries * width);
   float tops[kQueries], totals[kQueries];
   const Mixed mixed{sums.floats(), totals, tops};
-  lay_across(Rows<kIsBf16>::of(call.k, batch, kv_head), call.keys, width, across.words());
-  lay_along(Rows<kIsBf16>::of(call.v, batch, kv_head), call.keys, keys, width, along.words());
+  lay_across<kPairs>(Rows<kIsBf16>::of(call.k, batch, kv_head), call.keys, width, across.words());
+  lay_along<kPairs>(Rows<kIsBf16>::of(call.v, batch, kv_head), call.keys, keys, width, along.words());
   const int64_t group = call.heads / call.kv_heads;
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     const auto q = Rows<kIsBf16>::of(call.q, batch, head), out = Rows<kIsBf16>::of(call.out, batch, head);
@@ -80,9 +81,11 @@ void forward(const Call& call, int64_t batch, int64_t kv_head) {
     for (int64_t begin = 0; begin < call.queries; begin += kQueries) {
       const int64_t rows = std::min(kQueries, call.queries - begin);
       const Seen seen(call, batch, begin, rows);
+      if constexpr (!kPairs) lay_along<false>(q.from(begin), rows, rows, width, queries.words());
+      const Left left = kPairs ? q.left(begin) : Left{queries.words(), width, 1};
       mixed.clear(rows, width);
       for (int64_t key = seen.low; key < seen.high; key += kKeys)
-        add_block<kIsBf16>({q.left(begin), rows, width, call.scale, across.words() + key * words,
+        add_block<kPairs>({left, rows, width, call.scale, across.words() + key * words,
                             along.words() + key * words, key, seen.first, seen.end},
                            mixed, scores, chances);
       for (int64_t r = 0; r < rows; ++r) {

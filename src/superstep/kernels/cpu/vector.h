@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -50,9 +51,13 @@ inline Halves narrow(Floats x) {
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float largest(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float out = x[0];
   for (int i = 1; i < kLanes; ++i) out = x[i] > out ? x[i] : out;
   return out;
+#endif
 }
 inline float total(Floats x) {
 #ifdef __AVX512F__
@@ -62,6 +67,29 @@ inline float total(Floats x) {
     for (int i = 0; i < width; ++i) x[i] += x[i + width];
   return x[0];
 #endif
+}
+
+// Of each pair of rows that lie so far apart, the halves that are in each other's place change places.
+template <uint32_t kApart, uint32_t... kAt>
+inline void change_places(Words (&x)[kLanes], std::integer_sequence<uint32_t, kAt...>) {
+  constexpr Words low{(kAt & kApart ? kAt - kApart + kLanes : kAt)...};
+  constexpr Words high{(kAt & kApart ? kAt + kLanes : kAt + kApart)...};
+#pragma GCC unroll 16
+  for (uint32_t r = 0; r < kLanes; ++r)
+    if (!(r & kApart)) {
+      const Words a = x[r], b = x[r + kApart];
+      x[r] = __builtin_shuffle(a, b, low);
+      x[r + kApart] = __builtin_shuffle(a, b, high);
+    }
+}
+
+// Sixteen rows of as many words become columns.
+inline void turn_over(Words (&x)[kLanes]) {
+  constexpr auto each = std::make_integer_sequence<uint32_t, kLanes>{};
+  change_places<1>(x, each);
+  change_places<2>(x, each);
+  change_places<4>(x, each);
+  change_places<8>(x, each);
 }
 
 // e to the power of x for x at most 88: 2^n times a polynomial of the rest (Cephes' expf, 2 units in the last place).
