@@ -70,6 +70,17 @@ PAIRS: dict[str, tuple[dict, dict, int]] = {
         {"peer": "pipelining", "schedule": "1f1b", "dtype": "bf16"},
         2,
     ),
+    "zb-v beside GPipe fp32": ({"pp": 2, "dp": 1, "schedule": "zb-v", "chunks": 2}, {"peer": "pipelining"}, 2),
+    "zb-v beside 1F1B fp32": (
+        {"pp": 2, "dp": 1, "schedule": "zb-v", "chunks": 2},
+        {"peer": "pipelining", "schedule": "1f1b"},
+        2,
+    ),
+    "zb-v beside 1F1B bf16": (
+        {"pp": 2, "dp": 1, "schedule": "zb-v", "chunks": 2, "compute": "bf16"},
+        {"peer": "pipelining", "schedule": "1f1b", "dtype": "bf16"},
+        2,
+    ),
     "DeepSpeed ZeRO-2 fp32": ({"dp": 2, "zero": 2}, {"peer": "zero2"}, 2),
     "DeepSpeed ZeRO-2 bf16": ({"dp": 2, "zero": 2, "compute": "bf16"}, {"peer": "zero2", "dtype": "bf16"}, 2),
     "DeepSpeed ZeRO-3 bf16": ({"dp": 2, "zero": 3, "compute": "bf16"}, {"peer": "zero3", "dtype": "bf16"}, 2),
