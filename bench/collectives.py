@@ -2,7 +2,8 @@
 
     python -m bench.collectives                  JSON under bench/results/
     python -m bench.collectives --world 4
-    python -m bench.collectives --world 4 --hosts 2    as root, on Linux: hosts are network namespaces with a link
+    python -m bench.collectives --world 4 --hosts 2 --link 1gbit
+                                                 as root, on Linux: hosts are network namespaces with such a link
 
 With hosts, their ranks share memory and messages go between them. Each way has its turn within a round, and of a
 round's ratio the median counts. Beside the seconds stand those that a rank's processor had to work: on a machine with
@@ -111,12 +112,14 @@ def _row(kind: str, size: int, groups: dict[str, Group], rounds: int) -> dict[st
     }
 
 
-def _measured(world: int, rounds: int, has_hosts: bool) -> dict:
-    with tempfile.TemporaryDirectory() as folder, Several(Path(folder), []) if has_hosts else nullcontext() as several:
+def _measured(world: int, rounds: int, link: str | None) -> dict:
+    with tempfile.TemporaryDirectory() as folder, Several(Path(folder), []) if link else nullcontext() as several:
         hosts = [] if several is None else list(zip(several.names, several.links, strict=True))
+        if several is not None and link:
+            several.limit(link)
         mp.spawn(_rank, args=(world, rounds, folder, hosts), nprocs=world)
         found = torch.load(Path(folder) / "found.pt", weights_only=False)
-    return {"world": world, "hosts": max(1, len(hosts)), **found}
+    return {"world": world, "hosts": max(1, len(hosts)), "link": link, **found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,13 +127,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--link", default="1gbit", help="between hosts, each way, as tc(8) writes it")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--out", type=Path, help="default: bench/results/collectives.json, with hosts collectives-hosts"
     )
     options = parser.parse_args(argv)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    found = [_measured(world, options.rounds, options.hosts > 1) for world in options.world]
+    link = options.link if options.hosts > 1 else None
+    found = [_measured(world, options.rounds, link) for world in options.world]
     name = "collectives-hosts" if options.hosts > 1 else "collectives"
     for each in found:
         print(f"{each['world']} ranks: a group in {each['group_s']['shared'] * 1e3:.1f} ms, Gloo's in ", end="")

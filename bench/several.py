@@ -100,6 +100,12 @@ class Several:
         others = [pid for pid in self.pids(host) if pid != self.launchers[host].pid]
         return sorted(pid for pid in others if any(NAME in line for line in _maps(pid)))
 
+    def limit(self, rate: str) -> None:
+        """Have what each host sends to the other go no faster: a rate as tc(8) writes it, ``1gbit``."""
+        for name, link in zip(self.names, self.links, strict=True):
+            bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+            _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", link, "root", *bucket)
+
     def kill(self, host: int) -> None:
         """End a whole host at once: its launcher, its ranks, and with them their memory."""
         for _ in range(3):

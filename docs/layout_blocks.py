@@ -138,24 +138,31 @@ def _served() -> str:
 
 def _collectives() -> str:
     found = json.loads((RESULTS / "collectives.json").read_text(encoding="utf-8"))["measured"]
+    return _beside_gloo(found, [f"{each['world']} ranks" for each in found])
+
+
+def _collectives_over_hosts() -> str:
+    found = json.loads((RESULTS / "collectives-hosts.json").read_text(encoding="utf-8"))["measured"]
+    return _beside_gloo(found, [f"{each['world']} ranks on {each['hosts']} hosts" for each in found])
+
+
+def _beside_gloo(found: list[dict], names: list[str]) -> str:
     rows = []
     for row in found[0]["rows"]:
         cells = (
             next(r for r in each["rows"] if r["collective"] == row["collective"] and r["bytes"] == row["bytes"])
             for each in found
         )
-        rows.append((row["collective"], f"{row['bytes']:,} B", *(_beside_gloo(cell) for cell in cells)))
-    return table(("collective", "of", *(f"{each['world']} ranks" for each in found)), rows)
-
-
-def _beside_gloo(row: dict) -> str:
-    return f"{row['shared_s'] * 1e6:,.0f} µs, {row['ratio']:.1f}x"
+        told = (f"{cell['shared_s'] * 1e6:,.0f} µs, {cell['ratio']:.1f}x" for cell in cells)
+        rows.append((row["collective"], f"{row['bytes']:,} B", *told))
+    return table(("collective", "of", *names), rows)
 
 
 LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
     "peers": _peers,
     "served": _served,
     "collectives": _collectives,
+    "collectives over hosts": _collectives_over_hosts,
     "replicas": _replicas,
     "zig-zag": _zig_zag,
     "long context": _long_context,

@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.multiproc, NEEDS_ROOT]
 PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40",
         "--plan.microbatch", "2", "--data.cache", "tokens"]  # fmt: skip
 COPIED = [
-    "--plan.dp",
-    "2",
     "--plan.zero",
     "1",
     "--state.dir",
@@ -43,11 +41,11 @@ def place(tmp_path, monkeypatch):
 class Run:
     """Two hosts that train, beside what one process has trained."""
 
-    def __init__(self, place, steps):
+    def __init__(self, place, steps, ranks=2):
         plan = [*PLAN, "--train.steps", str(steps)]
         assert main(["train", "run.toml", *plan, "--plan.dp", "1", "--state.dir", "one"]) == 0
         self.one, self.two = several.losses(place / "one"), place / "two"
-        self.hosts = several.Several(place, [*plan, *COPIED], [small_launcher.__file__])
+        self.hosts = several.Several(place, [*plan, *COPIED, "--plan.dp", str(ranks)], [small_launcher.__file__])
 
     @contextmanager
     def begun(self, *flags):
@@ -77,6 +75,14 @@ class Run:
         assert self.hosts.wait() == [0, 0], self.hosts.output()
         assert several.losses(self.two) == self.one, self.hosts.output()
         return several.told(self.two, "resumed")
+
+
+@pytest.mark.long
+def test_two_ranks_on_each_host_sum_in_memory_first_and_have_the_bits_of_one(place):
+    run = Run(place, steps=60, ranks=4)
+    with run.begun() as hosts:
+        assert run.ends_as_one() == []
+        assert "4 ranks over shared memory and Gloo" in hosts.output()
 
 
 @pytest.mark.long
@@ -189,7 +195,7 @@ def test_another_secret_is_refused_and_the_run_goes_on(place):
 def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_the_bits_of_one_process(place):
     # A constant learning rate: how many steps are done while hosts come and go is not known before.
     plan = [*PLAN, "--train.decay", "wsd", "--train.decay-steps", "1"]
-    elastic = ["--train.steps", "100000", "--train.elastic", "true", "--without-after", "0", *COPIED]
+    elastic = ["--train.steps", "100000", "--train.elastic", "true", "--without-after", "0", *COPIED, "--plan.dp", "2"]
     two, run = several.Several(place, [*plan, *elastic], [small_launcher.__file__]), place / "two"
 
     def until(event, count):
