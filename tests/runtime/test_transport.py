@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from superstep.plan.resolve import resolve
 from superstep.runtime import transport
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
-from superstep.runtime.shared import lane
+from superstep.runtime.shared import lane, region
 from superstep.runtime.transport import GLOO, reach
 from superstep.train.proof import close
 from superstep.train.proof.close import prove, write_reference
@@ -88,6 +89,22 @@ def test_one_rank_of_a_host_compiles(pool, tmp_path):
     assert pool.run(3, _compiled_once, str(tmp_path)) == [[], [], []]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "wanted"),
+    [
+        ((0, 0, 2, 2), range(4), ((0, 1), (2, 3))),
+        ((0, 0, 0, 3, 3, 3), (0, 2, 3, 5), ((0, 2), (3, 5))),
+        ((0, 0, 2, 2), (0, 2), ()),  # one of each: nothing to sum in memory
+        ((0, 0, 0, 3), range(4), ()),  # not as many
+        ((0, 1, 0, 1), range(4), ()),  # whose parts would lie apart
+        ((0, 0, 0, 0), range(4), ()),
+    ],
+)
+def test_a_group_over_hosts_has_two_levels_where_each_has_as_many_ranks_in_a_row(hosts, ranks, wanted):
+    found = region.Region(os.memfd_create("hosts"), hosts, 0, None)
+    assert found.by_host(ranks) == wanted
+
+
 # Whole steps: within two hosts and between them, and over Gloo alone.
 
 LAYOUTS = [
@@ -97,6 +114,7 @@ LAYOUTS = [
     {"dp": 4, "zero": 2},
     {"pp": 4, "microbatch": 1},
     {"cp": 4, "context": "ulysses"},
+    {"cp": 4},
 ]
 
 
@@ -114,8 +132,8 @@ def _proven(rank, world, runs, root, way):
     return verdicts
 
 
-WAYS = [("two hosts", 3), *longer([("two hosts", 6), ("Gloo alone", 6)], lambda way: True)]
-"""Each with so many of the layouts, of which the first three have every axis."""
+WAYS = [("two hosts", 4), *longer([("two hosts", 7), ("Gloo alone", 7)], lambda way: True)]
+"""Each with so many of the layouts, of which the first three have every axis, and the next a group of both levels."""
 
 
 @pytest.mark.parametrize(("way", "count"), WAYS)

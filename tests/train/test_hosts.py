@@ -18,7 +18,7 @@ NEEDS_ROOT = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 pytestmark = [pytest.mark.multiproc, NEEDS_ROOT]
 
 PLAN = ["--numerics.exact", "true", "--train.eval-every", "1000", "--state.save-every", "40",
-        "--plan.microbatch", "2", "--data.cache", "tokens"]  # fmt: skip
+        "--data.cache", "tokens"]  # fmt: skip
 COPIED = [
     "--plan.zero",
     "1",
@@ -42,7 +42,7 @@ class Run:
     """Two hosts that train, beside what one process has trained."""
 
     def __init__(self, place, steps, ranks=2):
-        plan = [*PLAN, "--train.steps", str(steps)]
+        plan = [*PLAN, "--train.steps", str(steps), "--plan.microbatch", str(4 // ranks)]
         assert main(["train", "run.toml", *plan, "--plan.dp", "1", "--state.dir", "one"]) == 0
         self.one, self.two = several.losses(place / "one"), place / "two"
         self.hosts = several.Several(place, [*plan, *COPIED, "--plan.dp", str(ranks)], [small_launcher.__file__])
@@ -194,8 +194,18 @@ def test_another_secret_is_refused_and_the_run_goes_on(place):
 @pytest.mark.long
 def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_the_bits_of_one_process(place):
     # A constant learning rate: how many steps are done while hosts come and go is not known before.
-    plan = [*PLAN, "--train.decay", "wsd", "--train.decay-steps", "1"]
-    elastic = ["--train.steps", "100000", "--train.elastic", "true", "--without-after", "0", *COPIED, "--plan.dp", "2"]
+    plan = [*PLAN, "--plan.microbatch", "2", "--train.decay", "wsd", "--train.decay-steps", "1"]
+    elastic = [
+        "--train.steps",
+        "100000",
+        "--train.elastic",
+        "true",
+        "--without-after",
+        "0",
+        *COPIED,
+        "--plan.dp",
+        "2",
+    ]
     two, run = several.Several(place, [*plan, *elastic], [small_launcher.__file__]), place / "two"
 
     def until(event, count):

@@ -51,6 +51,7 @@ void pack_columns(const Rows& from, int64_t first_row, int64_t last_row, int64_t
 // How many terms were no smaller in size than the limit, or are no numbers.
 template <bool kIsBf16>
 int64_t add_products_to_grid(const GridProduct& call, int64_t threads) {
+  if (call.starts[0] == call.starts[call.chunks]) return 0;
   const int64_t first_row = call.starts[0], last_row = call.starts[call.chunks], rows = last_row - first_row;
   const std::unique_ptr<float[]> x(new float[rows * call.inputs]);
   int64_t wrong = 0;

@@ -72,14 +72,12 @@ inline float total(Floats x) {
 // Of each pair of rows that lie so far apart, the halves that are in each other's place change places.
 template <uint32_t kApart, uint32_t... kAt>
 inline void change_places(Words (&x)[kLanes], std::integer_sequence<uint32_t, kAt...>) {
-  constexpr Words low{(kAt & kApart ? kAt - kApart + kLanes : kAt)...};
-  constexpr Words high{(kAt & kApart ? kAt + kLanes : kAt + kApart)...};
 #pragma GCC unroll 16
   for (uint32_t r = 0; r < kLanes; ++r)
     if (!(r & kApart)) {
       const Words a = x[r], b = x[r + kApart];
-      x[r] = __builtin_shuffle(a, b, low);
-      x[r + kApart] = __builtin_shuffle(a, b, high);
+      x[r] = __builtin_shufflevector(a, b, (kAt & kApart ? kAt - kApart + kLanes : kAt)...);
+      x[r + kApart] = __builtin_shufflevector(a, b, (kAt & kApart ? kAt + kLanes : kAt + kApart)...);
     }
 }
 

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from superstep.runtime.device import cores
 from superstep.runtime.shared.lane import Kind, Lane, LaneError, Started, Where
-from superstep.runtime.shared.own import OwnGroup, own_of, require_equal, require_one_type, rows_of, rule_of, whole_of
+from superstep.runtime.shared.own import (
+    OwnGroup,
+    own_of,
+    require_equal,
+    require_one_type,
+    require_summed,
+    rows_of,
+    rule_of,
+    whole_of,
+)
 from superstep.runtime.shared.region import Region
 
 BACKEND = "shared"
@@ -66,6 +75,7 @@ class SharedGroup(OwnGroup):
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
         rule = rule_of(opts)
+        require_summed(tensor)
         whole = whole_of(tensor)
         started = self._start(Kind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
         return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
@@ -80,6 +90,7 @@ class SharedGroup(OwnGroup):
         """This rank's part of a sum."""
         require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
         require_one_type(output, given)
+        require_summed(given)
         return SharedWork(
             self._start(Kind.REDUCE_SCATTER, whole_of(given), own_of(output), output.numel(), opts, rule=rule_of(opts))
         )

@@ -171,10 +171,6 @@ class Lane:
             is_waited: the caller waits for it next, and needs no thread beside it.
         """
         is_summed = kind <= Kind.REDUCE_SCATTER
-        if is_summed and given.dtype not in SUMMED:
-            raise NotImplementedError(
-                f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}."
-            )
         if given.dtype == torch.bool and rule == "sum":
             rule = "max"  # true and true are one truth
         number = SUMMED[given.dtype] if is_summed else BYTES

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.runtime.shared.lane import Rule
+from superstep.runtime.shared.lane import SUMMED, Rule
 
 _RULES: dict[Any, Rule] = {
     dist.ReduceOp.SUM: "sum",
@@ -98,6 +98,12 @@ def require_one_type(output: Tensor, given: Tensor) -> None:
     """Raise ``ValueError`` where they differ."""
     if output.dtype != given.dtype:
         raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
+
+
+def require_summed(given: Tensor) -> None:
+    """Raise ``NotImplementedError`` where its numbers cannot be added up."""
+    if given.dtype not in SUMMED:
+        raise NotImplementedError(f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}.")
 
 
 def require_equal(found: int, wanted: int, what: str) -> None:

@@ -8,8 +8,7 @@ of each rank; what is gathered crosses it once for each host, and is handed on t
     sum of part 0      ranks 0 and 1 in memory, ranks 2 and 3 in memory; then rank 2 sends its sum to rank 0
 
 Each rank talks to those that have its seat on the other hosts, so that all of a host's ranks share its link. The order
-of a sum is: ranks of a host, then hosts. As on the other two, sums of bf16 are made in fp32; here they are rounded once
-on each host, and once more.
+of a sum is: ranks of a host, then hosts. Sums of bf16 are made in fp32, and rounded once on each host and once more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.runtime.shared.lane import Rule
-from superstep.runtime.shared.own import OwnGroup, own_of, require_equal, require_one_type, rows_of, rule_of, whole_of
+from superstep.runtime.shared.own import (
+    OwnGroup,
+    own_of,
+    require_equal,
+    require_one_type,
+    require_summed,
+    rows_of,
+    rule_of,
+    whole_of,
+)
 
 BACKEND = "two_levels"
 """By which ``torch.distributed`` knows such groups."""
@@ -36,8 +44,10 @@ BACKEND = "two_levels"
 SMALL_BYTES = 32 << 10
 """Sums of no more go to every seat whole: one message instead of two, one after the other."""
 
-_SUMS, _LETTERS = 0, 1
-"""Tags of messages: what an operation of all ranks sends, and what a rank sends to one other."""
+_LETTERS, _TAGS = 0, 2**30
+"""The tag of what a rank sends to one other, and how many more there are, one for each exchange of all ranks: hosts
+that are not at the same one wait for each other and take nothing for what it is not.
+"""
 
 _OPS: dict[Rule, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -76,7 +86,12 @@ class Beside(dist.Work):
         Raises:
             DistBackendError: it will never be, and why.
         """
-        self._future.result()
+        try:
+            self._future.result()
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"between hosts: {error}") from None
         return True
 
 
@@ -89,15 +104,14 @@ class TwoLevels(OwnGroup):
         self._seats = levels.near.size()
         self._hosts = size // self._seats
         self._host, self._seat = divmod(rank, self._seats)
-        self._line: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        # A daemon: who ends does not wait for what a rank that is gone will never send.
-        self._thread = threading.Thread(target=_serve, args=(self._line,), name=BACKEND, daemon=True)
-        self._thread.start()
+        self._exchanges = 0
+        self._line = _Line()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Beside:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
         rule, whole = rule_of(opts), whole_of(tensor)
+        require_summed(tensor)
 
         def work() -> None:
             self._all_reduce(whole.view(-1), rule)
@@ -117,6 +131,7 @@ class TwoLevels(OwnGroup):
         """This rank's part of a sum; where it lies in what is given, the rest of this is undefined afterwards."""
         require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
         require_one_type(output, given)
+        require_summed(given)
         out, whole, rule = own_of(output).view(-1), whole_of(given).view(-1), rule_of(opts)
         return self._start(lambda: self._reduce_scatter(out, whole, rule))
 
@@ -155,8 +170,10 @@ class TwoLevels(OwnGroup):
         return self.allreduce([torch.zeros(1, dtype=torch.uint8)])
 
     def shutdown(self) -> None:
-        """Leave the group, and those it is made of; who waits for this rank learns it."""
-        self._line.put(None)
+        """Leave the group, and those it is made of: this host's ranks learn it at once where they wait for this one,
+        other hosts' once their connections end.
+        """
+        self._line.close()
         for each in (self._levels.near, self._levels.letters, self._levels.far):
             with suppress(ValueError):  # torch lets go of all groups one by one, and may have come to it before
                 dist.destroy_process_group(each)
@@ -164,9 +181,7 @@ class TwoLevels(OwnGroup):
     abort = shutdown
 
     def _start(self, work: Callable[[], None]) -> Beside:
-        done: Future[None] = Future()
-        self._line.put((work, done))
-        return Beside(done)
+        return Beside(self._line.put(work))
 
     def _rank(self, host: int) -> int:
         """Who has this rank's seat on another host."""
@@ -181,10 +196,10 @@ class TwoLevels(OwnGroup):
         return (self._levels.letters, seat) if host == self._host else (self._levels.far, peer)
 
     def _send(self, tensor: Tensor, peer: int) -> dist.Work:
-        return _started(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=_SUMS))
+        return _started(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=1 + self._exchanges % _TAGS))
 
     def _receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        return _started(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=_SUMS))
+        return _started(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=1 + self._exchanges % _TAGS))
 
     def _all_reduce(self, whole: Tensor, rule: Rule) -> None:
         size = self.size()
@@ -197,7 +212,8 @@ class TwoLevels(OwnGroup):
             self._all_reduce_small(whole[even:], rule)
 
     def _all_reduce_small(self, whole: Tensor, rule: Rule) -> None:
-        _done(dist.all_reduce(whole, op=_OPS[rule], group=self._levels.near, async_op=True))
+        self._exchanges += 1
+        dist.all_reduce(whole, op=_OPS[rule], group=self._levels.near)
         rows = [whole if host == self._host else torch.empty_like(whole) for host in range(self._hosts)]
         works = [self._receive(rows[host], self._rank(host)) for host in self._others()]
         works += [self._send(whole, self._rank(host)) for host in self._others()]
@@ -207,6 +223,7 @@ class TwoLevels(OwnGroup):
 
     def _reduce_scatter(self, out: Tensor, whole: Tensor, rule: Rule) -> None:
         """Where ``out`` is this rank's own part of ``whole``, what goes to others is made in theirs."""
+        self._exchanges += 1
         parts = whole.view(self._hosts, self._seats, -1)
         is_own = out.data_ptr() == parts[self._host, self._seat].data_ptr()
         rows = [out if host == self._host else torch.empty_like(out) for host in range(self._hosts)]
@@ -223,10 +240,11 @@ class TwoLevels(OwnGroup):
 
     def _sum_near(self, out: Tensor, parts: Tensor, rule: Rule) -> None:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        _done(scatter(out, parts, op=_OPS[rule], group=self._levels.near, async_op=True))
+        scatter(out, parts, op=_OPS[rule], group=self._levels.near)
 
     def _all_gather(self, out: Tensor, own: Tensor) -> None:
         """``own`` may be this rank's part of ``out``."""
+        self._exchanges += 1
         blocks = out.view(self._hosts, self._seats, -1)
         arriving = {host: self._receive(blocks[host, self._seat], self._rank(host)) for host in self._others()}
         leaving = [self._send(own, self._rank(host)) for host in self._others()]
@@ -239,42 +257,77 @@ class TwoLevels(OwnGroup):
 
     def _gather_near(self, out: Tensor, own: Tensor) -> None:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        _done(gather(out.view(-1), own, group=self._levels.near, async_op=True))
+        gather(out.view(-1), own, group=self._levels.near)
 
     def _all_to_all(self, going: Sequence[Tensor], coming: Sequence[Tensor]) -> None:
+        self._exchanges += 1
         others = [host * self._seats + seat for host in self._others() for seat in range(self._seats)]
         works = [self._receive(coming[peer], peer) for peer in others if coming[peer].numel()]
         works += [self._send(going[peer], peer) for peer in others if going[peer].numel()]
         here = slice(self._host * self._seats, (self._host + 1) * self._seats)
         rows_in, rows_out = ([len(part) for part in parts[here]] for parts in (coming, going))
         given, out = (_joined(parts[here]) for parts in (going, coming))
-        _done(dist.all_to_all_single(out, given, rows_in, rows_out, group=self._levels.near, async_op=True))
+        dist.all_to_all_single(out, given, rows_in, rows_out, group=self._levels.near)
         for work in works:
             work.wait()
 
     def _broadcast(self, own: Tensor, root: int) -> None:
+        self._exchanges += 1
         seat = root % self._seats
         works = []
         if self.rank() == root:
             works = [self._send(own, self._rank(host)) for host in self._others()]
         elif self._seat == seat:
             self._receive(own, root).wait()
-        _done(dist.broadcast(own, group=self._levels.near, group_src=seat, async_op=True))
+        dist.broadcast(own, group=self._levels.near, group_src=seat)
         for work in works:
             work.wait()
 
 
-def _serve(line: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    """Do what stands in line, until there is nothing to come."""
-    while (found := line.get()) is not None:
-        work, done = found
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        del found, work, done  # and with them the tensors
+class _Line:
+    """What stands in line, done one after the other by a thread. Once something fails nothing behind it is begun:
+    others would take what it sends for what they wait for.
+    """
+
+    def __init__(self) -> None:
+        self._line: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._failed: BaseException | None = None
+        # A daemon: who ends does not wait for what a rank that is gone will never send.
+        threading.Thread(target=self._serve, name=BACKEND, daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> Future[None]:
+        """Have it done, after all that stands there."""
+        done: Future[None] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise dist.DistBackendError("shared memory: the group was closed here.")
+            self._line.put((work, done))
+        return done
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._lock:
+            self._is_closed = True
+            self._failed = self._failed or dist.DistBackendError("shared memory: the group was closed here.")
+            self._line.put(None)
+
+    # Numbers are summed as they are, whatever of autograd the caller has switched on.
+    @torch.inference_mode()
+    def _serve(self) -> None:
+        while (found := self._line.get()) is not None:
+            work, done = found
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                work()
+            except BaseException as error:  # noqa: BLE001
+                self._failed = self._failed or error
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del found, work, done  # and with them the tensors
 
 
 def _combine(rows: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
@@ -295,10 +348,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work
-
-
-def _done(work: dist.Work | None) -> None:
-    _started(work).wait()
 
 
 def make(opts: Any, levels: Levels) -> TwoLevels:  # noqa: ANN401
