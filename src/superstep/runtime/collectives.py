@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.runtime.mesh import Group
+from superstep.runtime.shared.own import gather_single, scatter_single, started
 from superstep.runtime.transport import has_gloos_calls
 
 
@@ -65,11 +66,6 @@ def together(parts: Sequence[Pending]) -> Pending:
     return parts[0] if len(parts) == 1 else _Together(parts)
 
 
-# torch 2.13 renamed these two; both names mean the same.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 def all_reduce(buffer: Tensor, group: Group) -> Pending:
     """Sum ``buffer`` over the group, in place."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -85,15 +81,15 @@ def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
     if not has_gloos_calls(group):
-        work = _scatter_single(parts[me], buffer, group=group, async_op=True)
+        work = scatter_single(parts[me], buffer, group=group, async_op=True)
         return _Works((work,))
     arrived = buffer.new_empty(size, parts[me].numel())
     works: list[dist.Work] = []
     for step in range(1, size):
         target, source = (me + step) % size, (me - step) % size
         works += [
-            _started(dist.isend(parts[target], group=group, group_dst=target, tag=tag)),
-            _started(dist.irecv(arrived[source], group=group, group_src=source, tag=tag)),
+            started(dist.isend(parts[target], group=group, group_dst=target, tag=tag)),
+            started(dist.irecv(arrived[source], group=group, group_src=source, tag=tag)),
         ]
 
     def add() -> None:
@@ -115,35 +111,30 @@ def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
     if not has_gloos_calls(group):
-        return _Works((_gather_single(buffer, parts[me], group=group, async_op=True),))
+        return _Works((gather_single(buffer, parts[me], group=group, async_op=True),))
     works: list[dist.Work] = []
     for step in range(1, size):
         target, source = (me + step) % size, (me - step) % size
         works += [
-            _started(dist.isend(parts[me], group=group, group_dst=target, tag=tag)),
-            _started(dist.irecv(parts[source], group=group, group_src=source, tag=tag)),
+            started(dist.isend(parts[me], group=group, group_dst=target, tag=tag)),
+            started(dist.irecv(parts[source], group=group, group_src=source, tag=tag)),
         ]
     return _Works(tuple(works))
 
 
 def send(tensor: Tensor, group: Group, target: int, tag: int) -> Pending:
     """Start sending to the group's rank ``target``; the tensor must not change until waited for."""
-    return _Works((_started(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
+    return _Works((started(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
 
 
 def receive(tensor: Tensor, group: Group, source: int, tag: int) -> Pending:
     """Start receiving from the group's rank ``source``."""
-    return _Works((_started(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
+    return _Works((started(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
 
 
 def _tag(group: Group, tag: int) -> int:
     # NCCL has none, and what came out of order would be taken for what was asked for: so too where Gloo stands for it.
     return tag if has_gloos_calls(group) else 0
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def sum_over(values: Tensor, group: Group | None) -> Tensor:
@@ -164,7 +155,7 @@ def scatter_sequence(x: Tensor, group: Group) -> Tensor:
     parts = torch.stack(x.chunk(size, dim=1))
     if not has_gloos_calls(group):
         out = torch.empty_like(parts[0])
-        _scatter_single(out.view(-1), parts.view(-1), group=group)
+        scatter_single(out.view(-1), parts.view(-1), group=group)
         return out
     dist.all_reduce(parts, group=group)
     return parts[me].clone()
@@ -173,7 +164,7 @@ def scatter_sequence(x: Tensor, group: Group) -> Tensor:
 def stack_ranks(x: Tensor, group: Group) -> Tensor:
     """Every rank's tensor, in rank order: [size, ...]."""
     out = x.new_empty(group.size(), *x.shape)
-    _gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+    gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
 

@@ -6,6 +6,7 @@ does not take, a head of 24 numbers say, goes the module's own way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def fuse(module: nn.Module) -> None:
         if type(layer) is RMSNorm:
             replace_forward(layer, _norm(layer))
         elif isinstance(layer, FeedForward | Experts):
-            replace_forward(layer, _gated(layer))
+            replace_forward(layer, gated(layer, swiglu.swiglu))
         elif type(layer) is Attention:
             layer.rope = Turn(layer.rope)  # type: ignore[assignment]
 
@@ -69,11 +70,14 @@ def _norm(layer: RMSNorm) -> Forward:
     return forward
 
 
-def _gated(layer: FeedForward | Experts) -> Forward:
+def gated(layer: FeedForward | Experts, gate_by: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+    """The layer's forward with ``gate_by(gate, up)`` for silu(gate) · up, where the kernel's library takes them."""
+
     def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
         """Of experts it is told as well which rows are whose."""
         gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
-        inner = swiglu.swiglu(gate, up) if swiglu.takes(gate, up) else layer.act_fn(gate) * up
+        is_taken = swiglu.takes(gate, up) and fused.is_compiled()
+        inner = gate_by(gate, up) if is_taken else layer.act_fn(gate) * up
         out: Tensor = layer.down_proj(inner, *rows)
         return out
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.kernels import fused, swiglu
-from superstep.model.experts import Experts
-from superstep.model.feedforward import FeedForward
+from superstep.kernels import swiglu
 
 
 class _SiLU(torch.autograd.Function):
@@ -54,17 +52,7 @@ class _Gated(torch.autograd.Function):
         return swiglu.backward(grad, *ctx.saved_tensors)
 
 
-def exact_gated(layer: FeedForward | Experts) -> Any:  # noqa: ANN401
-    """The layer's new forward, whose products are those of its linears."""
-
-    def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
-        """Of experts it is told as well which rows are whose."""
-        gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
-        if fused.takes(gate) and fused.is_compiled():
-            inner: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
-        else:
-            inner = layer.act_fn(gate) * up
-        out: Tensor = layer.down_proj(inner, *rows)
-        return out
-
-    return forward
+def exact_gate_of(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    out: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out

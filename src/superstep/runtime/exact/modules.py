@@ -33,10 +33,11 @@ from superstep.plan.rules import Rules
 from superstep.runtime.accumulate import Sink, hands_to, replace_forward
 from superstep.runtime.device import Device
 from superstep.runtime.exact.experts import exact_combine, exact_gate, exact_grouped_linear
-from superstep.runtime.exact.gate import exact_gated, exact_silu
+from superstep.runtime.exact.gate import exact_gate_of, exact_silu
 from superstep.runtime.exact.linear import Cut, exact_embedding, exact_linear, exact_norm
 from superstep.runtime.exact.loss import exact_loss
 from superstep.runtime.exact.low_rank import exact_adapted
+from superstep.runtime.fused import gated
 from superstep.runtime.mesh import Group
 
 
@@ -146,7 +147,7 @@ def _make_parts_exact(module: nn.Module) -> None:
         if isinstance(layer, nn.SiLU):
             replace_forward(layer, exact_silu)
         elif isinstance(layer, FeedForward | Experts):
-            replace_forward(layer, exact_gated(layer))
+            replace_forward(layer, gated(layer, exact_gate_of))
         elif isinstance(layer, MixtureOfExperts):
             layer.combine = exact_combine  # type: ignore[method-assign]
     if isinstance(module, Head):

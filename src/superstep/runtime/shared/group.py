@@ -20,7 +20,7 @@ from superstep.runtime.shared.own import (
     own_of,
     require_equal,
     require_one_type,
-    require_summed,
+    require_parts,
     rows_of,
     rule_of,
     whole_of,
@@ -74,26 +74,23 @@ class SharedGroup(OwnGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
-        rule = rule_of(opts)
-        require_summed(tensor)
+        rule = rule_of(tensor, opts)
         whole = whole_of(tensor)
         started = self._start(Kind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
         return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
-        require_equal(output.numel(), given.numel() * self.size(), "elements of all ranks together")
+        require_parts(output, given, self.size())
         require_one_type(output, given)
         return SharedWork(self._start(Kind.ALL_GATHER, whole_of(given), own_of(output), given.numel(), opts))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """This rank's part of a sum."""
-        require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
+        require_parts(given, output, self.size())
         require_one_type(output, given)
-        require_summed(given)
-        return SharedWork(
-            self._start(Kind.REDUCE_SCATTER, whole_of(given), own_of(output), output.numel(), opts, rule=rule_of(opts))
-        )
+        rule, whole, own = rule_of(given, opts), whole_of(given), own_of(output)
+        return SharedWork(self._start(Kind.REDUCE_SCATTER, whole, own, output.numel(), opts, rule=rule))
 
     def all_to_all_single(
         self,

@@ -54,11 +54,12 @@ SUMMED = {
 
 BYTES = SUMMED[torch.uint8]
 
+CLOSED = -4
 ENDS = {
     -1: "rank {rank} has not come to it within {patience_s:g} s",
     -2: "the process of rank {rank} has ended",
     -3: "rank {rank} has left",
-    -4: "the group was closed here",
+    CLOSED: "the group was closed here",
     -5: "rank {rank} is at another operation, or has another size for it",
 }
 

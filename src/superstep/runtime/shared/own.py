@@ -9,11 +9,16 @@ from torch import Tensor
 
 from superstep.runtime.shared.lane import SUMMED, Rule
 
-_RULES: dict[Any, Rule] = {
+RULES: dict[Any, Rule] = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
 }
+
+
+# torch 2.13 renamed these two; both names mean the same.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class OwnGroup(dist.ProcessGroup):
@@ -64,12 +69,14 @@ class OwnGroup(dist.ProcessGroup):
         return self.all_to_all_single(*given)
 
 
-def rule_of(opts: Any) -> Rule:  # noqa: ANN401
-    """How numbers become one."""
+def rule_of(given: Tensor, opts: Any) -> Rule:  # noqa: ANN401
+    """How numbers of the tensor become one; raises ``NotImplementedError`` where they cannot."""
+    if given.dtype not in SUMMED:
+        raise NotImplementedError(f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}.")
     asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-    if asked not in _RULES:
-        raise NotImplementedError(f"{asked} over shared memory; what it has: {', '.join(_RULES.values())}.")
-    return _RULES[asked]
+    if asked not in RULES:
+        raise NotImplementedError(f"{asked} over shared memory; what it has: {', '.join(RULES.values())}.")
+    return RULES[asked]
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -94,19 +101,24 @@ def rows_of(x: Tensor, counts: Any, size: int) -> list[int]:  # noqa: ANN401
     return rows
 
 
+def require_parts(whole: Tensor, part: Tensor, size: int) -> None:
+    """Raise ``ValueError`` where the one is not ``size`` parts like the other."""
+    require_equal(whole.numel(), part.numel() * size, "elements of all ranks together")
+
+
 def require_one_type(output: Tensor, given: Tensor) -> None:
     """Raise ``ValueError`` where they differ."""
     if output.dtype != given.dtype:
         raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
 
 
-def require_summed(given: Tensor) -> None:
-    """Raise ``NotImplementedError`` where its numbers cannot be added up."""
-    if given.dtype not in SUMMED:
-        raise NotImplementedError(f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}.")
-
-
 def require_equal(found: int, wanted: int, what: str) -> None:
     """Raise ``ValueError`` where there are not so many."""
     if found != wanted:
         raise ValueError(f"{found} {what}; there must be {wanted}.")
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """What was asked to start, which is nothing for who is no member of its group."""
+    assert work is not None
+    return work

@@ -26,15 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.runtime.shared.lane import Rule
+from superstep.runtime.shared.lane import CLOSED, ENDS, Rule
 from superstep.runtime.shared.own import (
+    RULES,
     OwnGroup,
+    gather_single,
     own_of,
-    require_equal,
     require_one_type,
-    require_summed,
+    require_parts,
     rows_of,
     rule_of,
+    scatter_single,
+    started,
     whole_of,
 )
 
@@ -49,7 +52,7 @@ _LETTERS, _TAGS = 0, 2**30
 that are not at the same one wait for each other and take nothing for what it is not.
 """
 
-_OPS: dict[Rule, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {rule: asked for asked, rule in RULES.items()}
 
 _COMBINE: dict[Rule, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -110,8 +113,7 @@ class TwoLevels(OwnGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Beside:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
-        rule, whole = rule_of(opts), whole_of(tensor)
-        require_summed(tensor)
+        rule, whole = rule_of(tensor, opts), whole_of(tensor)
 
         def work() -> None:
             self._all_reduce(whole.view(-1), rule)
@@ -122,17 +124,16 @@ class TwoLevels(OwnGroup):
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Beside:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
-        require_equal(output.numel(), given.numel() * self.size(), "elements of all ranks together")
+        require_parts(output, given, self.size())
         require_one_type(output, given)
         out, own = own_of(output).view(-1), whole_of(given).view(-1)
         return self._start(lambda: self._all_gather(out, own))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Beside:  # noqa: ANN401
         """This rank's part of a sum; where it lies in what is given, the rest of this is undefined afterwards."""
-        require_equal(given.numel(), output.numel() * self.size(), "elements of all ranks together")
+        require_parts(given, output, self.size())
         require_one_type(output, given)
-        require_summed(given)
-        out, whole, rule = own_of(output).view(-1), whole_of(given).view(-1), rule_of(opts)
+        out, whole, rule = own_of(output).view(-1), whole_of(given).view(-1), rule_of(given, opts)
         return self._start(lambda: self._reduce_scatter(out, whole, rule))
 
     def all_to_all_single(
@@ -158,12 +159,12 @@ class TwoLevels(OwnGroup):
         """A tensor to one rank."""
         (tensor,) = tensors
         group, peer = self._way_to(peer)
-        return _started(dist.isend(whole_of(tensor), group=group, group_dst=peer, tag=_LETTERS))
+        return started(dist.isend(whole_of(tensor), group=group, group_dst=peer, tag=_LETTERS))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
         """A tensor from one rank."""
         group, peer = self._way_to(peer)
-        return _started(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
+        return started(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
 
     def barrier(self, opts: Any = None) -> Beside:  # noqa: ANN401
         """Done once every rank has come to it."""
@@ -196,10 +197,10 @@ class TwoLevels(OwnGroup):
         return (self._levels.letters, seat) if host == self._host else (self._levels.far, peer)
 
     def _send(self, tensor: Tensor, peer: int) -> dist.Work:
-        return _started(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=1 + self._exchanges % _TAGS))
+        return started(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=1 + self._exchanges % _TAGS))
 
     def _receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        return _started(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=1 + self._exchanges % _TAGS))
+        return started(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=1 + self._exchanges % _TAGS))
 
     def _all_reduce(self, whole: Tensor, rule: Rule) -> None:
         size = self.size()
@@ -239,8 +240,7 @@ class TwoLevels(OwnGroup):
         _combine(rows, rule, out)
 
     def _sum_near(self, out: Tensor, parts: Tensor, rule: Rule) -> None:
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(out, parts, op=_OPS[rule], group=self._levels.near)
+        scatter_single(out, parts, op=_OPS[rule], group=self._levels.near)
 
     def _all_gather(self, out: Tensor, own: Tensor) -> None:
         """``own`` may be this rank's part of ``out``."""
@@ -256,8 +256,7 @@ class TwoLevels(OwnGroup):
             work.wait()
 
     def _gather_near(self, out: Tensor, own: Tensor) -> None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out.view(-1), own, group=self._levels.near)
+        gather_single(out.view(-1), own, group=self._levels.near)
 
     def _all_to_all(self, going: Sequence[Tensor], coming: Sequence[Tensor]) -> None:
         self._exchanges += 1
@@ -302,7 +301,7 @@ class _Line:
         done: Future[None] = Future()
         with self._lock:
             if self._is_closed:
-                raise dist.DistBackendError("shared memory: the group was closed here.")
+                raise _closed()
             self._line.put((work, done))
         return done
 
@@ -310,7 +309,7 @@ class _Line:
         """Begin nothing more."""
         with self._lock:
             self._is_closed = True
-            self._failed = self._failed or dist.DistBackendError("shared memory: the group was closed here.")
+            self._failed = self._failed or _closed()
             self._line.put(None)
 
     # Numbers are summed as they are, whatever of autograd the caller has switched on.
@@ -330,6 +329,10 @@ class _Line:
             del found, work, done  # and with them the tensors
 
 
+def _closed() -> dist.DistBackendError:
+    return dist.DistBackendError(f"shared memory: {ENDS[CLOSED]}.")
+
+
 def _combine(rows: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
     """The rows as one, in their order; ``out`` may be one of them."""
     first, *between, last = rows
@@ -343,11 +346,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Neighbouring rows of one tensor as they lie there."""
     first = parts[0]
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def make(opts: Any, levels: Levels) -> TwoLevels:  # noqa: ANN401
