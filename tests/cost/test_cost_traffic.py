@@ -69,7 +69,7 @@ class Counted:
 
         counting(dist, "all_reduce")
         counting(dist, "all_to_all_single", tensor=1)
-        counting(collectives, "_scatter_single", tensor=1)
+        counting(collectives, "scatter_single", tensor=1)
         counting(sharing, "all_gather", group=1)
         counting(executor, "send", group=1)
         counting(ring_attention._Hop, "start", group=1)
