@@ -172,24 +172,40 @@ def test_the_peak_of_a_run_forgets_what_was_measured_before_it(host):
     assert Device("cpu").count_from_here() > 0
 
 
-def test_processor_time_is_no_clock_for_a_gpu(monkeypatch):
-    """It stands still while a GPU works; and where there are more GPUs than cores nobody takes turns."""
+def test_processor_time_is_no_clock_for_a_gpu(host, monkeypatch):
+    """It stands still while a GPU works; and where there are more GPUs than cores nobody takes turns.
+
+    What is sent waits for others, and is on the wall's clock either way.
+    """
     seen = {}
 
-    def operations(wanted, dtype, gauge):
-        seen[gauge.device.kind] = gauge.clock
-        raise StopAsyncIteration
+    def noted(what, gauge, found):
+        seen[gauge.device.kind, what] = gauge.clock
+        return found
 
-    monkeypatch.setattr(here, "measure_operations", operations)
+    product = here.ProductRate(rate="fp32", rows=1, width=1, inner=1, flops_per_s=1.0)
+    copies = here.measure_operations((), "fp32", here.Gauge(device=Device("cpu"), budget_s=0.0))[1]
+    rates = ((product,), copies)
+    monkeypatch.setattr(here, "measure_operations", lambda _, __, gauge: noted("operations", gauge, rates))
+    monkeypatch.setattr(here, "launch_s", lambda gauge: noted("launch", gauge, 1e-6))
+    monkeypatch.setattr(here, "measure_collectives", lambda _, __, gauge, ___: noted("collectives", gauge, ()))
     monkeypatch.setattr(here, "barrier", lambda: None)
     monkeypatch.setattr(here, "cores", lambda: 2)
     from superstep.plan.config import RunConfig
     from superstep.plan.resolve import resolve
 
+    host(1)
     for kind in ("cpu", "cuda"):
-        with contextlib.suppress(StopAsyncIteration):
-            here.measure_here(resolve(RunConfig()), (), launching.World(0, 16, Device(kind)))
-    assert seen == {"cpu": here.time.process_time, "cuda": here.time.perf_counter}
+        here.measure_here(resolve(RunConfig()), (), launching.World(0, 16, Device(kind)))
+    turn, wall = here.time.process_time, here.time.perf_counter
+    assert seen == {
+        ("cpu", "operations"): turn,
+        ("cpu", "launch"): turn,
+        ("cpu", "collectives"): wall,
+        ("cuda", "operations"): wall,
+        ("cuda", "launch"): wall,
+        ("cuda", "collectives"): wall,
+    }
 
 
 def test_tests_see_no_gpu():

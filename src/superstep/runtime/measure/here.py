@@ -51,7 +51,7 @@ def measure_here(
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
     rates = measure_collectives(world, degrees, gauge, _needed(run)) if world.size > 1 else ()
-    return measured(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
+    return measured(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
 
 
 def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> Measured:
