@@ -113,6 +113,49 @@ def test_it_computes_what_all_scores_at_once_give(processor, monkeypatch, dtype,
             assert error <= ALLOWED[dtype], (case, name, error)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "in_pairs"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_scores_that_grow_from_key_to_key_are_counted_from_the_largest(processor, monkeypatch, dtype, in_pairs):
+    """Each block of keys has scores many times those before it; and the first ones would be infinite by themselves."""
+    monkeypatch.setattr(attention, "multiplies_pairs", lambda: in_pairs)
+    case = Case(batch=1, heads=1, kv_heads=1, queries=200, keys=200, width=64, is_causal=False)
+    q, k, v, grad = case.inputs(torch.float32)
+    q = torch.ones_like(q)
+    k = (torch.linspace(20.0, 60.0, case.keys)[:, None] + 0.01 * k).contiguous()
+    inputs = [x.to(dtype) for x in (q, k, v, grad)]
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    out, lse = reference(*leaves, is_causal=False)
+    wanted = [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, inputs[3].double()))]
+    mine = found(case, dtype, inputs)
+    assert all(x.isfinite().all() for x in mine)
+    # dq and dk are sums of what cancels here; of scores of 500 the last digit is 3e-5.
+    for name, error in zip(NAMES, errors(mine, wanted), strict=True):
+        assert error <= max(1e-4, ALLOWED[dtype]) or name in ("dq", "dk"), (name, error)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_pairs"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_a_query_that_sees_none_of_these_keys_gets_nothing(processor, monkeypatch, dtype, in_pairs):
+    """Its document begins behind them: they are another rank's."""
+    monkeypatch.setattr(attention, "multiplies_pairs", lambda: in_pairs)
+    case = Case(batch=1, queries=70, keys=130, is_causal=False)
+    q, k, v, grad = case.inputs(dtype)
+    starts = torch.where(torch.arange(70) < 50, 3, 130)[None]
+    out, lse = attend(q, k, v, is_causal=False, starts_BS=starts)
+    assert not out[:, :, 50:].any()
+    assert torch.isneginf(lse[:, :, 50:]).all()
+    assert torch.isfinite(lse[:, :, :50]).all()
+    whole = torch.where(torch.isneginf(lse), 0.0, lse)  # as the other keys have it
+    dq, dk, dv = attend_backward(grad, (q, k, v), out, whole, is_causal=False, starts_BS=starts)
+    assert not dq[:, :, 50:].any()
+    few = attend_backward(grad[:, :, :50], (q[:, :, :50], k, v), out[:, :, :50], lse[:, :, :50], is_causal=False,
+                          starts_BS=starts[:, :50])  # fmt: skip
+    for mine, other in zip((dq[:, :, :50], dk, dv), few, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("length", [128, 2048, pytest.param(8192, marks=pytest.mark.slow)])
 def test_long_sequences_lose_no_digits(length):
     case = Case(batch=1, heads=1, kv_heads=1, queries=length, keys=length, width=64)

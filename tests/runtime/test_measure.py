@@ -41,7 +41,6 @@ def machine(*, cores=2, launch_s=1e-6, products=None, collectives=()):
         copies=(
             CopyRate(bytes=1000, bytes_per_s=1e9),
             CopyRate(bytes=100_000, bytes_per_s=1e10),
-            CopyRate(kernel="new", bytes=2**25, bytes_per_s=4e9),
         ),
     )
     return Measured(cluster=replace(USUAL, chip=chip, collectives=collectives), rate="fp32", is_host=True)
@@ -274,21 +273,3 @@ def test_many_narrow_products_at_once_have_a_rate_of_their_own(little, monkeypat
     own = replace(usual, cluster=replace(usual.cluster, chip=chip))
     for batch in batches:
         assert own.product_s(batch) == pytest.approx(1.0, 1e-3)
-
-
-def test_only_what_the_last_unit_drops_is_found_anew(small_measure):
-    """And only where it is more than C's library keeps: twice the largest piece."""
-    run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
-    seen = operations_of(run, units(run.shape))
-    slow = machine()
-    copies = tuple(replace(c, bytes_per_s=1.0) if c.kernel == "new" else c for c in slow.cluster.chip.copies)
-    slow = replace(slow, cluster=replace(slow.cluster, chip=replace(slow.cluster.chip, copies=copies)))
-
-    def step_s(others, last):
-        *before, head = (replace(unit, kept_bytes=1000, largest_bytes=2000, peak_bytes=others) for unit in seen)
-        return predict(run, slow, (*before, replace(head, peak_bytes=last))).step_s
-
-    assert all(unit.largest_bytes > 0 for unit in seen)
-    usual_s = step_s(others=1000, last=1000)
-    assert step_s(others=9000, last=5000) == pytest.approx(usual_s)
-    assert step_s(others=1000, last=5001) - usual_s == pytest.approx(run.plan.microbatches * 4001)

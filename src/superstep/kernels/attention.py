@@ -23,8 +23,13 @@ from torch import Tensor
 from superstep.kernels import by_triton, native
 from superstep.kernels.native import Built
 
-NAMES = ("attention.cpp", *(f"{name}.h" for name in ("attention", "attention_backward", "attention_forward")))
-SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in (*NAMES, "grid.h", "product.h", "vector.h"))
+SOURCES = tuple(
+    Path(__file__).parent / "cpu" / name
+    for name in (
+        *("attention.cpp", "attention.h", "attention_backward.h", "attention_forward.h", "grid.h"),
+        *("paired.h", "paired_backward.h", "paired_forward.h", "product.h", "tiles.h", "vector.h"),
+    )
+)
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-std=c++20", "-fPIC", "-shared"),
@@ -70,11 +75,14 @@ def compiled() -> Built:
 
 @cache
 def multiplies_pairs() -> bool:
-    """Whether this processor is faster with two numbers of bf16 at once than with what they are widened to. Of those
-    that know both some need half the time for it, and some twice as long; a process asks once.
+    """Whether this processor is faster with two numbers of bf16 at once than with what they are widened to. One with
+    AMX is, eight times; of those that know both without it some need half the time, and some twice as long. A process
+    asks once.
     """
     library = compiled().library
     assert library is not None, "it was chosen because it is there"
+    if library.superstep_may_use_tiles():
+        return True
     library.superstep_pairs_over_floats.restype = c_double
     return bool(library.superstep_pairs_over_floats() * FASTER < 1.0)
 

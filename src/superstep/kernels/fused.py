@@ -15,8 +15,8 @@ from superstep.kernels.attention import FLAGS
 from superstep.kernels.native import Built
 
 HEADERS = (
-    *("cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h"),
-    *("product.h", "rope.h", "swiglu.h", "vector.h"),
+    *("attention.h", "cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h", "outer.h"),
+    *("paired.h", "product.h", "rope.h", "swiglu.h", "tiles.h", "vector.h"),
 )
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("fused.cpp", *HEADERS))
 

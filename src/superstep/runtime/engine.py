@@ -24,6 +24,7 @@ from superstep.runtime.assemble import assemble, sees_part
 from superstep.runtime.collectives import DONE, Pending, gather_sequence, sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor
+from superstep.runtime.heap import keep_what_is_freed
 from superstep.runtime.heart import Beats, Unwatched
 from superstep.runtime.holding import Holding
 from superstep.runtime.mesh import Mesh
@@ -93,6 +94,8 @@ class Engine(Holding):
         plan, config = run.plan, run.config
         if plan.grain is not None:
             require_exact(DTYPES[config.numerics.compute], mesh.device)
+        if mesh.device.kind == "cpu":
+            keep_what_is_freed()
         super().__init__(run, specs, mesh, learns=learns)
         self.optimizer = AdamW(
             [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],

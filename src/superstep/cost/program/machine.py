@@ -160,8 +160,6 @@ class Measured:
         if kernel == "view":
             return self.cluster.chip.launch_s
         known = self._passes(kernel)
-        if kernel == "new":
-            return size * min(s / at for at, s in known) if known else 0.0
         like = LIKE.get(kernel, "copy")
         return self._overhead_s() + _between(known or self._passes(like) or self._passes("copy"), size)
 

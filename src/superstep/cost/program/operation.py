@@ -118,7 +118,6 @@ class UnitOperations:
         input_bytes: of what passes to the unit.
         kept_bytes: what the forward keeps for the backward pass, the input included; 0 where it was not seen.
         peak_bytes: the most that the forward holds of what it makes; 0 where it was not seen.
-        largest_bytes: of the largest tensor that it makes; 0 where it was not seen.
         between_bytes: what stays between BackwardInput and BackwardWeight; 0 where it was not seen.
     """
 
@@ -128,7 +127,6 @@ class UnitOperations:
     input_bytes: int
     kept_bytes: int = 0
     peak_bytes: int = 0
-    largest_bytes: int = 0
     between_bytes: int = 0
 
 

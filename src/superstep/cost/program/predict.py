@@ -181,7 +181,7 @@ class Operated:
         return gradient_bytes(self.run)
 
     def passes(self, unit: int) -> UnitSeconds:
-        """A unit's operations one after the other, with the memory that they are the first to touch."""
+        """A unit's operations one after the other."""
         run, machine, seen = self.run, self.machine, self.operations[unit]
         ranks = _ranks(run)
         # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
@@ -190,7 +190,7 @@ class Operated:
         cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
         forward_s = seconds(seen.forward, machine, ranks)
         return UnitSeconds(
-            forward_s=forward_s + _new_memory_s(run, machine, unit, seen),
+            forward_s=forward_s,
             backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
             weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
             recompute_s=forward_s,
@@ -231,17 +231,3 @@ def _ranks(run: Resolved) -> Callable[[Axis], int]:
         "world": mesh.world,
     }
     return known.__getitem__
-
-
-def _new_memory_s(run: Resolved, machine: Prices, unit: int, seen: UnitOperations) -> float:
-    """What the pages take that a forward pass is the first to touch.
-
-    What blocks keep stays with the process from step to step. On top of it all lies what the last unit holds for a
-    moment. C's library gives that back to the host if it is more than twice the largest piece of it (mallopt(3),
-    M_TRIM_THRESHOLD), and then it is found again with the next microbatch.
-    """
-    top_bytes = seen.peak_bytes - seen.kept_bytes
-    is_last = unit == len(run.plan.units) - 1
-    if machine.shared_cores is None or not is_last or top_bytes <= 2 * seen.largest_bytes:
-        return 0.0
-    return machine.pass_s("new", top_bytes)

@@ -13,15 +13,22 @@
 
 #include "attention_backward.h"
 #include "attention_forward.h"
+#include "paired_backward.h"
+#include "paired_forward.h"
 
 namespace superstep {
 namespace {
 
-template <class Task>
-void each_key_head(const Call& call, int64_t threads, Task task) {
+// A thread has one room for all its tasks: new memory is dearer than what is computed in it.
+template <class Pass>
+void each_key_head(const Call& call, int64_t threads) {
   const int64_t tasks = call.batch * call.kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t at = 0; at < tasks; ++at) task(at / call.kv_heads, at % call.kv_heads);
+#pragma omp parallel num_threads(std::min(threads, tasks)) if (threads > 1 && tasks > 1)
+  {
+    Pass pass(call);
+#pragma omp for schedule(dynamic)
+    for (int64_t at = 0; at < tasks; ++at) pass.run(at / call.kv_heads, at % call.kv_heads);
+  }
 }
 
 }  // namespace
@@ -32,10 +39,9 @@ using namespace superstep;
 extern "C" {
 
 void superstep_attention(const Call* call, int64_t threads) {
-  each_key_head(*call, threads, [&](int64_t batch, int64_t head) {
-    (call->in_pairs ? forward<true, true> : call->is_bf16 ? forward<true, false> : forward<false, false>)(*call, batch,
-                                                                                                          head);
-  });
+  if (call->in_pairs) each_key_head<PairedForward>(*call, threads);
+  else if (call->is_bf16) each_key_head<Forward<true>>(*call, threads);
+  else each_key_head<Forward<false>>(*call, threads);
 }
 
 // Some rows of fp32, 48 at most, and a block of 64 keys, as `forward` looks at it: for who has its keys elsewhere. Keys are
@@ -45,22 +51,21 @@ void superstep_attend_block(const float* q, int64_t rows, int64_t width, float s
                             float* total, float* top) {
   static thread_local Room scores(kQueries * kKeys), chances(kQueries * kKeys);
   const auto words = [](const float* x) { return reinterpret_cast<const Word*>(x); };
-  add_block<false>({{words(q), width, 1}, rows, width, scale, words(keys), words(values), key, first, end},
+  add_block({{words(q), width, 1}, rows, width, scale, words(keys), words(values), key, first, end},
                    {sums, total, top}, scores, chances);
 }
 
 void superstep_attention_backward(const Call* call, int64_t threads) {
-  each_key_head(*call, threads, [&](int64_t batch, int64_t head) {
-    if (call->in_pairs)
-      Backward<true, true>(*call, batch, head).run();
-    else if (call->is_bf16)
-      Backward<true, false>(*call, batch, head).run();
-    else
-      Backward<false, false>(*call, batch, head).run();
-  });
+  if (call->in_pairs) each_key_head<PairedBackward>(*call, threads);
+  else if (call->is_bf16) each_key_head<Backward<true>>(*call, threads);
+  else each_key_head<Backward<false>>(*call, threads);
 }
 
-// How many times as long a product of bf16 takes in pairs as in fp32; where pairs have no instruction, no less.
+// Whether this process may multiply by tiles; to be asked before it does.
+int64_t superstep_may_use_tiles() { return may_use_tiles(); }
+
+// How many times as long a product of bf16 takes in pairs, without tiles, as in fp32; where pairs have no instruction, no
+// less.
 double superstep_pairs_over_floats() {
 #ifndef __AVX512BF16__
   return 2.0;

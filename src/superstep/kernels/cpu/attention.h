@@ -13,6 +13,7 @@ namespace superstep {
 
 constexpr int64_t kQueries = 48;
 constexpr int64_t kKeys = kPanel;
+constexpr int64_t kMost = 64;  // queries of any block
 
 // A tensor [batch, token, head, width]; strides in numbers, those of a head's width lie side by side.
 struct View {
@@ -22,7 +23,7 @@ struct View {
 
 struct Call {
   int64_t batch, heads, kv_heads, queries, keys, width;
-  int64_t is_bf16, in_pairs, is_causal;  // in pairs: two numbers of bf16 are multiplied at once, and P is bf16
+  int64_t is_bf16, in_pairs, is_causal;  // in pairs: two numbers of bf16 are multiplied at once (paired.h)
   float scale;
   const int64_t* starts;  // [batch, queries]: the first key that each query sees; null for 0
   const int64_t* behind;  // [batch, queries]: one past the last that it sees; null where `is_causal` says it
@@ -67,15 +68,9 @@ struct Rows {
   Number* row(int64_t r) const { return at + r * stride; }
   Rows from(int64_t r) const { return {row(r), stride}; }
   const Word* words(int64_t r) const { return reinterpret_cast<const Word*>(row(r)); }
-  Left left(int64_t r) const { return {words(r), kIsBf16 ? stride / 2 : stride, 1}; }
   Floats load16(int64_t r, int64_t d) const {
     if constexpr (kIsBf16) return widen(row(r) + d);
     else return load(row(r) + d);
-  }
-  template <bool kPairs>
-  Words words16(int64_t r, int64_t w) const {
-    if constexpr (kPairs) return *reinterpret_cast<const Words*>(words(r) + w);
-    else return bits(load16(r, w));
   }
   void store16(int64_t r, int64_t d, Floats x) const {
     if constexpr (kIsBf16) *reinterpret_cast<Halves*>(row(r) + d) = narrow(x);
@@ -83,52 +78,34 @@ struct Rows {
   }
 };
 
-// Factors are laid out as words of products: two numbers of bf16 each, or one of fp32, to which bf16 is widened where the
-// processor is slow with pairs.
+// Factors are laid out in fp32, to which bf16 is widened where the processor is slow with pairs of it.
 
-// Right factors for products that sum over the width: blocks of 64 rows, [block, word of the width, row].
-template <bool kPairs, bool kIsBf16>
+// Right factors for products that sum over the width: blocks of 64 rows, [block, width, row].
+template <bool kIsBf16>
 void lay_across(const Rows<kIsBf16>& from, int64_t rows, int64_t width, Word* to) {
-  const int64_t words = kPairs ? width / 2 : width;
-  for (int64_t begin = 0; begin < rows; begin += kKeys, to += words * kKeys) {
+  for (int64_t begin = 0; begin < rows; begin += kKeys, to += width * kKeys) {
     const int64_t count = std::min(kKeys, rows - begin);
-    if (count < kKeys) std::fill(to, to + words * kKeys, 0);
-    for (int64_t r = 0; r < count; r += kLanes) {
-      int64_t w = 0;
-      for (; w + kLanes <= words; w += kLanes) {
+    if (count < kKeys) std::fill(to, to + width * kKeys, 0);
+    for (int64_t r = 0; r < count; r += kLanes)
+      for (int64_t d = 0; d < width; d += kLanes) {
         Words x[kLanes];
-        for (int i = 0; i < kLanes; ++i)
-          x[i] = r + i < count ? from.template words16<kPairs>(begin + r + i, w) : Words{};
+        for (int i = 0; i < kLanes; ++i) x[i] = r + i < count ? bits(from.load16(begin + r + i, d)) : Words{};
         turn_over(x);
-        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Words*>(to + (w + i) * kKeys + r) = x[i];
+        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Words*>(to + (d + i) * kKeys + r) = x[i];
       }
-      for (; w < words; ++w)  // eight words, of bf16
-        for (int64_t i = r; i < std::min<int64_t>(r + kLanes, count); ++i) to[w * kKeys + i] = from.words(begin + i)[w];
-    }
   }
 }
 
-// Right factors for products that sum over rows: [row, or two neighbours, column]. Up to `end` rows, what is not there 0.
-template <bool kPairs, bool kIsBf16>
-void lay_along(const Rows<kIsBf16>& from, int64_t rows, int64_t end, int64_t width, Word* to) {
-  for (int64_t r = 0; r < end; r += kPairs ? 2 : 1, to += width) {
-    if (r >= rows) {
-      std::fill(to, to + width, 0);
-    } else if constexpr (kPairs) {
-      const bf16 *low = from.row(r), *high = from.row(r + 1);
-      if (r + 1 < rows)
-        for (int64_t d = 0; d < width; ++d) to[d] = low[d] | static_cast<Word>(high[d]) << 16;
-      else
-        for (int64_t d = 0; d < width; ++d) to[d] = low[d];
-    } else {
-      for (int64_t d = 0; d < width; d += kLanes) store(reinterpret_cast<float*>(to + d), from.load16(r, d));
-    }
-  }
+// Right factors for products that sum over rows, and left ones: [row, width]. Up to `end` rows, what is not there 0.
+template <bool kIsBf16>
+void lay_along(const Rows<kIsBf16>& from, int64_t rows, int64_t end, int64_t width, float* to) {
+  for (int64_t r = 0; r < end; ++r, to += width)
+    for (int64_t d = 0; d < width; d += kLanes) store(to + d, r < rows ? from.load16(r, d) : Floats{});
 }
 
 // Which keys the queries of a block see: of each the first, and behind the last.
 struct Seen {
-  int64_t first[kQueries], end[kQueries], low, high;
+  int64_t first[kMost], end[kMost], low, high;
 
   Seen(const Call& call, int64_t batch, int64_t begin, int64_t rows) {
     low = call.keys, high = 0;

@@ -10,21 +10,19 @@
 
 namespace superstep {
 
-// One key head of a sequence, with all query heads that see it.
-template <bool kIsBf16, bool kPairs>
+template <bool kIsBf16>
 class Backward {
  public:
-  Backward(const Call& call, int64_t batch, int64_t kv_head)
-      : call_(call), batch_(batch), kv_head_(kv_head), keys_across_(keys_ * words_), values_across_(keys_ * words_),
-        keys_along_(keys_ * words_), dk_(keys_ * width_), dv_(keys_ * width_) {
-    const auto k = Rows<kIsBf16>::of(call.k, batch, kv_head), v = Rows<kIsBf16>::of(call.v, batch, kv_head);
-    lay_across<kPairs>(k, call.keys, width_, keys_across_.words());
-    lay_across<kPairs>(v, call.keys, width_, values_across_.words());
-    lay_along<kPairs>(k, call.keys, keys_, width_, keys_along_.words());
-    clear(keys_);
-  }
+  explicit Backward(const Call& call) : call_(call) {}
 
-  void run() {
+  // One key head of a sequence, with all query heads that see it.
+  void run(int64_t batch, int64_t kv_head) {
+    batch_ = batch, kv_head_ = kv_head;
+    const auto k = Rows<kIsBf16>::of(call_.k, batch, kv_head), v = Rows<kIsBf16>::of(call_.v, batch, kv_head);
+    lay_across(k, call_.keys, width_, keys_across_.words());
+    lay_across(v, call_.keys, width_, values_across_.words());
+    lay_along(k, call_.keys, keys_, width_, keys_along_.floats());
+    clear(keys_);
     const int64_t group = call_.heads / call_.kv_heads;
     for (int64_t part = 0, begin = 0; part < call_.parts; ++part) {
       const int64_t end = call_.ends ? call_.ends[part] : call_.queries;
@@ -42,13 +40,10 @@ class Backward {
     const auto q = Rows<kIsBf16>::of(call_.q, batch_, head), grad = Rows<kIsBf16>::of(call_.grad, batch_, head);
     const auto out = Rows<kIsBf16>::of(call_.out, batch_, head), dq = Rows<kIsBf16>::of(call_.dq, batch_, head);
     const float* lse = call_.lse + (batch_ * call_.heads + head) * call_.queries + begin;
-    const int64_t even = kPairs ? padded(rows, 2) : rows;
     const Seen seen(call_, batch_, begin, rows);
     seen_ = std::max(seen_, std::min(seen.high, call_.keys));
-    lay_along<kPairs>(q.from(begin), rows, even, width_, queries_along_.words());
-    lay_along<kPairs>(grad.from(begin), rows, even, width_, grads_along_.words());
-    const Left q_left = kPairs ? q.left(begin) : Left{queries_along_.words(), width_, 1};
-    const Left grad_left = kPairs ? grad.left(begin) : Left{grads_along_.words(), width_, 1};
+    lay_along(q.from(begin), rows, rows, width_, queries_along_.floats());
+    lay_along(grad.from(begin), rows, rows, width_, grads_along_.floats());
     float mean[kQueries];
     for (int64_t r = 0; r < rows; ++r) {
       Floats sum{};
@@ -58,21 +53,17 @@ class Backward {
     std::fill(dq_.floats(), dq_.floats() + rows * width_, 0.0f);
     for (int64_t key = seen.low; key < seen.high; key += kKeys) {
       const int64_t sees = seen_of(seen.high - key), count = std::min(sees, call_.keys - key);
-      multiply<kPairs>(q_left, {keys_across_.words() + key * words_, kKeys}, rows, sees, words_, scores_.floats(), kKeys,
-                       false);
-      multiply<kPairs>(grad_left, {values_across_.words() + key * words_, kKeys}, rows, sees, words_, slopes_.floats(),
-                       kKeys, false);
+      multiply<false>({queries_along_.words(), width_, 1}, {keys_across_.words() + key * width_, kKeys}, rows, sees,
+                      width_, scores_.floats(), kKeys, false);
+      multiply<false>({grads_along_.words(), width_, 1}, {values_across_.words() + key * width_, kKeys}, rows, sees,
+                      width_, slopes_.floats(), kKeys, false);
       for (int64_t r = 0; r < rows; ++r) slope(r, seen.first[r] - key, seen.end[r] - key, lse[r], mean[r]);
-      const Word* p = kPairs ? chances_pairs_.words() : scores_.words();
-      const Word* ds = kPairs ? slopes_pairs_.words() : slopes_.words();
-      const Word* ds_rows = kPairs ? slopes_rows_.words() : slopes_.words();
-      const int64_t over = kPairs ? even / 2 : rows;
-      multiply<kPairs>({p, 1, kKeys}, {grads_along_.words(), width_}, count, width_, over, dv_.floats() + key * width_,
-                       width_, true);
-      multiply<kPairs>({ds, 1, kKeys}, {queries_along_.words(), width_}, count, width_, over, dk_.floats() + key * width_,
-                       width_, true);
-      multiply<kPairs>({ds_rows, steps_, 1}, {keys_along_.words() + key * words_, width_}, rows, width_,
-                       kPairs ? sees / 2 : sees, dq_.floats(), width_, true);
+      multiply<false>({scores_.words(), 1, kKeys}, {grads_along_.words(), width_}, count, width_, rows,
+                      dv_.floats() + key * width_, width_, true);
+      multiply<false>({slopes_.words(), 1, kKeys}, {queries_along_.words(), width_}, count, width_, rows,
+                      dk_.floats() + key * width_, width_, true);
+      multiply<false>({slopes_.words(), kKeys, 1}, {keys_along_.words() + key * width_, width_}, rows, width_, sees,
+                      dq_.floats(), width_, true);
     }
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t d = 0; d < width_; d += kLanes) dq.store16(begin + r, d, load(dq_.floats() + r * width_ + d));
@@ -86,19 +77,8 @@ class Backward {
     if (first > 0 || end < kKeys) hide(x, first, end);
     for (int c = 0; c < kRegisters; ++c) {
       const Floats p = exponential(x[c]), ds = p * (load(slope + c * kLanes) - mean) * call_.scale;
-      if constexpr (kPairs) {
-        // Two neighbouring queries are a word: the even one its low half.
-        const Halves p16 = narrow(p), ds16 = narrow(ds);
-        *reinterpret_cast<Halves*>(reinterpret_cast<bf16*>(slopes_rows_.words() + r * steps_) + c * kLanes) = ds16;
-        Words& p_pair = *reinterpret_cast<Words*>(chances_pairs_.words() + r / 2 * kKeys + c * kLanes);
-        Words& ds_pair = *reinterpret_cast<Words*>(slopes_pairs_.words() + r / 2 * kKeys + c * kLanes);
-        const Words p32 = __builtin_convertvector(p16, Words), ds32 = __builtin_convertvector(ds16, Words);
-        p_pair = r % 2 ? p_pair | p32 << 16 : p32;
-        ds_pair = r % 2 ? ds_pair | ds32 << 16 : ds32;
-      } else {
-        store(score + c * kLanes, p);
-        store(slope + c * kLanes, ds);
-      }
+      store(score + c * kLanes, p);
+      store(slope + c * kLanes, ds);
     }
   }
 
@@ -137,15 +117,13 @@ class Backward {
   }
 
   const Call& call_;
-  const int64_t batch_, kv_head_;
-  const int64_t width_ = call_.width, words_ = kPairs ? width_ / 2 : width_, keys_ = padded(call_.keys, kKeys);
-  const int64_t steps_ = kPairs ? kKeys / 2 : kKeys;  // words of a row of P
-  int64_t seen_ = 0;                                    // keys that a part saw: none behind them
-  Room keys_across_, values_across_, keys_along_, dk_, dv_;
-  Room queries_along_{kQueries * words_}, grads_along_{kQueries * words_};
+  const int64_t width_ = call_.width, keys_ = padded(call_.keys, kKeys);
+  int64_t batch_ = 0, kv_head_ = 0;
+  int64_t seen_ = 0;  // keys that a part saw: none behind them
+  Room keys_across_{keys_ * width_}, values_across_{keys_ * width_}, keys_along_{keys_ * width_};
+  Room dk_{keys_ * width_}, dv_{keys_ * width_};
+  Room queries_along_{kQueries * width_}, grads_along_{kQueries * width_};
   Room scores_{kQueries * kKeys}, slopes_{kQueries * kKeys}, dq_{kQueries * width_};
-  // For pairs: P and dS as factors that are summed over queries, and dS as one that is summed over keys.
-  Room chances_pairs_{kQueries * kKeys / 2}, slopes_pairs_{kQueries * kKeys / 2}, slopes_rows_{kQueries * kKeys / 2};
 };
 
 }  // namespace superstep

@@ -30,11 +30,10 @@ struct Looking {
 };
 
 // Not inline: whoever asks has the same code, and so the same bits.
-template <bool kPairs>
-__attribute__((noinline)) void add_block(const Looking& at, const Mixed& to, Room& score_room, Room& chance_room) {
-  const int64_t width = at.width, words = kPairs ? width / 2 : width, steps = kPairs ? kKeys / 2 : kKeys;
+__attribute__((noinline)) inline void add_block(const Looking& at, const Mixed& to, Room& score_room, Room& chance_room) {
+  const int64_t width = at.width;
   const int64_t keys = seen_of(*std::max_element(at.end, at.end + at.rows) - at.key);
-  multiply<kPairs>(at.q, {at.keys_across, kKeys}, at.rows, keys, words, score_room.floats(), kKeys, false);
+  multiply<false>(at.q, {at.keys_across, kKeys}, at.rows, keys, width, score_room.floats(), kKeys, false);
   for (int64_t r = 0; r < at.rows; ++r) {
     const int64_t first = at.first[r] - at.key, end = at.end[r] - at.key;
     Floats x[kRegisters];
@@ -54,48 +53,53 @@ __attribute__((noinline)) void add_block(const Looking& at, const Mixed& to, Roo
     for (int c = 0; c < kRegisters; ++c) {
       x[c] = exponential(x[c] - shift);
       sum += x[c];
-      if constexpr (kPairs)
-        *reinterpret_cast<Halves*>(reinterpret_cast<bf16*>(chance_room.words() + r * steps) + c * kLanes) = narrow(x[c]);
-      else
-        store(chance_room.floats() + r * steps + c * kLanes, x[c]);
+      store(chance_room.floats() + r * kKeys + c * kLanes, x[c]);
     }
     to.total[r] += total(sum);
   }
-  multiply<kPairs>({chance_room.words(), steps, 1}, {at.values_along, width}, at.rows, width, kPairs ? keys / 2 : keys,
-                   to.sums, width, true);
+  multiply<false>({chance_room.words(), kKeys, 1}, {at.values_along, width}, at.rows, width, keys, to.sums, width, true);
 }
 
-template <bool kIsBf16, bool kPairs>
-void forward(const Call& call, int64_t batch, int64_t kv_head) {
-  const int64_t width = call.width, words = kPairs ? width / 2 : width, keys = padded(call.keys, kKeys);
-  Room queries(kPairs ? 0 : kQueries * width), across(keys * words), along(keys * words), scores(kQueries * kKeys), chances(kQueries * kKeys);
-  Room sums(kQueries * width);
-  float tops[kQueries], totals[kQueries];
-  const Mixed mixed{sums.floats(), totals, tops};
-  lay_across<kPairs>(Rows<kIsBf16>::of(call.k, batch, kv_head), call.keys, width, across.words());
-  lay_along<kPairs>(Rows<kIsBf16>::of(call.v, batch, kv_head), call.keys, keys, width, along.words());
-  const int64_t group = call.heads / call.kv_heads;
-  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const auto q = Rows<kIsBf16>::of(call.q, batch, head), out = Rows<kIsBf16>::of(call.out, batch, head);
-    float* lse = call.lse + (batch * call.heads + head) * call.queries;
-    for (int64_t begin = 0; begin < call.queries; begin += kQueries) {
-      const int64_t rows = std::min(kQueries, call.queries - begin);
-      const Seen seen(call, batch, begin, rows);
-      if constexpr (!kPairs) lay_along<false>(q.from(begin), rows, rows, width, queries.words());
-      const Left left = kPairs ? q.left(begin) : Left{queries.words(), width, 1};
-      mixed.clear(rows, width);
-      for (int64_t key = seen.low; key < seen.high; key += kKeys)
-        add_block<kPairs>({left, rows, width, call.scale, across.words() + key * words,
-                            along.words() + key * words, key, seen.first, seen.end},
-                           mixed, scores, chances);
-      for (int64_t r = 0; r < rows; ++r) {
-        const float by = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;
-        for (int64_t d = 0; d < width; d += kLanes)
-          out.store16(begin + r, d, load(sums.floats() + r * width + d) * by);
-        lse[begin + r] = tops[r] + std::log(totals[r]);
-      }
+template <bool kIsBf16>
+class Forward {
+ public:
+  explicit Forward(const Call& call) : call_(call) {}
+
+  // One key head of a sequence, with all query heads that see it.
+  void run(int64_t batch, int64_t kv_head) {
+    lay_across(Rows<kIsBf16>::of(call_.k, batch, kv_head), call_.keys, width_, across_.words());
+    lay_along(Rows<kIsBf16>::of(call_.v, batch, kv_head), call_.keys, keys_, width_, along_.floats());
+    const int64_t group = call_.heads / call_.kv_heads;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
+      for (int64_t at = 0; at < call_.queries; at += kQueries)
+        block(batch, head, at, std::min(kQueries, call_.queries - at));
+  }
+
+ private:
+  void block(int64_t batch, int64_t head, int64_t begin, int64_t rows) {
+    const auto q = Rows<kIsBf16>::of(call_.q, batch, head), out = Rows<kIsBf16>::of(call_.out, batch, head);
+    float* lse = call_.lse + (batch * call_.heads + head) * call_.queries;
+    float tops[kQueries], totals[kQueries];
+    const Mixed mixed{sums_.floats(), totals, tops};
+    const Seen seen(call_, batch, begin, rows);
+    lay_along(q.from(begin), rows, rows, width_, queries_.floats());
+    mixed.clear(rows, width_);
+    for (int64_t key = seen.low; key < seen.high; key += kKeys)
+      add_block({{queries_.words(), width_, 1}, rows, width_, call_.scale, across_.words() + key * width_,
+                 along_.words() + key * width_, key, seen.first, seen.end},
+                mixed, scores_, chances_);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float by = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;
+      for (int64_t d = 0; d < width_; d += kLanes)
+        out.store16(begin + r, d, load(sums_.floats() + r * width_ + d) * by);
+      lse[begin + r] = tops[r] + std::log(totals[r]);
     }
   }
-}
+
+  const Call& call_;
+  const int64_t width_ = call_.width, keys_ = padded(call_.keys, kKeys);
+  Room across_{keys_ * width_}, along_{keys_ * width_};
+  Room queries_{kQueries * width_}, sums_{kQueries * width_}, scores_{kQueries * kKeys}, chances_{kQueries * kKeys};
+};
 
 }  // namespace superstep

@@ -5,6 +5,7 @@
 #include "grid.h"
 #include "grid_product.h"
 #include "norm.h"
+#include "outer.h"
 #include "rope.h"
 #include "swiglu.h"
 
@@ -58,6 +59,13 @@ void superstep_row_gradients(int64_t is_bf16, void* x, int64_t rows, int64_t col
 void superstep_add_to_grid(int64_t* into, const float* values, int64_t count, float scale, float limit, int64_t* wrong,
                            int64_t threads) {
   *wrong = add_to_grid(into, values, count, scale, limit, threads);
+}
+
+int64_t superstep_may_use_tiles() { return may_use_tiles(); }
+
+void superstep_add_outer(float* into, int64_t into_row, const bf16* left, int64_t left_row, const bf16* right,
+                         int64_t right_row, int64_t tokens, int64_t rows, int64_t columns, float scale, int64_t threads) {
+  add_outer({left, right, left_row, right_row, tokens, rows, columns, into, into_row, scale}, threads);
 }
 
 // Of ``groups`` weights side by side, each with as many chunks of its own.

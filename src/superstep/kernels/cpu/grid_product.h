@@ -20,7 +20,7 @@ namespace superstep {
 constexpr int64_t kGridRows = 48;  // of a tile of the weight
 
 // Rows in the order of chunks: where each begins, in numbers, which lie side by side.
-struct Rows {
+struct Chunked {
   const void* at;
   const int64_t* begins;
 };
@@ -28,7 +28,7 @@ struct Rows {
 struct GridProduct {
   int64_t* into;
   int64_t row;  // stride of `into`
-  Rows grad, x;
+  Chunked grad, x;
   const int64_t* starts;  // chunk c is rows [starts[c], starts[c + 1])
   int64_t chunks, outputs, inputs;  // 16 divides the inputs
   float scale, limit;
@@ -36,7 +36,7 @@ struct GridProduct {
 
 // Some columns of the rows as fp32: [row, count].
 template <bool kIsBf16>
-void pack_columns(const Rows& from, int64_t first_row, int64_t last_row, int64_t first, int64_t count, float* to) {
+void pack_columns(const Chunked& from, int64_t first_row, int64_t last_row, int64_t first, int64_t count, float* to) {
   for (int64_t r = first_row; r < last_row; ++r, to += count) {
     const Numbers<kIsBf16> row = Numbers<kIsBf16>(from.at) + (from.begins[r] + first);
     int64_t d = 0;

@@ -11,7 +11,6 @@ itself.
 from __future__ import annotations
 
 import math
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,6 @@ from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
 from superstep.kernels import cross_entropy, fused, norm, swiglu
 from superstep.kernels.product import by_fp32, by_onednn, linear
-from superstep.kernels.product import product as product_of
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.product import add_product
 from superstep.plan.config import Dtype
@@ -138,8 +136,6 @@ def measure_operations(
     # One memory for all: where each had its own, finding its pages took longer than measuring.
     memory = _filled((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
     copies = [_copy(kernel, size, gauge, memory) for kernel in kernels if kernel in _PARTS for size in sizes]
-    if gauge.device.kind == "cpu":
-        copies.append(_new_memory(gauge))
     return tuple(products.values()), tuple(copies)
 
 
@@ -184,21 +180,24 @@ def _batch_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
 
 
 def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
-    """Without the sum where that is an operation of its own."""
+    """Without the sum where a step counts that as an operation of its own: after each product of bf16."""
     lefts = _inputs((product.inner, product.rows), dtype, gauge)
     rights = _inputs((product.inner, product.width), dtype, gauge)
     totals = _inputs((product.rows, product.width), "fp32", gauge)
 
-    def multiply() -> object:
+    def multiply() -> None:
         left, right = next(lefts).t(), next(rights)
         if gauge.is_exact:
-            return torch.mm(left, right)
-        if dtype != "fp32" and not by_fp32(left, right):
-            return product_of(left, right)
-        add_product(next(totals), left, right)
-        return None
+            torch.mm(left, right)
+        else:
+            add_product(next(totals), left, right)
 
-    return gauge.seconds(multiply)
+    if dtype == "fp32" or gauge.is_exact:
+        return gauge.seconds(multiply)
+    like = _filled((product.rows, product.width), dtype, gauge)
+    sum_s = gauge.seconds(lambda: next(totals).add_(like))
+    whole_s = gauge.seconds(multiply)
+    return max(whole_s - sum_s, whole_s / 10)
 
 
 def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
@@ -271,23 +270,6 @@ def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
         work = _PASSES[kernel][1]
         taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
     return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
-
-
-def _new_memory(gauge: Gauge) -> CopyRate:
-    """What the system takes to find a page that is touched for the first time, beyond what writing it takes."""
-    taken = []
-    kept_bytes = KEPT_BYTES["cpu"]
-    for _ in range(3):
-        with mmap.mmap(-1, kept_bytes) as pages:
-            x = torch.frombuffer(pages, dtype=torch.float32)
-            times = []
-            for _ in range(2):
-                start_s = gauge.clock()
-                x.zero_()
-                times.append(gauge.clock() - start_s)
-            del x  # before its memory
-        taken.append(times[0] - times[1])
-    return CopyRate(kernel="new", bytes=kept_bytes, bytes_per_s=kept_bytes / max(statistics.median(taken), 1e-9))
 
 
 def _update(x: Tensor, other: Tensor, out: Tensor) -> object:

@@ -79,8 +79,6 @@ class Noted:
     each: list[Operation] = field(default_factory=list)
     peak_bytes: int = 0
     """The most of that memory that was there at once."""
-    largest_bytes: int = 0
-    """Of a single piece of it."""
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def born(self, out: Any) -> None:  # noqa: ANN401
@@ -90,7 +88,6 @@ class Noted:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self.largest_bytes = max(self.largest_bytes, storage.nbytes())
                     self._let_go()
                     self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
 

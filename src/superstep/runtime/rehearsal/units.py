@@ -185,7 +185,6 @@ class _Unit:
                 input_bytes=once.x.nbytes,
                 kept_bytes=once.x.nbytes,
                 peak_bytes=once.noted.peak_bytes,
-                largest_bytes=once.noted.largest_bytes,
             )
         with self._recorder.noting() as backward:
             torch.autograd.backward(end, gradient)
@@ -208,7 +207,6 @@ class _Unit:
             input_bytes=once.x.nbytes,
             kept_bytes=kept_bytes,
             peak_bytes=once.noted.peak_bytes,
-            largest_bytes=once.noted.largest_bytes,
             between_bytes=between_bytes,
         )
 

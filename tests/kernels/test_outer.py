@@ -1,0 +1,79 @@
+"""A weight's gradient by tiles against the plain product in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from superstep.kernels import fused, native, outer
+from superstep.kernels.attention import FLAGS
+from superstep.numerics.product import add_product
+
+SIZES = [(1024, 96, 64), (257, 32, 1056), (37, 160, 32), (1, 64, 544), (300, 544, 512)]
+"""Tokens, outputs, inputs: of each more than a block, less than one, and a part of the last."""
+
+
+@pytest.fixture(params=["native", "x86-64-v3"])
+def processor(request, monkeypatch, tmp_path_factory):
+    """As it is compiled for this processor, and as one without AVX-512 has it."""
+    if request.param != "native":
+        others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}
+        flags = tuple(others.get(flag, flag) for flag in FLAGS)
+        built = native.build(fused.SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
+        monkeypatch.setattr(fused, "compiled", lambda: built)
+    if fused.compiled().library is None:
+        pytest.skip(fused.compiled().why)
+
+
+def tables(tokens, outputs, inputs):
+    """A buffer, and slices of larger tables: a row of each begins anywhere."""
+    torch.manual_seed(5)
+    into = torch.randn(outputs, inputs + 7)[:, 3 : 3 + inputs]
+    grad = torch.randn(tokens, outputs + 6).bfloat16()[:, 2 : 2 + outputs].t()
+    x = torch.randn(tokens, 2 * inputs).bfloat16()[:, inputs:]
+    return into, grad, x
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_it_adds_the_product_in_fp32(processor, sizes, scale):
+    into, grad, x = tables(*sizes)
+    wanted = into.double()
+    outer.reference(wanted, grad, x, scale)
+    outer.add(into, grad, x, scale)
+    size = sizes[0] ** 0.5 * scale + 1
+    assert float((into - wanted).abs().max()) < 2e-6 * size
+
+
+def test_threads_change_no_bit(processor, monkeypatch):
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        into, grad, x = tables(*SIZES[0])
+        outer.add(into, grad, x)
+        found.append(into)
+    assert torch.equal(*found)
+
+
+def test_other_tensors_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(outer, "has_tiles", lambda: True)
+    into, grad, x = torch.zeros(64, 32), torch.zeros(5, 64).bfloat16().t(), torch.zeros(5, 32).bfloat16()
+    assert outer.takes(into, grad, x)
+    assert not outer.takes(into.double(), grad, x)
+    assert not outer.takes(into, grad.float(), x.float())
+    assert not outer.takes(into[:, :24], grad, x[:, :24])
+    assert not outer.takes(into, grad.contiguous(), x)
+    assert not outer.takes(into.to("meta"), grad.to("meta"), x.to("meta"))
+    monkeypatch.setattr(outer, "has_tiles", lambda: False)
+    assert not outer.takes(into, grad, x)
+
+
+def test_a_gradient_is_rounded_nowhere_where_there_are_tiles():
+    """Torch's product of bf16 is rounded to bf16: by a thousandth of its size in the mean."""
+    if not outer.has_tiles():
+        pytest.skip("this processor has no AMX")
+    into, grad, x = tables(512, 64, 64)
+    wanted = into.double()
+    outer.reference(wanted, grad, x)
+    add_product(into, grad, x)
+    assert float((into - wanted).norm() / wanted.norm()) < 1e-6
