@@ -1,4 +1,4 @@
-"""Our kernels beside torch's: attention forward and backward, and products of fp32 matrices.
+"""Our kernels beside torch's: attention forward and backward, products of fp32 matrices, weights' gradients of bf16.
 
     python -m bench.kernels [--threads 1] [--json FILE]
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.machine import write_result
+from superstep.kernels import outer
 from superstep.kernels.attention import attend, attend_backward, compiled, reference
 from superstep.kernels.product import prefers_onednn
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
@@ -150,6 +151,35 @@ def products(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
+def gradients(rounds: int) -> list[dict[str, object]]:
+    """Of weights, from bf16 into a buffer of fp32: by tiles, where the processor has them."""
+    rows: list[dict[str, object]] = []
+    if not outer.has_tiles():
+        return rows
+
+    def add(into: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return into.add_(grad @ x)
+
+    torch._dynamo.reset()
+    run = torch.compile(add, dynamic=False)
+    for T, inner, outputs in PRODUCTS:
+        torch.manual_seed(0)
+        grad, x = torch.randn(T, outputs).bfloat16().t(), torch.randn(T, inner).bfloat16()
+        exact = grad.double() @ x.double()
+        into = torch.zeros(outputs, inner)
+        ways = {"ours": outer.add, "torch": add, "torch.compile": run}
+        sides = {name: lambda way=way, grad=grad, x=x, into=into: way(into, grad, x) for name, way in ways.items()}
+        row = told(sides, rounds)
+        errors = {}
+        for name, way in ways.items():
+            way(into.zero_(), grad, x)
+            errors[name] = ulps(into, exact)
+        speed = 2e-9 * T * inner * outputs / row["seconds"]["ours"]  # type: ignore[index]
+        rows.append({"shape": (T, inner, outputs), "gflops_per_s": speed, **row, "ulps": errors})
+        print("gradient", (T, inner, outputs), row["faster_by"], speed, errors, flush=True)
+    return rows
+
+
 def main(argv: list[str]) -> None:
     """Measure, print, and write the figures."""
     options = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").splitlines()[0])
@@ -163,14 +193,15 @@ def main(argv: list[str]) -> None:
     found = products(asked.rounds)
     for row in found:
         print(row["shape"], row["faster_by"], row["gflops_per_s"], flush=True)
-    onednn, rows = prefers_onednn(), []
+    onednn, rows, summed = prefers_onednn(), [], gradients(asked.rounds)
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             rows.append(attention(shape, dtype, asked.rounds))
             row = rows[-1]
             faster = {pass_: row[pass_]["faster_by"]["torch"] for pass_ in ("forward", "backward")}  # type: ignore[index]
             print(shape, row["dtype"], faster, row["gflops_per_s"], flush=True)
-            write_result(asked.json, threads=asked.threads, prefers_onednn=onednn, attention=rows, products=found)
+            write_result(asked.json, threads=asked.threads, prefers_onednn=onednn, attention=rows, products=found,
+                         gradients=summed)  # fmt: skip
 
 
 if __name__ == "__main__":

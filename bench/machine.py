@@ -14,7 +14,8 @@ def machine_facts() -> dict[str, object]:
     """Machine and versions."""
     return {
         "machine": platform.processor() or platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": _cpu_told("model name") or "unknown",
+        "amx": "amx_bf16" in _cpu_told("flags").split(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -28,7 +29,7 @@ def write_result(path: Path, **figures: object) -> None:
     print(f"figures in {path}")
 
 
-def _cpu_name() -> str:
+def _cpu_told(what: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(what)), "")

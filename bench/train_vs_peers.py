@@ -188,6 +188,8 @@ def main(argv: list[str]) -> int:
     options.add_argument("--json", type=Path, default=None, help="default: bench/results/train_vs_peers-VOCAB.json")
     asked = options.parse_args(argv)
     load = Workload(vocab=asked.vocab, steps=asked.steps, warmup=asked.warmup)
+    facts = machine_facts()
+    print(f"{facts['cpu']}, {'with' if facts['amx'] else 'without'} AMX")
     head = f"{'peer':26}{'superstep':>11}{'peer':>9}  tokens/s {'ratio':>8}{'cpu':>7}{'memory':>16}"
     print(head, flush=True)
     table = []
@@ -206,7 +208,7 @@ def main(argv: list[str]) -> int:
     path = asked.json or Path(__file__).parent / "results" / f"train_vs_peers-{asked.vocab}.json"
     path.parent.mkdir(exist_ok=True)
     facts = {
-        **machine_facts(),
+        **facts,
         "workload": {"shape": load.shape, "vocab": asked.vocab, "sequences": load.sequences,
                      "sequence_tokens": load.sequence_tokens, "microbatch": load.microbatch,
                      "steps": load.steps, "warmup": load.warmup, "rounds": asked.rounds},

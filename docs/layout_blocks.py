@@ -112,17 +112,18 @@ def _spread(ratios: list[float]) -> str:
 
 
 def _peers() -> str:
-    found = json.loads((RESULTS / "train_vs_peers-4096.json").read_text(encoding="utf-8"))["pairs"]
-    rows = [
-        (
-            pair["pair"],
-            f"{pair['speed_ratio']:.2f}",
-            f"{pair['cpu_ratio']:.2f}",
-            " / ".join(f"{pair[f'{side}_training_bytes'] / 2**20:,.0f}" for side in ("superstep", "peer")),
-        )
-        for pair in found
-    ]
-    return table(("beside", "speed, ratio", "processor time, ratio", "memory, MiB a rank"), rows)
+    plain, amx = (
+        {pair["pair"]: pair for pair in json.loads((RESULTS / name).read_text(encoding="utf-8"))["pairs"]}
+        for name in ("train_vs_peers-4096.json", "train_vs_peers-4096-amx.json")
+    )
+    rows = []
+    for name in {**amx, **plain}:
+        here, there = amx.get(name), plain.get(name)
+        ratios = (f"{side[key]:.2f}" if side else "" for side in (here, there) for key in ("speed_ratio", "cpu_ratio"))
+        sides = (f"{(here or there)[f'{side}_training_bytes'] / 2**20:,.0f}" for side in ("superstep", "peer"))
+        rows.append((name, *ratios, " / ".join(sides)))
+    head = (f"{what}, {where} AMX" for where in ("with", "without") for what in ("speed", "processor time"))
+    return table(("beside", *head, "memory, MiB a rank"), rows)
 
 
 def _served() -> str:

@@ -27,9 +27,9 @@ def asked_anew():
     forget()
 
 
-def run(*, kernels="auto", exact=False):
+def run(*, kernels="auto", exact=False, **numerics):
     config = small.config(packed=False, exact=exact)
-    return resolve(replace(config, numerics=replace(config.numerics, kernels=kernels)))
+    return resolve(replace(config, numerics=replace(config.numerics, kernels=kernels, **numerics)))
 
 
 @pytest.fixture
@@ -82,6 +82,14 @@ def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
     assert kernel_of(run(), CPU) == "by torch (there is no compiler)"
     monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
     assert kernel_of(run(), CPU) == kernel_of(run(kernels="triton"), CPU) == "in C++"
+
+
+@pytest.mark.parametrize(("has_tiles", "told"), [(True, "in C++ by AMX"), (False, "in C++")])
+def test_tiles_are_told_of_where_bf16_is_multiplied_by_them(monkeypatch, has_tiles, told):
+    monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
+    monkeypatch.setattr("superstep.runtime.attention.has_tiles", lambda: has_tiles)
+    assert kernel_of(run(compute="bf16"), CPU) == told
+    assert kernel_of(run(), CPU) == "in C++"
 
 
 def test_tensors_of_a_gpu_go_to_tritons(monkeypatch):

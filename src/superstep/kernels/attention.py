@@ -74,15 +74,22 @@ def compiled() -> Built:
 
 
 @cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bf16 (AMX), and the system lets this process do so."""
+    library = compiled().library
+    return library is not None and bool(library.superstep_may_use_tiles())
+
+
+@cache
 def multiplies_pairs() -> bool:
     """Whether this processor is faster with two numbers of bf16 at once than with what they are widened to. One with
     AMX is, eight times; of those that know both without it some need half the time, and some twice as long. A process
     asks once.
     """
+    if has_tiles():
+        return True
     library = compiled().library
     assert library is not None, "it was chosen because it is there"
-    if library.superstep_may_use_tiles():
-        return True
     library.superstep_pairs_over_floats.restype = c_double
     return bool(library.superstep_pairs_over_floats() * FASTER < 1.0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.kernels.attention import missing
+from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.plan.resolve import Resolved
@@ -76,7 +76,10 @@ def kernel_of(run: Resolved, device: Device) -> str:
     if not wants_attention(run, device):
         return "by torch"
     why = missing(device.torch)
-    return f"by torch ({why})" if why else "in C++" if device.kind == "cpu" else "in Triton"
+    if why:
+        return f"by torch ({why})"
+    in_tiles = run.config.numerics.compute == "bf16" and has_tiles()
+    return "in Triton" if device.kind != "cpu" else "in C++ by AMX" if in_tiles else "in C++"
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:

@@ -42,8 +42,8 @@ class PairedForward {
     put_columns(sums_.floats(), by, rows, call_.width, Rows<true>::of(call_.out, batch, head).from(begin));
   }
 
-  // Scores of 16 queries become chances, as powers of two. The largest score that they are counted from is made larger when
-  // one is 2^8 times that: the sums' numbers are as exact, and seldom multiplied (as Tri Dao's FlashAttention-4 has it).
+  // Scores of 16 queries become chances, as powers of two. What they are counted from is made larger where a chance would
+  // be above 2^8: sums are as exact, and seldom multiplied (so does FlashAttention-4, as Modal found in 2025).
   void weigh(const Sight& sight, int64_t key, int64_t g) {
     constexpr float kLater = 8.0f;
     const float by = call_.scale * kLog2OfE;
