@@ -23,7 +23,7 @@ namespace {
 template <class Pass>
 void each_key_head(const Call& call, int64_t threads) {
   const int64_t tasks = call.batch * call.kv_heads;
-#pragma omp parallel num_threads(std::min(threads, tasks)) if (threads > 1 && tasks > 1)
+#pragma omp parallel num_threads(std::clamp<int64_t>(tasks, 1, threads)) if (threads > 1 && tasks > 1)
   {
     Pass pass(call);
 #pragma omp for schedule(dynamic)
