@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PEAK = 1024, 512, 1408
 """Rows, inputs, outputs of the product that is measured by itself."""
 WHOLE = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::", "superstep::product"),
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::", "superstep::product", "superstep::add_outer"),
     "attention": ("superstep::document_attention", "superstep::_document", "aten::_scaled_dot_product"),
     "loss": ("_LinearCrossEntropySum", "superstep::row_"),
     "optimizer": ("optimizer",),

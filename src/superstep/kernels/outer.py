@@ -49,5 +49,11 @@ def takes(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor) -> bool:
 
 def add(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float = 1.0) -> None:
     """As ``reference``, by the kernel; ``takes`` says of what. The product is summed by itself and added once."""
+    _add(into_OI, grad_OT, x_TI, float(scale))
+
+
+@torch.library.custom_op("superstep::add_outer", mutates_args=("into_OI",))
+def _add(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float) -> None:
+    """An operation of its own, so that who looks at a step sees it."""
     tables = into_OI, into_OI.stride(0), grad_OT, grad_OT.stride(1), x_TI, x_TI.stride(0)
-    fused.run("add_outer", *tables, len(x_TI), *into_OI.shape, float(scale))
+    fused.run("add_outer", *tables, len(x_TI), *into_OI.shape, scale)

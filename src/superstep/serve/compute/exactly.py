@@ -2,8 +2,8 @@
 
 The trainer's exact mode is defined by torch's operations and, in attention, by a kernel of ours. The compiled decoder
 calls that kernel, and makes torch's sums in the same order (``kernels/exact.h``), as it was found by comparing; whether
-it does with this torch on this machine is asked at every start, with the model's own first layer and its head. Where a
-bit differs, torch computes.
+it does with this torch on this machine is asked at every start, with sums that cancel, and with the model's own first
+layer and its head. Where a bit differs, torch computes: AMX's tiles sum in another order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from superstep.kernels.exact_attention import block_address
+from superstep.numerics.invariant_matmul import PIECE, product
 from superstep.runtime.device import Device
 from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.attend import PagedAttention
@@ -120,7 +121,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
         threads: that share a step.
     """
     found, shape = functions(), served.run.shape
-    if found is None or shape.width % 8:
+    if found is None or shape.width % 8 or not sums_as_torch(library):
         return None
     products = ExactProducts(library, served)
     if not can_compile(shape, served.modules, products):
@@ -132,6 +133,18 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return Exactly(compiled(served.modules, store), products) if is_same else None
+
+
+def sums_as_torch(library: ctypes.CDLL) -> bool:
+    """Whether products are summed in torch's order here. Of what cancels nothing is left but what was rounded on the
+    way, which another order rounds otherwise; of a model's own sums, rounded to bf16, most hide it.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (ASKED_TOKENS, PIECE // 2))
+    x_TI, weight_OI = torch.cat((x_TI, x_TI), 1), torch.cat((weight_OI, -weight_OI), 1)
+    compute = Panels(library, weight_OI, cells=1)
+    counts = 1, WANTED, ASKED_TOKENS
+    return all(torch.equal(compute(x), product(x, weight_OI.t()).bfloat16()) for x in (x_TI[:n] for n in counts))
 
 
 def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore], Compiled], page_tokens: int) -> bool:
