@@ -2,10 +2,10 @@
 
     python -m bench.waterfall [--compute bf16 --compute fp32] [--json FILE]
 
-Told are the seconds that torch's profiler gives to each operation by itself, as shares of the step, with our kernels
-and with torch's; and how near the products come to the rate at which one of their shapes runs by itself. What belongs
-to no operation, Python and the dispatcher, is the rest. Profiling itself costs, most where operations are small:
-the processor's seconds of steps without it stand beside.
+Told are the seconds that pass in each operation as torch's dispatcher calls it, as shares of a step that nobody looks
+at, with our kernels and with torch's; and how near the products come to the rate at which one of their shapes runs by
+itself. What belongs to no operation, Python and the dispatcher, is the rest. Torch's profiler would not do: what it
+notes lies between the pieces of memory that a step frees, which then are found anew page by page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import write_result
 from bench.peers_common import random_batches
@@ -30,6 +29,7 @@ from bench.spawn import PATIENCE, Workload
 from superstep.kernels.product import linear, prefers_fp32, prefers_onednn
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.loss import _LinearCrossEntropySum
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -40,45 +40,40 @@ from superstep.train.batches import microbatches
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 1024, 512, 1408
 """Rows, inputs, outputs of the product that is measured by itself."""
-WHOLE = {
+PARTS = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::", "superstep::product", "superstep::add_outer"),
-    "attention": ("superstep::document_attention", "superstep::_document", "aten::_scaled_dot_product"),
-    "loss": ("_LinearCrossEntropySum", "superstep::row_"),
-    "optimizer": ("optimizer",),
-    "norm, rope, gate": ("superstep::rms_norm", "superstep::turn", "superstep::swiglu", "_EagerRMSNorm"),
-}
-"""Parts, and how the operations begin that are theirs with all that they call; the nearest one counts."""
-SINGLE = {
+    "attention": ("superstep::document_attention", "aten::_scaled_dot_product"),
     "norm, rope, gate": (
-        *("aten::silu", "aten::roll", "aten::addcmul", "aten::mul"),
-        *("SiluBackward", "RollBackward", "MulBackward", "AddcmulBackward"),
+        *("superstep::rms_norm", "superstep::turn", "superstep::swiglu", "aten::_fused_rms_norm", "aten::silu"),
+        *("aten::roll", "aten::addcmul", "aten::mul", "aten::pow", "aten::mean", "aten::rsqrt", "aten::sum"),
     ),
     "sums and copies": (
         *("aten::add", "aten::copy_", "aten::_to_copy", "aten::fill_", "aten::zero_", "aten::index_add_"),
         *("aten::embedding", "aten::index_select", "aten::cat", "aten::clone"),
     ),
 }
-"""The same of operations that are in none of these."""
+"""Parts, and how the operations begin that are theirs. Others within the optimizer or the loss are theirs."""
+WITHIN = "optimizer", "loss"
 
 
-def part_of(event: FunctionEvent) -> str:
-    """The part that an operation belongs to."""
-    names = list(_names(event))
-    for table in (WHOLE, SINGLE):
-        for name in names:
-            for part, beginnings in table.items():
-                if name.startswith(beginnings):
-                    return part
-    return "rest"
+class Clock(TorchDispatchMode):
+    """Seconds of each part while it lasts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = dict.fromkeys((*PARTS, *WITHIN, "rest"), 0.0)
+        self.within: list[str] = []
 
-def _names(event: FunctionEvent | None) -> Iterator[str]:
-    """Its name, and those of whom called it, without what autograd puts before them."""
-    while event is not None:
-        name = event.name.removeprefix("autograd::engine::evaluate_function: ")
-        backward = name.removeprefix("GeneratedBackwardFor_superstep_")
-        yield name if backward == name else f"superstep::{backward}"
-        event = event.cpu_parent
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start_s = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.seconds[self.part_of(func.name())] += time.perf_counter() - start_s
+        return out
+
+    def part_of(self, name: str) -> str:
+        """Of an operation: a product is one wherever it is called."""
+        part = next((part for part, beginnings in PARTS.items() if name.startswith(beginnings)), "rest")
+        return self.within[-1] if self.within and part != "products" else part
 
 
 class Bench:
@@ -95,10 +90,36 @@ class Bench:
         self.run = resolve(config, 1)
         self.mesh = build_mesh(self.run.plan, 0, Device("cpu"), timeout=PATIENCE)
         self.engine = Engine(self.run, units(self.run.shape), self.mesh)
+        self.clock: Clock | None = None
         optimizer = self.engine.optimizer
-        optimizer.step = _recorded(optimizer.step)  # type: ignore[method-assign]
-        optimizer.sums = _recorded(optimizer.sums)  # type: ignore[method-assign]
+        optimizer.step = self._noted("optimizer", optimizer.step)  # type: ignore[method-assign]
+        optimizer.sums = self._noted("optimizer", optimizer.sums)  # type: ignore[method-assign]
+        self._forward = _LinearCrossEntropySum.forward
         self._batches = iter(random_batches(self.run.shape, load.steps, load.sequences, load.sequence_tokens))
+
+    def _noted(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **named: Any) -> Any:
+            if self.clock is None:
+                return function(*given, **named)
+            self.clock.within.append(part)
+            try:
+                return function(*given, **named)
+            finally:
+                self.clock.within.pop()
+
+        return noted
+
+    def seconds(self) -> dict[str, float]:
+        """Of one step by part."""
+        self.clock = Clock()
+        _LinearCrossEntropySum.forward = staticmethod(self._noted("loss", self._forward))  # type: ignore[method-assign]
+        try:
+            with self.clock:
+                self.step()
+        finally:
+            _LinearCrossEntropySum.forward = staticmethod(self._forward)  # type: ignore[method-assign]
+        found, self.clock = self.clock.seconds, None
+        return found
 
     @property
     def product_flops(self) -> int:
@@ -114,25 +135,6 @@ class Bench:
         mine = microbatches(tokens, targets, self.run.plan, self.mesh)
         self.engine.train_step(mine, valid_tokens=targets.numel(), lr=1e-3)
         return time.perf_counter() - start_s, time.process_time() - cpu_s
-
-
-def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def recorded(*given: Any, **named: Any) -> Any:
-        with record_function("optimizer"):
-            return function(*given, **named)
-
-    return recorded
-
-
-def profiled(bench: Bench) -> dict[str, float]:
-    """Seconds of one step by part."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        whole_s, _ = bench.step()
-    found = dict.fromkeys((*WHOLE, *SINGLE, "rest"), 0.0)
-    for event in profiler.events():
-        found[part_of(event)] += event.self_cpu_time_total * 1e-6
-    found["rest"] = whole_s - sum(seconds for part, seconds in found.items() if part != "rest")
-    return found
 
 
 def peak_flops_per_s(compute: str) -> float:
@@ -155,16 +157,16 @@ def rows(computes: list[str], load: Workload) -> Iterator[Mapping[str, object]]:
             bench = Bench(compute, kernels, load)
             bench.step()
             plain = [bench.step() for _ in range((load.steps - 1) // 2)]
-            each = [profiled(bench) for _ in range(load.steps // 2)]
+            each = [bench.seconds() for _ in range(load.steps // 2)]
             seconds = {part: statistics.median(step[part] for step in each) for part in each[0]}
-            whole_s = sum(seconds.values())
-            shares = {part: round(s / whole_s, 4) for part, s in seconds.items()}
-            cpu_s = min(cpu for _, cpu in plain)
+            cpu_s = statistics.median(cpu for _, cpu in plain)
+            seconds["rest"] = cpu_s - sum(s for part, s in seconds.items() if part != "rest")
+            shares = {part: round(s / cpu_s, 4) for part, s in seconds.items()}
             found = {
                 "compute": compute,
                 "kernels": kernels,
                 "cpu_s": cpu_s,
-                "profiled_s": seconds,
+                "seconds": seconds,
                 "shares": shares,
                 "product_flops": bench.product_flops,
                 "alone_flops_per_s": peak,
@@ -179,7 +181,7 @@ def main(argv: list[str]) -> None:
     options = argparse.ArgumentParser(prog="python -m bench.waterfall", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--compute", choices=("bf16", "fp32"), action="append", help="default: both")
     options.add_argument("--vocab", type=int, default=4096)
-    options.add_argument("--steps", type=int, default=5, help="half of those after the first with the profiler")
+    options.add_argument("--steps", type=int, default=9, help="half of those after the first by the clock")
     options.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "waterfall.json")
     asked = options.parse_args(argv)
     torch.set_num_threads(1)

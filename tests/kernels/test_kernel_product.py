@@ -99,3 +99,26 @@ def test_what_is_faster_is_measured_on_real_numbers_once(prefers):
 def test_nothing_is_multiplied_by_no_rows(is_onednn):
     assert linear(torch.empty(0, 8), torch.ones(6, 8)).shape == (0, 6)
     assert product(torch.ones(4, 0), torch.ones(0, 6)).tolist() == [[0.0] * 6] * 4
+
+
+def test_whatever_the_number_of_rows_few_sizes_are_multiplied(monkeypatch):
+    sizes = set()
+
+    def seen(x, padding):
+        out = torch.constant_pad_nd(x, padding)
+        sizes.add(len(out))
+        return out
+
+    monkeypatch.setattr(kernel.F, "pad", seen)
+    right = torch.randn(24, 40).bfloat16().t()
+    for rows in range(kernel.NARROW, 1025):
+        left = torch.randn(rows, 24 + 16).bfloat16()
+        out = kernel.of_any_rows(left, right)
+        assert out.shape == (rows, 24)
+        if rows % 97 == 0:
+            torch.testing.assert_close(out, left @ right, rtol=2e-2, atol=2e-2)
+    assert len(sizes) == 4 * 4 + 1, "of an octave four"
+    sizes.clear()
+    kernel.of_any_rows(torch.randn(100, 40), right.float())
+    kernel.of_any_rows(torch.randn(3, 40).bfloat16(), right)
+    assert not sizes

@@ -61,6 +61,18 @@ def product_into(out_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float
     return out_TO.addmm_(left_TI, right_IO, beta=0, alpha=scale)
 
 
+def of_any_rows(left_TI: Tensor, right_IO: Tensor) -> Tensor:
+    """left · right, where the number of rows is another one each time. For each that is new oneDNN makes code for
+    products of bf16, which takes 1.4 ms on a Xeon with AMX and the product itself 0.4: rows of zeros fill it up to one
+    of four numbers in an octave.
+    """
+    rows = len(left_TI)
+    if type(left_TI) not in _REAL or left_TI.device.type != "cpu" or left_TI.dtype != torch.bfloat16 or rows < NARROW:
+        return left_TI @ right_IO
+    step = 1 << (rows.bit_length() - 3)
+    return (F.pad(left_TI, (0, 0, 0, -rows % step)) @ right_IO)[:rows]
+
+
 @cache
 def prefers_onednn() -> bool:
     """Whether oneDNN is the faster one here."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from superstep.kernels.product import of_any_rows
 from superstep.numerics.product import add_product
 
 AddGradient = Callable[[Tensor, Tensor, Tensor], object]
@@ -94,7 +95,8 @@ def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
         return kernel_products(x_RI, matrix_EIO, rows_E)
     rows = rows_E.tolist()
     parts = [
-        part @ matrix for part, matrix in zip(x_RI.split([*rows, len(x_RI) - sum(rows)]), matrix_EIO, strict=False)
+        of_any_rows(part, matrix)
+        for part, matrix in zip(x_RI.split([*rows, len(x_RI) - sum(rows)]), matrix_EIO, strict=False)
     ]
     return torch.cat((*parts, x_RI.new_zeros(len(x_RI) - sum(rows), matrix_EIO.shape[2])))
 
