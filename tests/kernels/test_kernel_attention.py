@@ -62,6 +62,7 @@ CASES = [
     Case(queries=50, keys=77, width=64, is_causal=False),  # another rank's keys
     Case(batch=1, heads=8, queries=300, keys=300, width=128, documents=90),
     Case(queries=1, keys=1, width=16),
+    Case(queries=100, keys=50, width=48),  # the last queries see all keys
 ]
 
 

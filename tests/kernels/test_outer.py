@@ -7,9 +7,10 @@ import torch
 
 from superstep.kernels import fused, native, outer
 from superstep.kernels.attention import FLAGS
+from superstep.model.experts import add_outer_products
 from superstep.numerics.product import add_product
 
-SIZES = [(1024, 96, 64), (257, 32, 1056), (37, 160, 32), (1, 64, 544), (300, 544, 512)]
+SIZES = [(1024, 96, 64), (257, 32, 1056), (37, 160, 32), (1, 64, 544), (300, 544, 512), (0, 64, 32)]
 """Tokens, outputs, inputs: of each more than a block, less than one, and a part of the last."""
 
 
@@ -43,6 +44,15 @@ def test_it_adds_the_product_in_fp32(processor, sizes, scale):
     outer.add(into, grad, x, scale)
     size = sizes[0] ** 0.5 * scale + 1
     assert float((into - wanted).abs().max()) < 2e-6 * size
+
+
+def test_an_expert_without_rows_gets_nothing():
+    """Whatever another's sums have left in memory."""
+    into, (_, grad, x) = torch.zeros(2, 544, 512), tables(*SIZES[4])
+    for _ in range(3):
+        add_outer_products(into, grad.t(), x, torch.tensor([len(x), 0]))
+    assert into[0].any()
+    assert not into[1].any()
 
 
 def test_threads_change_no_bit(processor, monkeypatch):

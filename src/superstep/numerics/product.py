@@ -12,10 +12,10 @@ from superstep.kernels.product import add_by_fp32, by_fp32, by_onednn, product
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """total += scale · left · right; the factors may be narrower than ``total``, which is then fp32.
 
-    On a GPU the product of 16-bit factors is summed in fp32 straight into ``total``, and so it is on a CPU that has
-    AMX, or multiplies them faster in fp32. Other CPUs have no such kernel (torch 2.13): each product is summed in fp32
-    and rounded to the factors' dtype, by 2^-9 of its size at most in bf16, and ``total`` adds up in fp32 what was
-    rounded once.
+    On a GPU the product of 16-bit factors is summed in fp32 straight into ``total``, and so it is on a CPU that
+    multiplies them faster in fp32, or has AMX, where ``kernels.outer`` takes them. Elsewhere torch 2.13 has no such
+    kernel: each product is summed in fp32 and rounded to the factors' dtype, by 2^-9 of its size at most in bf16, and
+    ``total`` adds up in fp32 what was rounded once.
     """
     if outer.takes(total, left, right):
         outer.add(total, left, right, scale)

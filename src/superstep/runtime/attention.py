@@ -78,8 +78,9 @@ def kernel_of(run: Resolved, device: Device) -> str:
     why = missing(device.torch)
     if why:
         return f"by torch ({why})"
-    in_tiles = run.config.numerics.compute == "bf16" and has_tiles()
-    return "in Triton" if device.kind != "cpu" else "in C++ by AMX" if in_tiles else "in C++"
+    if device.kind != "cpu":
+        return "in Triton"
+    return "in C++ by AMX" if run.config.numerics.compute == "bf16" and has_tiles() else "in C++"
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:

@@ -13,9 +13,9 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Of ``mallopt(3)``: free memory at the heap's end from which it shrinks; and a piece's size from which it is mapped by
 itself, and unmapped when it is freed."""
 
-NEVER = 2**31 - 1
+NEVER = -1
 LARGEST_BYTES = 32 * 2**20
-"""The most that glibc allows for a piece of the heap."""
+"""The most that glibc allows for a piece of the heap; larger ones come and go as before."""
 
 
 def keep_what_is_freed() -> bool:

@@ -146,7 +146,7 @@ def _table(found: Measured) -> Iterator[str]:
 
 def _roof(found: Measured) -> Roof:
     """The fastest product, and the fastest way over memory of what is larger than a cache."""
-    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE and c.kernel != "new"]
+    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE]
     return Roof(
         flops_per_s=max(p.flops_per_s for p in found.cluster.chip.products),
         bytes_per_s=max(large, default=found.memory_bytes_per_s),

@@ -1,7 +1,7 @@
 // Attention of some queries to some keys, and its gradients, block by block: no row of scores is ever whole (Dao 2023,
 // FlashAttention-2; the backward pass computes scores again from the log-sum-exp, Dao 2022, algorithm 4).
 //
-//   queries, 48 at a time    x    keys, 64 at a time        P = exp(scale q·k - m)
+//   queries, 48 or 64        x    keys, 64 at a time        P = exp(scale q·k - m)
 //   forward     out = P·v / sum(P), lse = m + log sum(P)
 //   backward    P = exp(scale q·k - lse), dS = scale P (grad·v - rowsum(grad · out));
 //               dv += P'·grad, dk += dS'·q, dq += dS·k
@@ -23,7 +23,7 @@ namespace {
 template <class Pass>
 void each_key_head(const Call& call, int64_t threads) {
   const int64_t tasks = call.batch * call.kv_heads;
-#pragma omp parallel num_threads(std::clamp<int64_t>(tasks, 1, threads)) if (threads > 1 && tasks > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Pass pass(call);
 #pragma omp for schedule(dynamic)
@@ -44,7 +44,7 @@ void superstep_attention(const Call* call, int64_t threads) {
   else each_key_head<Forward<false>>(*call, threads);
 }
 
-// Some rows of fp32, 48 at most, and a block of 64 keys, as `forward` looks at it: for who has its keys elsewhere. Keys are
+// Some rows of fp32, 48 at most, and a block of 64 keys, as `Forward` looks at it: for who has its keys elsewhere. Keys are
 // [width, 64], values [64, width]; nothing is what no row sees.
 void superstep_attend_block(const float* q, int64_t rows, int64_t width, float scale, const float* keys,
                             const float* values, int64_t key, const int64_t* first, const int64_t* end, float* sums,

@@ -114,6 +114,7 @@ struct Seen {
       end[r] = call.behind      ? call.behind[batch * call.queries + begin + r]
                : call.is_causal ? call.first + begin + r + 1
                                 : call.keys;
+      end[r] = std::min(end[r], call.keys);
       low = std::min(low, first[r]);
       high = std::max(high, end[r]);
     }

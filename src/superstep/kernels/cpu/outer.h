@@ -46,6 +46,7 @@ inline void lay_outer_right(const Rows<true>& from, int64_t tokens, int64_t colu
 
 // into += scale · left' · right. Rows and columns are multiples of 32.
 inline void add_outer(const Outer& call, int64_t threads) {
+  if (call.tokens == 0) return;  // an expert that got none
   const int64_t words = padded(call.tokens, 2 * kTile) / 2;
   const Rows<true> lefts{const_cast<bf16*>(call.left), call.left_row}, rights{const_cast<bf16*>(call.right), call.right_row};
   Room right(call.columns * words);

@@ -110,10 +110,10 @@ struct Sight {
 
   Sight(const Call& call, int64_t batch, int64_t begin, int64_t rows) {
     const Seen seen(call, batch, begin, rows);
-    low = seen.low, high = std::min(seen.high, call.keys);
+    low = seen.low, high = seen.high;
     all_from = 0, all_to = call.keys;
     for (int64_t r = 0; r < kSide; ++r) {
-      const int64_t from = r < rows ? seen.first[r] : 0, to = r < rows ? std::min(seen.end[r], call.keys) : call.keys;
+      const int64_t from = r < rows ? seen.first[r] : 0, to = r < rows ? seen.end[r] : call.keys;
       first[r / kLanes][r % kLanes] = static_cast<int32_t>(from);
       end[r / kLanes][r % kLanes] = static_cast<int32_t>(to);
       all_from = std::max(all_from, from);

@@ -4,8 +4,7 @@ Each kind of operation is run by itself, as often as a small budget allows, and 
 gives takes turns in more memory than the caches close to a core hold: in small copies over one another memory seems
 twice as fast. On a CPU these caches are filled with something else before every run, as the operation before does in a
 step, where its code too has left them: of small operations that is most of the time (an addition of a few numbers took
-3.5 µs in a loop, and 19 so; a norm by our kernel 59 and 147). Memory that the system has to find first is measured by
-itself.
+3.5 µs in a loop, and 19 so; a norm by our kernel 59 and 147).
 """
 
 from __future__ import annotations
