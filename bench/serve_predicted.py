@@ -28,8 +28,9 @@ from superstep.cost.serve import seconds, way_of
 from superstep.runtime.launch import World, launch_apart
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.calibrate import Timing, calibrate
+from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.foresee import weight_bytes
-from superstep.serve.load import ServeConfig, give_back, open_engine, plan_of, setting_model, share_cores
+from superstep.serve.load import give_back, open_engine, setting_model, share_cores
 from superstep.serve.pages import Pages
 from superstep.serve.request import Request, Sampling
 from superstep.serve.simulate import Arrival, simulate

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
-from superstep.cli.served_model import newest_checkpoint
 from superstep.data.tokens import open_corpus
 from superstep.serve.compute.quantize import FORMATS
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
+from superstep.train.weights_folder import newest_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "serve_quantized.json"
 

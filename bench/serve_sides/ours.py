@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from bench.serve_sides.asked import Answers, Side, answer_jobs
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import low_rank
 from superstep.errors import UserError
-from superstep.model.adapter import CONFIG, FILE, PREFIX, A, Adapter, LowRank, linears_of, read_adapter, write_adapter
+from superstep.model.adapter import FILE, PREFIX, A, Adapter, LowRank, linears_of, read_adapter, write_adapter
+from superstep.model.adapter_config import CONFIG
 
 LINEARS = linears_of(low_rank.shape())
 Q = "model.layers.{}.self_attn.q_proj"

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import low_rank
 from superstep.errors import ConfigError, UserError
-from superstep.model.adapter import CONFIG, Adapter, read_adapter, write_adapter
+from superstep.model.adapter import Adapter, read_adapter, write_adapter
+from superstep.model.adapter_config import CONFIG
 from superstep.runtime.device import Device
 from superstep.serve import live
 from superstep.serve.adapters import check_names, folders_of
@@ -19,7 +20,8 @@ from superstep.serve.api.refusals import refused_by_backend
 from superstep.serve.compute import adapters as placing
 from superstep.serve.compute import low_rank as computing
 from superstep.serve.compute.ranks import follow
-from superstep.serve.load import ServeConfig, load_rank, open_both, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import load_rank, open_both, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Request, Sampling
 from superstep.train.proof.adapted import beside_adapters, losses_of, write_adapters

@@ -26,8 +26,8 @@ from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
 from superstep.serve.api.refusals import Refused
 from superstep.serve.api.steered import Admin
+from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
 from superstep.serve.request import AdapterInfo, Info
 from superstep.serve.speech import load_words

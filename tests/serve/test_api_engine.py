@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from plain_words import PlainWords, small_tokenizer
 from served import served
 from superstep.serve.api.app import make_app
+from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig
 
 pytestmark = pytest.mark.multiproc
 

@@ -14,7 +14,8 @@ from superstep.serve.compute.compiled import Compiled
 from superstep.serve.compute.forward import Forward
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.rows import Part, Rows
-from superstep.serve.load import ServeConfig, load_rank
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import load_rank
 
 SIZES = {
     "vocab_size": 200,

@@ -11,7 +11,8 @@ from superstep.errors import ConfigError
 from superstep.model.adapter import Adapter, LowRank, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.kernels.build import build
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Request, Sampling
 

@@ -8,8 +8,8 @@ from multiprocessing.connection import Client
 import pytest
 
 from superstep.errors import ConfigError
+from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig
 from superstep.serve.mail import Ear, Mailbox
 from superstep.serve.messages import Abort, Ask, Leave, News, Ready, Refused, decode_order, encode
 from superstep.serve.request import Counters, Info, Progress, Sampling, Told

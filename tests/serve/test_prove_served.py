@@ -20,8 +20,8 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.launch import launch_on
 from superstep.serve import live
 from superstep.serve.compute.keys import KeyStore
+from superstep.serve.config import ServeConfig
 from superstep.serve.engine import Engine
-from superstep.serve.load import ServeConfig
 from superstep.serve.offline import generate
 from superstep.serve.pages import Pages
 from superstep.serve.request import Sampling

@@ -19,7 +19,7 @@ from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
 from superstep.serve.api.steered import Admin, Several
-from superstep.serve.load import ServeConfig
+from superstep.serve.config import ServeConfig
 from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
 from superstep.serve.replicas import replicas_of
 from superstep.serve.request import AdapterInfo

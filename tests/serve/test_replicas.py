@@ -10,8 +10,8 @@ import pytest
 from scripted import Scripted
 from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
+from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Leave, Ready, decode_order, encode
 from superstep.serve.replicas import Replicas
 from superstep.serve.request import Counters, Info, Sampling

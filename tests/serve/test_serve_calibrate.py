@@ -6,7 +6,7 @@ from superstep.plan.model.shape import SHAPES
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.serve import calibrate
-from superstep.serve.load import ServeConfig
+from superstep.serve.config import ServeConfig
 
 
 def test_engines_of_exact_mode_all_have_a_servers_threads(monkeypatch, tmp_path):

@@ -14,7 +14,8 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.serve.compute.ranks import follow
-from superstep.serve.load import ServeConfig, load_rank, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import load_rank, open_engine
 from superstep.serve.speculate import Speculation
 from superstep.train.proof.exact import write_bits
 from superstep.train.proof.served import Known, answers, batch_of, compare, told_of, trained_losses, ways

@@ -26,8 +26,9 @@ from superstep.serve.compute.linears import Linears
 from superstep.serve.compute.ranks import follow
 from superstep.serve.compute.renewal import Memory
 from superstep.serve.compute.rows import Part, Rows, to_numbers
+from superstep.serve.config import ServeConfig
 from superstep.serve.live import LiveRequest
-from superstep.serve.load import Known, ServeConfig, load_rank, open_both, open_engine
+from superstep.serve.load import Known, load_rank, open_both, open_engine
 from superstep.serve.messages import Change, Pause, Resume, Sleep, Wake
 from superstep.serve.offline import generate
 from superstep.serve.pages import root_key

@@ -18,7 +18,8 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
-from superstep.serve.load import ServeConfig, load_rank, open_both
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import load_rank, open_both
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.serve.weights import MARK, version_of

@@ -5,7 +5,8 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.errors import StateError
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.state.folders import checkpoints
 from superstep.state.verify import verify_weights
 

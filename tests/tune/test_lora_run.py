@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 import runs
 from superstep.cli.main import main
 from superstep.data.stream import Batch
-from superstep.model.adapter import CONFIG, FILE, linears_of, read_adapter
+from superstep.model.adapter import FILE, linears_of, read_adapter
+from superstep.model.adapter_config import CONFIG
 from superstep.model.hf import open_weights
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import resolve
@@ -26,14 +27,16 @@ from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.state.checkpoint import load
 from superstep.state.manifest import MANIFEST, read_manifest, write_manifest
 from superstep.state.piece import STATE
 from superstep.state.tensor_file import digest
-from superstep.train.base import BASE, begin_base
+from superstep.train.base import begin_base
+from superstep.train.base_file import BASE
 from superstep.train.batches import microbatches_of
 from superstep.train.meter import Rate
 from superstep.train.model import units_of

@@ -12,7 +12,8 @@ from superstep.errors import ConfigError, StateError
 from superstep.grade.environment import load_environment
 from superstep.grade.task import Task
 from superstep.grade.verdict import grader_error, ok, wrong
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.tune.program.instructions import Asked, Cursor
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
 from superstep.tune.rl.record import NAME, Record

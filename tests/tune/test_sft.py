@@ -14,7 +14,8 @@ from superstep.data.tokens import open_corpus
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config
-from superstep.serve.load import ServeConfig, ends_of_text, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import ends_of_text, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.serve.text.chat import Chat, load_chat_template

@@ -15,7 +15,8 @@ from superstep.model.source import load_units
 from superstep.model.unit import Row
 from superstep.plan.config import RunConfig
 from superstep.plan.toml import read_config
-from superstep.serve.load import Known, ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import Known, open_engine
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 from superstep.state.folders import checkpoints, step_of
@@ -23,7 +24,7 @@ from superstep.state.verify import verify_weights
 from superstep.train.run_folder import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
-from superstep.train.start import newest_checkpoint
+from superstep.train.weights_folder import newest_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,8 +17,8 @@ from superstep.serve.adapters import check_names, folders_of
 from superstep.serve.api.app import make_app
 from superstep.serve.api.server import serve
 from superstep.serve.api.steered import Admin
+from superstep.serve.config import plan_of
 from superstep.serve.host import Host
-from superstep.serve.load import plan_of
 from superstep.serve.replicas import Replicas, replicas_of
 from superstep.serve.speech import forms_of, load_words
 

@@ -10,7 +10,7 @@ from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOpt
 from superstep.cli.served_model import find_model
 from superstep.plan.config import RunConfig
 from superstep.serve.adapters import folders_of
-from superstep.serve.load import NGRAM, ServeConfig
+from superstep.serve.config import NGRAM, ServeConfig
 
 
 class Asked(Protocol):

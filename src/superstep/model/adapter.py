@@ -25,12 +25,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
-from superstep.model.adapter_config import AdapterConfig, read_config
+from superstep.model.adapter_config import CONFIG, AdapterConfig, read_config
 from superstep.plan.lora import ENDS, PREFIX
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.shape import ModelShape
 
-CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"
 A, B = ENDS["a"], ENDS["b"]
 

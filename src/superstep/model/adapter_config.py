@@ -13,6 +13,9 @@ from typing import Any, TypeGuard, TypeVar
 from superstep.errors import ConfigError, StateError
 from superstep.plan.lora import ALL_LINEAR, is_named
 
+CONFIG = "adapter_config.json"
+"""What the file is called."""
+
 T = TypeVar("T")
 
 FOLLOWED = frozenset(

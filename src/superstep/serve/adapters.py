@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.model.adapter import CONFIG
+from superstep.model.adapter_config import CONFIG
 from superstep.serve.request import AdapterInfo
 
 

@@ -30,8 +30,9 @@ from superstep.plan.model.shape import SHAPES, ModelShape
 from superstep.runtime.launch import World, launch_apart
 from superstep.runtime.mesh import Group, build_mesh
 from superstep.serve.compute.ranks import follow
+from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import Engine
-from superstep.serve.load import ServeConfig, give_back, load_rank, open_engine, plan_of, share_cores
+from superstep.serve.load import give_back, load_rank, open_engine, share_cores
 from superstep.serve.replay import Entry, Recorder, Setting, samples
 from superstep.serve.request import Request, Sampling
 

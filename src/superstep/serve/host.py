@@ -25,8 +25,8 @@ from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.launch import launch_from
 from superstep.serve.api.backend import Away, Health
+from superstep.serve.config import ServeConfig
 from superstep.serve.deeds import NOBODY, Deeds
-from superstep.serve.load import ServeConfig
 from superstep.serve.mail import Ear, Mail, Mailbox
 from superstep.serve.messages import (
     Abort,

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 
 from superstep.cost.serve import ServedModel, Way, served_model
-from superstep.errors import ConfigError, StateError
+from superstep.errors import ConfigError
 from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.invariant_attention import BLOCK
-from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
-from superstep.plan.model.named import shape_of
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device, cores
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.launch import World
@@ -31,6 +29,7 @@ from superstep.serve.compute.model import Served, build, fill
 from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
 from superstep.serve.compute.small_model import SmallModel
+from superstep.serve.config import NGRAM, ServeConfig, plan_of
 from superstep.serve.engine import Engine, Watch
 from superstep.serve.matcher import Matchers
 from superstep.serve.pages import Pages
@@ -42,83 +41,6 @@ from superstep.serve.steward import Steward
 from superstep.serve.weights import read_version
 
 Watching = Callable[[Setting], Watch]
-NGRAM = "ngram"
-"""``ServeConfig.speculate`` where a request's own text says what to guess."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """How a model is served.
-
-    Attributes:
-        context_tokens: the most tokens of a prompt and its answer; None takes what the model was made for.
-        page_tokens: positions of a page.
-        pages: of keys; None takes as many as ``requests`` whole contexts need, at most a quarter of the free memory.
-        step_tokens: the most rows of one step.
-        requests: the most requests that run at once.
-        compute: dtype of weights and keys.
-        exact: whether answers have the trainer's bits, whatever they are computed beside.
-        tp: ranks that share the model.
-        dp: replicas of it on this host, each with ranks of its own, which share the cores and the memory.
-        quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
-        kernels: the folder for the decoder that is compiled here; None computes without.
-        adapters: names and folders of the adapters that are there from the start.
-        replay: a file for the steps of the engine, a line for each; None writes none.
-        speculate: who guesses tokens, which the model then judges: ``ngram``, or the folder of a small model; empty for
-            nobody.
-        draft_tokens: the most tokens guessed for a request in one step.
-    """
-
-    context_tokens: int | None = None
-    page_tokens: int = 16
-    pages: int | None = None
-    step_tokens: int = 512
-    requests: int = 64
-    compute: Dtype = "bf16"
-    exact: bool = False
-    tp: int = 1
-    dp: int = 1
-    quantize: str = ""
-    kernels: Path | None = None
-    adapters: tuple[tuple[str, Path], ...] = ()
-    replay: Path | None = None
-    speculate: str = ""
-    draft_tokens: int = 4
-
-
-def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
-    """The plan by which a folder's model is cut for serving.
-
-    Raises:
-        ConfigError: the model cannot be served so.
-        StateError: the folder holds no model.
-    """
-    config = folder / "config.json"
-    if not config.is_file():
-        raise StateError(f"'{folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
-    return plan_named(str(config), serve)
-
-
-def plan_named(model: str, serve: ServeConfig) -> Resolved:
-    """The plan by which a model is cut for serving: a named size, or the path of a config.json.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot be served so.
-    """
-    shape = shape_of(ModelConfig(name=model))
-    if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
-        raise ConfigError(
-            f"serve.exact = true with model.router = '{shape.moe.router}': which tokens it drops depends on the whole "
-            "sequence; set serve.exact = false."
-        )
-    return resolve(
-        RunConfig(
-            model=ModelConfig(name=model),
-            data=DataConfig(sequence_tokens=min(shape.max_tokens, DataConfig().sequence_tokens)),
-            plan=PlanConfig(tp=serve.tp, dp=1, microbatch=1),
-            numerics=NumericsConfig(compute=serve.compute, exact=serve.exact),
-        )
-    )
 
 
 def ends_of_text(folder: Path) -> tuple[int, ...]:

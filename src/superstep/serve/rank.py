@@ -11,8 +11,9 @@ from superstep.errors import ConfigError
 from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
+from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import Engine
-from superstep.serve.load import Known, ServeConfig, load_rank, open_both, plan_of, share_cores
+from superstep.serve.load import Known, load_rank, open_both, share_cores
 from superstep.serve.matcher import Matcher
 from superstep.serve.messages import Abort, Ask, Do, Leave, News, Ready, Refused, decode_order, encode
 from superstep.serve.request import Request

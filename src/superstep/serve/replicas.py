@@ -23,8 +23,8 @@ from typing import Protocol
 from superstep.plan.config import DeviceKind
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.api.steered import OneOfSeveral, Several
+from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.load import ServeConfig
 from superstep.serve.messages import Deed, Standing
 from superstep.serve.rank import Forms
 from superstep.serve.request import Counters, Info, Progress, Sampling

@@ -6,10 +6,12 @@ import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # who reads the manifest of a checkpoint alone needs no torch
+    from torch import Tensor
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq", "gradient"]
 STATE: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")

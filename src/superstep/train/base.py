@@ -1,22 +1,18 @@
 """The weights that adapters are trained beside: read, never written, and the same whenever the run goes on.
 
 A checkpoint of such a run has the adapter alone, as a folder of PEFT's. Which weights it adds to stands beside it, with
-a digest of their content:
-
-    base.json       {"weights": folder, "version": digest}
-
-Where no weights were given, as while a layout is proven, the base is drawn from ``train.seed``, and has no folder.
+a digest of their content (``base_file``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import StateError, SuperstepError
-from superstep.model.adapter import CONFIG, config_text
+from superstep.model.adapter import config_text
+from superstep.model.adapter_config import CONFIG
 from superstep.model.hf import open_weights
 from superstep.plan.lora import targets_of
 from superstep.plan.resolve import Resolved
@@ -24,23 +20,9 @@ from superstep.runtime.engine import Engine
 from superstep.serve.weights import digests, version_of
 from superstep.state.start import fill
 from superstep.state.together import Peers, together
+from superstep.train.base_file import BASE, Base, read_base
 from superstep.train.model import shapes_of
-from superstep.train.start import weights_of
-
-BASE = "base.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The weights that an adapter adds to.
-
-    Attributes:
-        folder: a checkpoint, or one of Hugging Face's; None where the weights were drawn.
-        version: the digest of its tensors, whatever files they lie in; or what they were drawn from.
-    """
-
-    folder: Path | None
-    version: str
+from superstep.train.weights_folder import weights_of
 
 
 def drawn_base(run: Resolved) -> Base:
@@ -90,21 +72,6 @@ def require_same(base: Base, found: Base, adapter: Path) -> None:
             f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder or 'the run'}' have "
             f"{found.version}; put those that training began with back."
         )
-
-
-def read_base(checkpoint: Path) -> Base:
-    """Which weights the adapter of a checkpoint adds to.
-
-    Raises:
-        StateError: it does not say so.
-    """
-    try:
-        told = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
-        return Base(None if told["weights"] is None else Path(told["weights"]), str(told["version"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."
-        ) from error
 
 
 def files_of(run: Resolved, base: Base) -> dict[str, str]:

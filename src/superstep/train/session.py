@@ -34,7 +34,8 @@ from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory
 from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.state.verify import require_newest, verify_weights
-from superstep.train.base import Base, begin_base, drawn_base, files_of, resume_base
+from superstep.train.base import begin_base, drawn_base, files_of, resume_base
+from superstep.train.base_file import Base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.course import Course
@@ -49,7 +50,7 @@ from superstep.train.rehearsal import DIFFERS, Rehearsal
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.saving import is_there, settle, trace_of
 from superstep.train.schedule import rate
-from superstep.train.start import weights_of
+from superstep.train.weights_folder import weights_of
 
 MESH_TIMEOUT = timedelta(minutes=10)
 

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
-from superstep.model.adapter import CONFIG, Adapter, linears_of, read_adapter
+from superstep.model.adapter import Adapter, linears_of, read_adapter
+from superstep.model.adapter_config import CONFIG
 from superstep.model.hf import FILE, INDEX, open_weights
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
 from superstep.serve.weights import version_of
-from superstep.train.base import BASE, Base, read_base, require_same
+from superstep.train.base import require_same
+from superstep.train.base_file import BASE, Base, read_base
 
 BESIDE = (".json", ".txt", ".model", ".jinja")
 """How files end that make a folder of weights a model: its shape, its tokenizer, its template."""

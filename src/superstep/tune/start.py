@@ -9,7 +9,7 @@ from superstep.errors import ConfigError, StateError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import read_config
 from superstep.train.run_folder import RunFolder
-from superstep.train.start import weights_of
+from superstep.train.weights_folder import weights_of
 from superstep.tune.config import TuneConfig
 
 

@@ -16,7 +16,8 @@ from superstep.cli.serving import serve_config
 from superstep.errors import ConfigError
 from superstep.runtime.device import choose, pick
 from superstep.serve.api.words import Reader
-from superstep.serve.load import open_engine, plan_of
+from superstep.serve.config import plan_of
+from superstep.serve.load import open_engine
 from superstep.serve.request import Request, Sampling
 from superstep.serve.speech import load_words
 

@@ -29,7 +29,7 @@ from superstep.runtime.measure.kernels import Gauge, measure_operations
 from superstep.runtime.measure.launch_cost import launch_s
 from superstep.runtime.measure.links import measure_collectives
 from superstep.serve.calibrate import USUAL, calibrate
-from superstep.serve.load import ServeConfig
+from superstep.serve.config import ServeConfig
 from superstep.train.model import operations
 
 SIDES = (64, 256, 1024, 4096)

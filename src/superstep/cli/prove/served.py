@@ -18,8 +18,9 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, launch_on
 from superstep.runtime.mesh import build_mesh
 from superstep.serve.compute.ranks import follow
+from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import Engine
-from superstep.serve.load import ServeConfig, load_rank, open_engine, plan_of
+from superstep.serve.load import load_rank, open_engine
 from superstep.serve.speculate import Speculation
 from superstep.train.proof.adapted import Beside, beside_adapters, losses_of, write_adapters
 from superstep.train.proof.served import (
@@ -35,7 +36,7 @@ from superstep.train.proof.served import (
     trained_losses,
     ways,
 )
-from superstep.train.start import newest_checkpoint
+from superstep.train.weights_folder import newest_checkpoint
 
 Texts = list[list[int]]
 T = TypeVar("T")

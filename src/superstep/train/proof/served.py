@@ -22,9 +22,9 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.engine import Engine as Trainer
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
+from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.engine import Engine
 from superstep.serve.live import LiveRequest
-from superstep.serve.load import NGRAM, ServeConfig
 from superstep.serve.offline import Answer, generate
 from superstep.serve.request import Sampling
 from superstep.serve.request import Told as Token

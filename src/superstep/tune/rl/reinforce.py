@@ -17,11 +17,11 @@ from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, barrier, gather
-from superstep.serve.load import ServeConfig
+from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.train.hf_files import hf_files
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.start import weights_of
+from superstep.train.weights_folder import weights_of
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations

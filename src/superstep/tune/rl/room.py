@@ -14,7 +14,8 @@ from superstep.cost.serve import ServedModel
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.serve.load import ServeConfig, plan_named, setting_model, usual_pages
+from superstep.serve.config import ServeConfig, plan_named
+from superstep.serve.load import setting_model, usual_pages
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, peaks, require_room
 from superstep.tune.rl.config import RlConfig

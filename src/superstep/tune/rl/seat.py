@@ -26,8 +26,9 @@ from superstep.runtime.launch import World
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import follow
+from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import Engine
-from superstep.serve.load import Known, Rank, ServeConfig, load_rank, open_both, plan_of
+from superstep.serve.load import Known, Rank, load_rank, open_both
 from superstep.serve.steward import Steward
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab

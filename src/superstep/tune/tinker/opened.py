@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from superstep.data.tokenizer import load_tokenizer
 from superstep.runtime.device import Device
-from superstep.serve.load import ServeConfig, open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
 from superstep.serve.text.detokenize import Words
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.sampler import Sampler
