@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from superstep.errors import StateError
 from superstep.model.axes import units
@@ -226,3 +227,16 @@ def test_a_folder_without_readable_weights_is_an_error_that_names_it(file, conte
     with pytest.raises(StateError, match=told) as caught:
         open_weights(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/model.safetensors", "inner/model.safetensors", "..", ""])
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(name, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for inside in ("other", "model/inner"):
+        (tmp_path / inside).mkdir()
+        save_file({"a": torch.zeros(2)}, tmp_path / inside / "model.safetensors", {"format": "pt"})
+    absolute = str(tmp_path / "other/model.safetensors") if name.startswith("/") else name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": absolute}}))
+    with pytest.raises(StateError, match=f"index.json names '{absolute}', which is no file beside it"):
+        open_weights(folder)

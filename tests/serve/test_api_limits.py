@@ -62,6 +62,8 @@ BAD = [
     (PLAIN, {"prompt": [1, "a"]}, 400, "prompt", "must be text"),
     (PLAIN, {"prompt": [1, True]}, 400, "prompt", "must be text"),
     (PLAIN, {"prompt": [1] * 64}, 400, "prompt", "give at most 63"),
+    (PLAIN, {"prompt": "a" * 90_000}, 400, "prompt", "prompt has 90000 bytes; 832 are the most"),
+    (PLAIN, {"prompt": ["a"] * 7}, 400, "n", "over the limit of 6"),
     (PLAIN, {"prompt": [1, 10**9]}, 400, "prompt", "token ids of this model are 0 to"),
     (PLAIN, {"prompt": [-1]}, 400, "prompt", "token ids of this model are 0 to"),
     (PLAIN, {"n": 0}, 400, "n", "greater than or equal to 1"),
@@ -236,6 +238,14 @@ def test_of_a_number_that_is_too_long_no_setting_of_python_is_told():
 
 def test_a_whole_pair_of_surrogates_is_a_character():
     assert parse(b'{"prompt": "\\ud83d\\ude00"}', Limits()) == {"prompt": "😀"}
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(setting, monkeypatch):
+    tokenized = []
+    monkeypatch.setattr(PlainWords, "encode", lambda self, text: tokenized.append(text))
+    response = setting.client.post("/tokenize", json={"prompt": "a" * 90_000})
+    refusal(response, 400, "prompt", "prompt has 90000 bytes")
+    assert tokenized == []
 
 
 def test_a_body_of_another_type_is_refused_so_that_other_pages_cannot_send_it(setting):

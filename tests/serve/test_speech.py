@@ -49,6 +49,23 @@ def test_a_model_without_a_template_chats_in_plain_words(made):
         words.reader([""])
 
 
+def test_a_chat_whose_text_is_too_long_is_not_tokenized(made):
+    words = made[0][0]
+    chat = [{"role": "user", "content": "the cat"}]
+    text = words.decode(words.chat(chat, []))
+    assert words.chat(chat, [], most_bytes=len(text)) == words.chat(chat, [])
+    with pytest.raises(ConfigError, match=f"messages are a prompt of {len(text)} bytes"):
+        words.chat(chat, [], most_bytes=len(text) - 1)
+
+
+def test_no_token_is_longer_than_the_longest(made):
+    words, tokenizer = made[0][0], made[2]
+    longest = words.longest_token_bytes
+    assert longest == max(len(words.token_bytes(token)) for token in range(tokenizer.vocab))
+    text = "the cat sat on the mat, 日本 " * 50
+    assert len(words.encode(text)) * longest >= len(text.encode())
+
+
 def test_calls_are_asked_for_and_read_back(made):
     words: Words = made[0][1]
     tokenizer = made[2]

@@ -414,6 +414,15 @@ def test_what_cannot_be_served_is_refused_whole(serving, folder, tmp_path, kind)
     engine.pages.check([])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "other model"])  # which is sound by itself
+def test_what_cannot_be_served_does_not_start(folder, tmp_path, kind):
+    bad = publish(tmp_path, tensors_of(2)[0], beside=[folder / "config.json"])
+    spoil, rule = BAD[kind]
+    spoil(bad.path)
+    with pytest.raises(StateError, match=rule):
+        open_both(bad.path, EXACT)
+
+
 @pytest.mark.parametrize("pair", ["tied"], indirect=True)
 def test_values_that_the_dtype_cannot_hold_are_refused(pair):
     folder, _ = pair

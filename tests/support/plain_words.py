@@ -113,7 +113,12 @@ class PlainWords:
             return name.encode()
         return bytes(ALPHABET[char] for char in name)
 
-    def chat(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
+    @property
+    def longest_token_bytes(self) -> int:
+        """Of all tokens."""
+        return max(len(self.token_bytes(token)) for token in range(self.tokenizer.vocab))
+
+    def chat(self, messages: Sequence[Json], tools: Sequence[Json], most_bytes: int | None = None) -> list[int]:
         """``role: content`` in lines; refuses what it does not know."""
         lines = [f"tools: {json.dumps(list(tools))}"] if tools else []
         for place, message in enumerate(messages):

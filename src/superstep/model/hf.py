@@ -66,7 +66,7 @@ def open_weights(path: Path) -> Weights:
         if path.is_file():
             files = [path]
         elif index.is_file():
-            files = [path / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+            files = _indexed_files(path)
         else:
             files = [path / FILE]
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
@@ -75,6 +75,21 @@ def open_weights(path: Path) -> Weights:
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
     return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    """The files that a folder's index names.
+
+    Raises:
+        StateError: one does not lie in the folder: who may read a folder may not be led out of it by its index.
+    """
+    names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+    for name in names:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise StateError(
+                f"{folder / INDEX} names '{name}', which is no file beside it; name files of {folder} alone."
+            )
+    return [folder / name for name in names]
 
 
 def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -58,13 +58,19 @@ class ModelWords:
         """The bytes that a token stands for; a special token's spelling."""
         return self._words.bytes_of(token)
 
-    def chat(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[int]:
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of more than ``n`` times as many has more than ``n`` tokens."""
+        return self._words.longest_bytes
+
+    def chat(self, messages: Sequence[Json], tools: Sequence[Json], most_bytes: int | None = None) -> Sequence[int]:
         """The prompt of a conversation, up to where the assistant speaks.
 
         Raises:
-            ConfigError: a message is malformed, or the template refuses it; names its field.
+            ConfigError: a message is malformed, the template refuses it, or its text has more bytes than
+                ``most_bytes``; names the field.
         """
-        return self._encoder.tokens(Chat(messages=messages, tools=tools))
+        return self._encoder.tokens(Chat(messages=messages, tools=tools), most_bytes)
 
     def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> TextReader:
         """A reader of one answer that ends at the first of some texts; special tokens are spelled out, or left out.

@@ -65,6 +65,15 @@ class News:
     cached_tokens: int = 0
 
 
+def check_choices(count: int, prompts: int, service: Service) -> None:
+    """Refuse more answers than one request may ask for: ``count`` to each prompt."""
+    most = service.limits.choices
+    if prompts * count > most:
+        raise Refused(
+            f"n = {count} answers to {prompts} prompts are over the limit of {most}; ask for fewer.", param="n"
+        )
+
+
 def choices_of(first: Ask, count: int, prompts: int, service: Service) -> list[Ask]:
     """Some answers to one prompt, each with a seed of its own, if the engine could give them.
 
@@ -80,11 +89,8 @@ def choices_of(first: Ask, count: int, prompts: int, service: Service) -> list[A
         ConfigError: no engine could; the backend never sees it. Names field, value and rule.
         Refused: they are too many.
     """
-    most, info = service.limits.choices, service.backend.info
-    if prompts * count > most:
-        raise Refused(
-            f"n = {count} answers to {prompts} prompts are over the limit of {most}; ask for fewer.", param="n"
-        )
+    info = service.backend.info
+    check_choices(count, prompts, service)
     request = Request(id=0, prompt=first.prompt, sampling=first.sampling)
     check_request(request, vocab=info.vocab, context_tokens=info.context_tokens)
     asked = first.sampling

@@ -40,7 +40,19 @@ async def aside(work: Callable[[], T], *, param: str) -> T:
 
 
 async def encode(text: str, service: Service) -> tuple[int, ...]:
-    """The tokens of a text."""
+    """The tokens of a text.
+
+    Raises:
+        Refused: it cannot fit the context, whatever its tokens are.
+    """
+    size, most = len(text.encode()), service.most_prompt_bytes
+    if size > most:
+        raise Refused(
+            f"prompt has {size} bytes; {most} are the most that the context of {service.backend.info.context_tokens} "
+            "tokens can hold.",
+            param="prompt",
+            code="invalid_value",
+        )
     if len(text) < ASIDE_CHARS:
         return tuple(service.words.encode(text))
     return tuple(await asyncio.to_thread(service.words.encode, text))
@@ -48,7 +60,7 @@ async def encode(text: str, service: Service) -> tuple[int, ...]:
 
 async def encode_chat(messages: Sequence[Json], tools: Sequence[Json], service: Service) -> tuple[int, ...]:
     """The tokens of a conversation. Templates are programs, and a client chooses what they work on."""
-    return tuple(await aside(lambda: service.words.chat(messages, tools), param="messages"))
+    return tuple(await aside(lambda: service.words.chat(messages, tools, service.most_prompt_bytes), param="messages"))
 
 
 async def check_constraint(constraint: Constraint | None, service: Service, *, param: str) -> None:

@@ -35,6 +35,11 @@ class Service:
     began_s: int
     admin: Admin | None = None
 
+    @property
+    def most_prompt_bytes(self) -> int:
+        """Bytes of a text that cannot be more tokens than the context has room for: as many of its longest token."""
+        return self.backend.info.context_tokens * self.words.longest_token_bytes
+
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a client means by ``model``; empty for the model itself.
 

@@ -90,11 +90,21 @@ class Words(Protocol):
         """The bytes that a token stands for; a special token's spelling."""
         ...
 
-    def chat(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[int]:
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of more than ``n`` times as many has more than ``n`` tokens."""
+        ...
+
+    def chat(self, messages: Sequence[Json], tools: Sequence[Json], most_bytes: int | None = None) -> Sequence[int]:
         """The prompt of a conversation, by the model's chat template, up to where the assistant speaks.
 
+        Args:
+            messages: of the conversation.
+            tools: that the model may call.
+            most_bytes: of the text that the template makes, which is refused before it is tokenized; None for any.
+
         Raises:
-            ConfigError: a message is malformed, or the template refuses it; names its field.
+            ConfigError: a message is malformed, the template refuses it, or its text is too long; names the field.
         """
         ...
 

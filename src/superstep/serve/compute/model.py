@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Head
 from superstep.model.exchange import Exchange, Local, Now
@@ -118,16 +119,24 @@ def fill(served: Served, weights: Weights) -> None:
     """Copy this rank's part of every tensor from a folder or a file.
 
     Raises:
-        StateError: the tensors are not this model's. Nothing has been changed then.
+        StateError: the tensors are not this model's, and nothing has been changed then; or one holds NaN or infinity in
+            the dtype that is served.
     """
     check_weights(weights, {name: shape for held in served.params.values() for name, shape in _shapes(held)})
     for held in served.params.values():
         part = held.values[tuple(slice(0, s.stop - s.start) for s in held.index)]
         if held.spec.stack:
             for into, name in zip(part, held.spec.stack[held.index[0]], strict=True):
-                into.copy_(_read(weights[name], held.index[1:]))
+                _copy_finite(into, name, weights, held.index[1:])
         else:
-            part.copy_(_read(weights[held.spec.name], held.index))
+            _copy_finite(part, held.spec.name, weights, held.index)
+
+
+def _copy_finite(into: Tensor, name: str, weights: Weights, index: tuple[slice, ...]) -> None:
+    into.copy_(_read(weights[name], index))
+    if not torch.isfinite(into).all():
+        dtype = str(into.dtype).removeprefix("torch.")
+        raise StateError(f"{weights.path}: {name} holds values that are no finite numbers in {dtype}.")
 
 
 def _shapes(held: Held) -> list[tuple[str, Sequence[int]]]:

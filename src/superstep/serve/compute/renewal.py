@@ -23,7 +23,7 @@ from superstep.model.hf import Weights
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.keys import KeyStore
 from superstep.serve.compute.linears import ValueOf
-from superstep.serve.compute.model import Held, Served, fill
+from superstep.serve.compute.model import Served, fill
 from superstep.serve.compute.tiles import TiledStore
 
 
@@ -133,8 +133,6 @@ class Memory:
     def _filled(self, served: Served, weights: Weights) -> Beside:
         _require_shape(served, weights)
         fill(served, weights)
-        for held in served.params.values():
-            _require_finite(held, weights)
         parts = {name: held.values for name, held in served.params.items()}
         if self._linears is None:
             return Beside(parts, lambda: None)
@@ -153,15 +151,6 @@ def _require_shape(served: Served, weights: Weights) -> None:
                 f"{config}: {name} = {getattr(found, name)}, and the model that is served has {getattr(wanted, name)}; "
                 "start a server of its own for another model."
             )
-
-
-def _require_finite(held: Held, weights: Weights) -> None:
-    names = held.spec.stack[held.index[0]] if held.spec.stack else (held.spec.name,)
-    parts = held.values if held.spec.stack else (held.values,)
-    for name, part in zip(names, parts, strict=False):  # what is behind a stack is padding
-        if not torch.isfinite(part).all():
-            dtype = str(part.dtype).removeprefix("torch.")
-            raise StateError(f"{weights.path}: {name} holds values that are no finite numbers in {dtype}.")
 
 
 def _give_back(*tensors: Tensor) -> None:

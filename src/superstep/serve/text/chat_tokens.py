@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from superstep.data.tokenizer import Tokenizer
+from superstep.errors import ConfigError
 from superstep.serve.text.chat import Chat, ChatTemplate, Turn
 from superstep.serve.text.marks import Marks
 
@@ -51,13 +52,21 @@ class ChatEncoder:
         )
         self._newline = self._encode("\n", is_plain=False)
 
-    def tokens(self, chat: Chat) -> list[int]:
+    def tokens(self, chat: Chat, most_bytes: int | None = None) -> list[int]:
         """The ids of a prompt.
+
+        Args:
+            chat: to be made into it.
+            most_bytes: of its text; None for any number. A tokenizer takes about a second for a megabyte.
 
         Raises:
             ConfigError: for messages that cannot be, or a template that refuses them, is broken, or asks for too much.
         """
         text, marks = self.template.render_marked(chat, self._control, self._added)
+        if most_bytes is not None and (size := len(text.encode())) > most_bytes:
+            raise ConfigError(
+                f"messages are a prompt of {size} bytes; {most_bytes} are the most that the context can hold."
+            )
         return [id_ for ids, _ in self._parts(text, marks, is_amid=False) for id_ in ids]
 
     def behind(self, chat: Chat, before: str = "") -> Piece | None:

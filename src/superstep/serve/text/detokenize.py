@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.serve.text.decoding import BYTE, Step, byte_level, end_of, push_through, steps
@@ -56,6 +57,11 @@ class Words:
     def is_special(self, token: int) -> bool:
         """Whether a token is a sign of the model's own, such as its end of text."""
         return token in self._special
+
+    @cached_property
+    def longest_bytes(self) -> int:
+        """Bytes of the longest token: a text of more than ``n`` times as many has more than ``n`` tokens."""
+        return max(len(self.bytes_of(token)) for token in range(len(self._names)))
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token amid a text: part of a character, perhaps, or a word with the space before it."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.answers import Ask, News, answers
+from superstep.serve.api.answers import Ask, News, answers, check_choices
 from superstep.serve.api.aside import check_constraint, encode
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.asking import asks_of, head_of
@@ -135,6 +135,7 @@ async def prompts_of(prompt: object, service: Service) -> list[tuple[int, ...]]:
         case [] | [[], *_] if not any(prompt):
             raise Refused("prompt is empty; give at least one token.", param="prompt", code="invalid_value")
         case list() if all(isinstance(one, str) for one in prompt):
+            check_choices(1, len(prompt), service)  # before any of them is tokenized
             return [await encode(one, service) for one in prompt]
         case list() if _are_ids(prompt):
             return [tuple(prompt)]
