@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,6 +22,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply, self.status, self.asked, self.stall = "", 200, [], threading.Event()
+        self.elsewhere = None
         self.stall.set()
 
     def handle_error(self, request, client_address):
@@ -38,23 +40,45 @@ class Handler(BaseHTTPRequestHandler):
         self.server.stall.wait(30)
         told = json.dumps({"choices": [{"message": {"content": self.server.reply}}]}).encode()
         self.send_response(self.server.status)
+        if self.server.elsewhere is not None:
+            self.send_header("Location", self.server.elsewhere)
         self.end_headers()
         self.wfile.write(told)
+
+    def do_GET(self):
+        self.server.asked.append((self.path, self.headers, None))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": self.server.reply}}]}).encode())
 
     def log_message(self, *args):
         pass
 
 
-@pytest.fixture
-def server():
+@contextmanager
+def served():
     made = Server()
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    yield made
-    made.stall.set()
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    try:
+        yield made
+    finally:
+        made.stall.set()
+        made.shutdown()
+        made.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def server():
+    with served() as made:
+        yield made
+
+
+@pytest.fixture
+def other():
+    with served() as made:
+        yield made
 
 
 TOOLS = Tools(GradeConfig(timeout_s=1.0), None, None)
@@ -117,6 +141,18 @@ def test_a_judge_that_says_anything_else_has_not_judged(reply, server):
         asks(server).verdict(TOOLS)
     with pytest.raises(JudgeError):
         read_score(reply)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_nobody_else_is_sent_the_key(status, server, other):
+    other.reply = '{"score": 10}'
+    for elsewhere in (other, server):
+        server.asked.clear()
+        server.status, server.elsewhere = status, f"{elsewhere.url}/other"
+        with pytest.raises(JudgeError, match=rf"redirects to {elsewhere.url}/other, which is not followed"):
+            asks(server, key="secret").verdict(TOOLS)
+        assert [path for path, _, _ in server.asked] == ["/v1/chat/completions"]
+    assert other.asked == []
 
 
 def test_a_judge_that_fails_or_hangs_or_is_not_there_has_not_judged(server):

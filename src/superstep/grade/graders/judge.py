@@ -1,7 +1,8 @@
 """Answers that another model judges, through any URL that speaks OpenAI's chat interface, ours included.
 
 The answer is shown between marks that nobody can guess, and only the judge's own words are read: one JSON object. A
-judge that fails, or says anything else, is a grader_error, never a reward.
+judge that fails, or says anything else, is a grader_error, never a reward. A judge that redirects fails, too: another
+address would be sent the answer and the key.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Any
+from http.client import HTTPMessage
+from typing import IO, Any
 
 from superstep.grade.graders.check import Tools
 from superstep.grade.graders.schema import strict
@@ -107,9 +109,26 @@ class Judge:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """What opens a URL: through the system's proxy, if there is one, but for this machine itself."""
+    """What opens a URL and no other: through the system's proxy, if there is one, but for this machine itself."""
     is_here = urllib.parse.urlsplit(url).hostname in LOOPBACK
-    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
+    return urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_here else []))
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses to ask another address. urllib would send it every header, the key among them, and not the question."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> None:
+        """Raise a JudgeError instead."""
+        fp.close()
+        raise JudgeError(f"{req.full_url} redirects to {newurl}, which is not followed; name the judge's own address")
 
 
 def read_score(reply: str) -> int:
