@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from superstep.program.instructions import Forward, Step
-from superstep.runtime import hang
+from superstep.runtime import hang_rules as hang
+from superstep.runtime.doing import TEXT_BYTES, Doing
 from superstep.runtime.hang import Thread, Watcher, thread
-from superstep.runtime.heart import TEXT_BYTES, Beat, Doing, Heart, Page
+from superstep.runtime.heart import Beat, Heart, Page
 from superstep.runtime.pulse import LOOK_S
 from superstep.runtime.ring import PAGE
 

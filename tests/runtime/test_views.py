@@ -3,9 +3,12 @@
 import os
 
 from superstep.program.instructions import Step
+from superstep.runtime.device import Device
 from superstep.runtime.heart import read_beat
 from superstep.runtime.looking import views_of
 from superstep.runtime.stacks import own_heart
+
+CPU = Device("cpu")
 
 
 def test_of_two_pages_of_one_rank_the_one_that_beat_last_counts():
@@ -16,7 +19,7 @@ def test_of_two_pages_of_one_rank_the_one_that_beat_last_counts():
         heart.rests()
         return read_beat(views_of(os.getpid())[0]).step
 
-    with own_heart(0) as first, own_heart(0) as second:
+    with own_heart(0, CPU) as first, own_heart(0, CPU) as second:
         assert beat(first, 6) == 6
         assert beat(second, 9) == 9
         assert beat(first, 7) == 7

@@ -16,6 +16,7 @@ import torch
 
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind
+from superstep.runtime.gpu_progress import StreamMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ class Device:
     def name(self) -> str:
         """The device's name, as the vendor writes it."""
         return "CPU" if self.kind == "cpu" else torch.cuda.get_device_name(self.torch)
+
+    def make_current(self) -> None:
+        """Make it the GPU of this thread. A thread begins with GPU 0, and what it asks of CUDA first would give this
+        process a context there, whose memory the rank of GPU 0 lacks.
+        """
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.torch)
+
+    def stream_marks(self) -> StreamMarks | None:
+        """What tells how far the GPU has come; None of a CPU, which is where its host is."""
+        return StreamMarks(torch.cuda.Event, self.make_current) if self.kind == "cuda" else None
 
     def synchronize(self) -> None:
         """Wait until everything issued so far has run."""
@@ -147,7 +159,7 @@ def pick(local_rank: int, asked: DeviceKind | None = None) -> Device:
     if choose(asked) == "cpu":
         return Device("cpu")
     device = Device("cuda", local_rank % gpus())
-    torch.cuda.set_device(device.torch)
+    device.make_current()
     return device
 
 

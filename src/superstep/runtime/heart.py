@@ -19,19 +19,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from superstep.program.instructions import Instruction
 from superstep.program.text import describe
+from superstep.runtime.doing import TEXT_BYTES, Doing
+from superstep.runtime.gpu_progress import GpuProgress, Mark, StreamMarks, read_progress
 from superstep.runtime.resident import Resident
 from superstep.runtime.ring import BESIDE, BYTES, NOWHERE, Ring
 
 NAME = "superstep-heart:"
 """What the system calls such memory, and behind it the rank."""
-
-TEXT_BYTES = 64
 
 TICK_S = 0.1
 """How often the ticker notes that Python runs."""
@@ -45,17 +44,6 @@ _EXPECTED = struct.Struct("<Q")
 _PROCESS = struct.Struct("<2Q")
 _TICK_AT, _EXPECTED_AT, _PROCESS_AT = 512, 1024, 1040
 _READS = 8
-
-
-class Doing(IntEnum):
-    """What a rank does."""
-
-    OTHER = 0
-    """Nothing of a program: it reads a batch, say, or writes a checkpoint."""
-    WAITS = 1
-    """For what an instruction needs of another rank."""
-    WORKS = 2
-    """On an instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +66,7 @@ class Beat:
         line: of the instruction among the words of the ring.
         process: the number of the rank's; 0 before it has begun.
         stacks: the descriptor, of that process, of the file that its stacks go to; 0 without one.
+        gpu: how far its GPU has come, where it computes on one: the rest is of its host, which is ahead.
     """
 
     beats: int
@@ -95,6 +84,23 @@ class Beat:
     line: int = NOWHERE
     process: int = 0
     stacks: int = 0
+    gpu: GpuProgress | None = None
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        """What changes when the rank goes on: its host, or its GPU."""
+        return self.beats, 0 if self.gpu is None else self.gpu.passed
+
+    def on_gpu(self) -> Beat:
+        """The same with the place of its GPU instead of its host's; itself on a CPU."""
+        gpu = self.gpu
+        if gpu is None:
+            return self
+        beside = self.instruction if self.doing is Doing.OTHER else ""
+        return replace(
+            self, doing=gpu.doing, run=gpu.run, step=gpu.step, index=gpu.index, line=gpu.line, longest_s=gpu.longest_s,
+            since_ns=gpu.since_ns, instruction=beside if gpu.doing is Doing.OTHER else gpu.instruction,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -168,9 +174,12 @@ class Heart:
     Args:
         handle: a descriptor of the page, which is closed.
         clock: nanoseconds.
+        marks: on the GPU's compute stream, where the rank computes on one.
     """
 
-    def __init__(self, handle: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, handle: int, clock: Callable[[], int] = time.monotonic_ns, marks: StreamMarks | None = None
+    ) -> None:
         self._view = mmap.mmap(handle, BYTES)
         os.close(handle)
         self._clock = clock
@@ -180,6 +189,7 @@ class Heart:
         self._now = _Known((), [b""], longest_ns=[0])
         self._beats, self._run, self._step, self._at, self._began_ns = 0, 0, 0, 0, 0
         self._doing = Doing.OTHER
+        self._marks = marks
         self._ticker: threading.Thread | None = None
         self._is_over = threading.Event()
         self._ready_ns = self._start_ns = self._within_ns = 0
@@ -198,21 +208,40 @@ class Heart:
             texts = [each.encode()[:TEXT_BYTES] for each in words]
             known = self._known[id(instructions)] = _Known(instructions, texts, self._ring.lay(words), [0] * len(texts))
         self._now, self._step, self._at, self._run = known, step, 0, self._run + 1
+        if self._marks is not None:
+            self._start_ticker()
 
     def waits(self, index: int | None = None) -> None:
         """For what the instruction needs: the one of that number, or the one that it is at."""
         self._beat(Doing.WAITS, index)
+        self._mark(Doing.WAITS)
 
     def works(self, index: int | None = None) -> None:
         """On it."""
         self._beat(Doing.WORKS, index)
+        self._mark(Doing.WORKS)
 
     def rests(self) -> None:
         """The list is done with, whether or not to its end. After the first one Python's pauses begin to count."""
         self._beat(Doing.OTHER, None)
+        self._mark(Doing.OTHER)
+        self._start_ticker()
+
+    def _start_ticker(self) -> None:
         if self._ticker is None:
             self._ticker = threading.Thread(target=self._tick, name="superstep-ticker", daemon=True)
             self._ticker.start()
+
+    def _mark(self, doing: Doing) -> None:
+        if self._marks is not None:
+            at, known = self._at, self._now
+            text = known.texts[at] if doing else b""
+            mark = Mark(doing=doing, run=self._run, step=self._step, index=at, line=self._line(), text=text)
+            self._marks.put(mark)
+
+    def _line(self) -> int:
+        """Of the instruction that it is at, among the words of the ring."""
+        return self._now.line + self._at if self._now.line else NOWHERE
 
     def stop(self) -> None:
         """Nothing more is told."""
@@ -254,9 +283,8 @@ class Heart:
         self._began_ns, self._doing = now_ns, doing
         self._beats += 1
         text = known.texts[at] if doing else self._what.encode()[:TEXT_BYTES]
-        line = known.line + at if known.line else NOWHERE
         _BEAT.pack_into(
-            self._view, 0, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, line,
+            self._view, 0, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, self._line(),
             self._beats, text,
         )  # fmt: skip
 
@@ -281,6 +309,8 @@ class Heart:
                 before_ns, longest_ns = longest_ns, 0
             _TICK.pack_into(self._view, _TICK_AT, ticks, me, max(before_ns, longest_ns))
             resident.look(now_ns)
+            if self._marks is not None:
+                self._marks.query(self._view, now_ns)
             self._is_over.wait(TICK_S)
 
 
@@ -348,4 +378,5 @@ def read_beat(view: mmap.mmap) -> Beat:
         line=line,
         process=process,
         stacks=stacks,
+        gpu=read_progress(view),
     )

@@ -58,7 +58,7 @@ def join(
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
                 dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
-                with own_heart(rank) as heart:
+                with own_heart(rank, device) as heart:
                     result = worker(World(rank, size, device, stop, heart=heart), value)
         except BaseException as error:
             status = status_of(error)

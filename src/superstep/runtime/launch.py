@@ -107,7 +107,7 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
         device = pick(0, kind)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         try:
-            with own_heart(0) as heart:
+            with own_heart(0, device) as heart:
                 return worker(World(0, 1, device, heart=heart), *args, **kwargs)
         finally:
             dist.destroy_process_group()
@@ -255,7 +255,7 @@ def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tup
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
     deadline_s = float("inf")
-    attending = Attending()
+    attending = Attending(is_whole=cut is None)  # ranks that are cut off are so with those of other hosts
     value = None
     ends: list[Connection] = [] if cut is None else [cut]
     while waiting and time.monotonic() < deadline_s:
@@ -308,7 +308,7 @@ def _serve(pipe: Connection, place: Place, seat: Seat, kind: DeviceKind, folder:
             seat.take(device)
             if seat.rank == 0:
                 signal.signal(END, _leave)
-            heart = Unwatched() if place.heart is None else answering(Heart(place.heart))
+            heart = Unwatched() if place.heart is None else answering(Heart(place.heart, marks=device.stream_marks()))
             value = worker(World(seat.rank, seat.world, device, folder=folder, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher

@@ -22,8 +22,9 @@ from superstep.observe.doctor.seen import Doing as Does
 from superstep.observe.doctor.seen import RankSeen
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction
+from superstep.runtime.doing import Doing
 from superstep.runtime.hang import WAKES_PER_S, Thread, thread
-from superstep.runtime.heart import NAME, Beat, Doing, read_beat
+from superstep.runtime.heart import NAME, Beat, read_beat
 from superstep.runtime.proc import stat_in, status_in
 from superstep.runtime.resident import sizes_in
 from superstep.runtime.ring import BYTES, Words, notes_in
@@ -137,14 +138,14 @@ class Looker:
         return {beat.process: beat.stacks for beat in beats if beat.process}
 
     def _seen(self, rank: int, view: mmap.mmap) -> RankSeen:
-        now_s, beat = self._clock(), read_beat(view)
+        now_s, beat = self._clock(), read_beat(view).on_gpu()
         found = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None
         ticker = self._threads(beat.process, beat.ticker) if beat.ticker else None
         now = _First(now_s, beat, found, main, ticker)
         begin = self._first.setdefault(rank, now)
         # A rank may come to stand while it is looked at: how it does so is since it went on last.
-        first = self._stood[rank] if rank in self._stood and self._stood[rank].beat.beats == beat.beats else now
+        first = self._stood[rank] if rank in self._stood and self._stood[rank].beat.moves == beat.moves else now
         self._stood[rank] = first
         looked_s, since_s = now_s - first.at_s, max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0
         slept = main is not None and first.main is not None and main.switches == first.main.switches
@@ -164,9 +165,10 @@ class Looker:
             index=beat.index,
             since_s=since_s,
             longest_s=beat.longest_s,
-            has_moved=beat.beats != begin.beat.beats and since_s < max(MOVES_S, MOVES_TIMES * beat.longest_s),
+            has_moved=beat.moves != begin.beat.moves and since_s < max(MOVES_S, MOVES_TIMES * beat.longest_s),
             looked_s=looked_s,
             is_held=is_held,
+            is_on_gpu=beat.gpu is not None,
             is_asleep=slept and main is not None and main.state in "SD" and looked_s > 0,
             cpu_s=cpu_s,
             starved=queued_ns / (ran_ns + queued_ns) if queued_ns > 0 and ran_ns >= 0 else 0.0,
@@ -181,7 +183,7 @@ def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
     """The rank with what it did last, and the list that it follows. What raised an error is apart by now: where it was
     in its program counts.
     """
-    words, beat = Words(view), read_beat(view)
+    words, beat = Words(view), read_beat(view).on_gpu()
     found = replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
     last = next((note for note in reversed(found.notes) if note.index >= 0), None)
     if found.doing != "apart" or last is None or last.is_done:

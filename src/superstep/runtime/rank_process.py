@@ -14,8 +14,10 @@ from pathlib import Path
 
 from superstep.errors import Fault, Lost
 from superstep.observe.doctor.box import write_box
-from superstep.runtime.hang import Hung, Watcher
-from superstep.runtime.heart import Beat, Doing, Page
+from superstep.runtime.doing import Doing
+from superstep.runtime.hang import Watcher
+from superstep.runtime.hang_rules import Hung
+from superstep.runtime.heart import Beat, Page
 from superstep.runtime.looking import last_seen
 from superstep.runtime.pulse import Pulse, is_stopped
 from superstep.runtime.trouble import Trouble
@@ -88,8 +90,8 @@ class RankProcess:
         return self._trouble(Lost, why, order=0)
 
     def beat(self) -> Beat | None:
-        """What it does, once it has run a program."""
-        beat = None if self.page is None else self.page.read()
+        """What it does, on a GPU what that does, once it has run a program."""
+        beat = None if self.page is None else self.page.read().on_gpu()
         return beat if beat is not None and beat.beats else None
 
     def _trouble(self, kind: type[Fault], why: str, *, order: int) -> Trouble:
@@ -104,10 +106,15 @@ class RankProcess:
 
 
 class Attending:
-    """Looks at ranks that have not reported: who is stopped, and who hangs."""
+    """Looks at ranks that have not reported: who is stopped, and who hangs.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        clock: seconds.
+        is_whole: whether they are all of their worlds, and none is another host's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_whole: bool = True) -> None:
+        self._clock, self._is_whole = clock, is_whole
         self._pulse = Pulse(clock)
         self._watchers: dict[str, Watcher] = {}
 
@@ -119,12 +126,13 @@ class Attending:
             rank = processes[stopped]
             return rank.named(rank.stop())
         for party in {rank.party for rank in ranks}:
-            watcher = self._watchers.setdefault(party, Watcher(self._clock))
+            watcher = self._watchers.setdefault(party, Watcher(self._clock, is_whole=self._is_whole))
             its = {pid: rank.page.read() for pid, rank in processes.items() if rank.page and rank.party == party}
             hung = watcher.look(its)
             if hung is not None:
                 rank = processes[hung.process]
-                return rank.named(rank.hang(hung, [processes[other].number for other in hung.others]))
+                others = [processes[other].number for other in hung.others]
+                return rank.named(rank.hang(hung, others))
         return None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from superstep.errors import Fault
 from superstep.observe.doctor.box import write_box
+from superstep.runtime.device import Device
 from superstep.runtime.heart import Beats, Heart, Unwatched, page
 from superstep.runtime.looking import last_seen
 
@@ -55,13 +56,13 @@ def _answer(heart: Heart) -> int:
 
 
 @contextlib.contextmanager
-def own_heart(rank: int) -> Iterator[Beats]:
+def own_heart(rank: int, device: Device) -> Iterator[Beats]:
     """The heart of a rank that nobody has launched: its page is its own."""
     made = page(f":{rank}")
     if made is None:
         yield Unwatched()
         return
-    heart = Heart(os.dup(made.handle))
+    heart = Heart(os.dup(made.handle), marks=device.stream_marks())
     handle = _answer(heart)
     try:
         yield heart

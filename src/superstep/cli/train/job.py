@@ -36,7 +36,7 @@ from superstep.plan.toml import read_config
 from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
-from superstep.runtime.launch import World, launch_apart, launch_on
+from superstep.runtime.launch import World, gather, launch_apart, launch_on
 from superstep.runtime.measure.here import measure_here
 from superstep.runtime.stop import STOPPED, listening
 from superstep.state.checkpoint import read_position
@@ -264,6 +264,7 @@ def _train(world: World, job: Job) -> bool:
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
     position, resumed = _begun(session, world, job)
     session.recall(position)
+    predicted_step_s = None
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
@@ -277,12 +278,14 @@ def _train(world: World, job: Job) -> bool:
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             started = _started(job, world, session.transport, manifest, machine, position.step)
-            world.heart.expect(started.predicted_step_s or 0.0)
+            predicted_step_s = started.predicted_step_s
             sink.write(started)
             if resumed is not None:
                 sink.write(resumed)
             elif had_begun:
                 sink.write(Resumed(step=position.step, path=""))
+        # Whoever may be taken to hang, before it has done the step once, is given a multiple of that.
+        world.heart.expect(gather(predicted_step_s)[0] or 0.0)
         position = train(session, position, sink)
     # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
     session.close()

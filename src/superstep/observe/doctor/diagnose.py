@@ -37,6 +37,9 @@ TIMES = 5.0
 FIRST_S, FIRST_ASLEEP_S = 60.0, 10.0
 """How long an instruction may take that has not run before; asleep, and while all others wait."""
 
+GPU_S, GPU_FIRST_S = 10.0, 300.0
+"""The same on a GPU, where kernels are compiled in an instruction: for a shape that is new, and all of them."""
+
 BESIDE_S: Mapping[str, float] = {DATA: 2.0, VALIDATION: 60.0, CHECKPOINT: 30.0}
 BESIDE_ELSE_S = 10.0
 """How long a rank may be beside its programs while others wait for it, where that has not taken as long before."""
@@ -190,7 +193,9 @@ def _limit_s(seen: RankSeen, took_s: float) -> float:
         floor_s = BESIDE_S.get(seen.what, BESIDE_ELSE_S)
         return max(STANDS_S if len(before) > 1 else floor_s, TIMES * max(before, default=0.0), 2 * took_s)
     if seen.longest_s > 0:
-        return max(STANDS_S, TIMES * seen.longest_s)
+        return max(GPU_S if seen.is_on_gpu else STANDS_S, TIMES * seen.longest_s)
+    if seen.is_on_gpu:
+        return GPU_FIRST_S
     return FIRST_ASLEEP_S if seen.is_asleep else FIRST_S
 
 
@@ -247,6 +252,8 @@ def _hang(seen: RankSeen, run: RunSeen) -> Finding:
     sleeps = seen.is_asleep or seen.looked_s == 0.0
     busy = f"computing: {seen.cpu_s:.1f} s of a processor in {seen.looked_s:.1f} s"
     how = "asleep, while Python runs" if sleeps else busy
+    if seen.is_on_gpu:
+        sleeps, how = True, f"which its GPU has not come past for {seen.since_s:.1f} s"
     took = f"; {seen.longest_s:.2g} s at most before" if seen.longest_s else ""
     if (call := _users_call(seen)) is not None:
         what = f"rank {seen.rank} hangs in {_where(seen)}, in a call of yours: {call}"

@@ -74,6 +74,8 @@ class RankSeen:
         has_moved: whether it went on while it was looked at.
         looked_s: for how long it was seen to stand; 0.0 where there was one look.
         is_held: some code keeps Python's lock: its other threads do not run.
+        is_on_gpu: whether it computes on a GPU: where it is and since when is then its GPU's, and what its main thread
+            does says nothing.
         is_asleep: its main thread was on no processor while it was looked at.
         cpu_s: that its main thread had of a processor meanwhile.
         starved: of the time that it could have run, the share in which it waited for a processor.
@@ -100,6 +102,7 @@ class RankSeen:
     has_moved: bool = False
     looked_s: float = 0.0
     is_held: bool = False
+    is_on_gpu: bool = False
     is_asleep: bool = False
     cpu_s: float = 0.0
     starved: float = 0.0
