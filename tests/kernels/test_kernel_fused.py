@@ -85,24 +85,25 @@ def test_they_compute_what_torch_does_in_fp64(processor, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("rows", "width", "columns"), [(5, 37, 37), (3, 64, 41), (2, 16, 0), (4, 4096, 4096)])
-def test_rows_of_logits(processor, dtype, rows, width, columns):
+def test_rows_of_logits(processor, dtype, rows, width, columns, temperature):
     torch.manual_seed(1)
     logits = (torch.randn(rows, width) * 8).to(dtype)
     targets = torch.randint(0, max(1, columns), (rows,))
     targets[0] = -100
     factor = torch.linspace(0.0, 2.0, rows)
     exact = logits.double().requires_grad_()
-    lse, score = cross_entropy.row_sums(logits, targets, columns)
+    lse, score = cross_entropy.row_sums(logits, targets, columns, temperature)
     if columns == 0:  # a rank whose whole part of the vocabulary is padding
         assert lse.tolist() == [-torch.inf] * rows
         assert score.tolist() == [0.0] * rows
         lse = torch.zeros(rows)
     else:
-        wanted = cross_entropy.reference(exact, targets, columns)
+        wanted = cross_entropy.reference(exact / temperature, targets, columns)
         torch.testing.assert_close((lse, score), tuple(x.detach().float() for x in wanted), rtol=1e-6, atol=1e-5)
         ((wanted[0] - wanted[1]) * factor).sum().backward()
-    cross_entropy.row_gradients_(logits, targets, columns, lse, factor)
+    cross_entropy.row_gradients_(logits, targets, columns, lse, factor, temperature)
     gradient = torch.zeros_like(exact) if exact.grad is None else exact.grad
     error = (logits.double() - gradient).abs()
     assert (error <= gradient.abs() * (0.51 * UNITS[dtype] + 2e-5) + 1e-9).all()

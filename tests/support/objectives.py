@@ -103,15 +103,15 @@ class Result:
     gradients: dict[str, torch.Tensor]
 
 
-def results(rank, world, runs, found: Batch):
+def results(rank, world, runs, found: Batch, temperature=1.0):
     """Of each run on these ranks every trial; the gradients are those of the pieces this rank holds."""
-    return [_results(rank, run, found) for run in runs]
+    return [_results(rank, run, found, temperature) for run in runs]
 
 
-def _results(rank, run, found):
+def _results(rank, run, found, temperature):
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
     try:
-        engine = Engine(run, units(run.shape), mesh)
+        engine = Engine(run, units(run.shape), mesh, temperature=temperature)
         # Streams that nobody reads are cut along all the same.
         logprobs = engine.logprobs(microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh))
         return [_trial(engine, *trial(found, logprobs), logprobs) for trial in TRIALS]
@@ -179,14 +179,14 @@ def _answer(logp, s):
     return -torch.minimum(ratio * gain, ratio.clamp(0.97, 1.04) * gain) + 0.1 * (d.exp() - d - 1).mean()
 
 
-def textbooks(run, found: Batch):
+def textbooks(run, found: Batch, temperature=1.0):
     """What every trial gives by autograd on whole logits, row by row."""
     ways = (_weighted, _one, _lag_0, _answer)
     rows = replace(found, divisor=float(len(found.targets_BS)))
-    return [_textbook(run, rows if way is _answer else found, way) for way in ways]
+    return [_textbook(run, rows if way is _answer else found, way, temperature) for way in ways]
 
 
-def _textbook(run, found, loss_of):
+def _textbook(run, found, loss_of, temperature):
     model, exchange = Decoder(run.shape), Local()
     specs = parameters(model, units(run.shape))
     with torch.no_grad():
@@ -199,7 +199,8 @@ def _textbook(run, found, loss_of):
             exchange.now = Now(sequences=(row,), batch_sequences=len(found.tokens_BS), step=0)
             given = {"exchange": exchange}
         valid = targets != IGNORE
-        logp = model(tokens[None], **given)[0].log_softmax(-1)[valid].gather(-1, targets[valid][:, None])[:, 0]
+        logits = model(tokens[None], **given)[0] / temperature
+        logp = logits.log_softmax(-1)[valid].gather(-1, targets[valid][:, None])[:, 0]
         loss = loss_of(logp, {name: stream[row][valid] for name, stream in found.streams.items()}) / found.divisor
         loss.backward()
         total += loss.item()

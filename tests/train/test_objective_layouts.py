@@ -80,10 +80,10 @@ def told(found, logprobs):
     return means | {name: float(seen[name][counts].max()) for name in objectives.ONE.maxima}
 
 
-def on_layouts(pool, world, layouts, found, **also):
+def on_layouts(pool, world, layouts, found, *, temperature=1.0, **also):
     """For each layout its run, and the results of its trials."""
     runs = [resolve(objectives.config(**also, **layout)) for layout in layouts]
-    ranks = pool.run(world, objectives.results, runs, found, timeout_s=240)
+    ranks = pool.run(world, objectives.results, runs, found, temperature, timeout_s=240)
     for number, run in enumerate(runs):
         yield run, [objectives.whole(list(parts)) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
 
@@ -152,6 +152,48 @@ def test_exact_mode_gives_the_losses_of_the_papers_too(pool, alone):
         theirs = objectives.textbooks(resolve(objectives.config(exact=True, microbatch=2, **KINDS[kind])), found)
         for trial, mine, one in zip(objectives.TRIALS, alone[kind], theirs, strict=True):
             compare(mine, one, (kind, trial.__name__))
+
+
+TEMPERATURE = 0.7
+TEMPERED = {
+    1: [{"kernels": "off"}, {"recompute": "full"}],
+    2: [
+        {"tp": 2},
+        {"tp": 2, "kernels": "off"},
+        {"tp": 2, "rules": (("vocab", "none"),)},
+        {"cp": 2},
+        {"pp": 2, "tied": False},
+        {"dp": 2, "zero": 3},
+    ],
+}
+"""Each way in which logits become log-probabilities: by the kernel and by torch, of a whole vocabulary and of parts."""
+
+
+@pytest.mark.parametrize("world", TEMPERED)
+def test_a_temperature_divides_the_logits_on_every_layout(pool, world):
+    found, expected = objectives.batch(), {}
+    ours = on_layouts(pool, world, TEMPERED[world], found, temperature=TEMPERATURE)
+    for layout, (run, trials) in zip(TEMPERED[world], ours, strict=True):
+        tied = layout.get("tied", True)
+        if tied not in expected:
+            expected[tied] = objectives.textbooks(run, found, TEMPERATURE)
+        for trial, mine, theirs in zip(objectives.TRIALS, trials, expected[tied], strict=True):
+            compare(mine, theirs, (layout, trial.__name__))
+
+
+def test_in_exact_mode_a_temperature_gives_the_same_bits_on_every_layout(pool):
+    found, how = objectives.batch(), {"exact": True, "microbatch": 2, "temperature": TEMPERATURE}
+    ((run, alone),) = on_layouts(pool, 1, [{}], found, **how)
+    for trial, mine, theirs in zip(
+        objectives.TRIALS, alone, objectives.textbooks(run, found, TEMPERATURE), strict=True
+    ):
+        compare(mine, theirs, trial.__name__)
+    layouts = [{"tp": 2}, {"pp": 2}, {"cp": 2}]
+    for layout, (_, trials) in zip(layouts, on_layouts(pool, 2, layouts, found, **how), strict=True):
+        for trial, mine, theirs in zip(objectives.TRIALS, trials, alone, strict=True):
+            assert torch.equal(mine.logprobs, theirs.logprobs), (layout, trial.__name__)
+            for name, gradient in theirs.gradients.items():
+                assert torch.equal(mine.gradients[name], gradient), (layout, trial.__name__, name)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2})])

@@ -42,7 +42,7 @@ def encoders():
 
 
 def told(ids):
-    return [Told(token=token, logprob=-0.5 - at) for at, token in enumerate(ids)]
+    return [Told(token=token, drawn_logprob=-0.5 - at, logprob=0.0) for at, token in enumerate(ids)]
 
 
 words = st.text(st.sampled_from("ab é日🙂<|im_end|>\n{}:"), max_size=12) | st.sampled_from(

@@ -11,11 +11,22 @@ from torch import Tensor
 from superstep.kernels import fused
 
 
-def reference(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Of each row the log-sum-exp of its first ``columns`` numbers, and the target's number; 0 where it has none.
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, fp32 or wider. The same bits wherever rows are cut, and on a GPU, where torch
+    multiplies by one over a plain number instead of dividing by it.
+    """
+    if temperature == 1.0:
+        return logits
+    return logits / torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
+
+
+def reference(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Of each row the log-sum-exp of its first ``columns`` numbers over the temperature, and the target's number over
+    it; 0 where it has none.
 
     Their difference is the target's log-probability.
     """
+    logits_CV = apply_temperature(logits_CV, temperature)
     is_here_C = (targets_C >= 0) & (targets_C < columns)
     score_C = logits_CV.gather(1, targets_C.where(is_here_C, 0)[:, None])[:, 0].where(is_here_C, 0.0)
     if columns < logits_CV.shape[1]:
@@ -23,16 +34,19 @@ def reference(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Tenso
     return logits_CV.logsumexp(1), score_C
 
 
-def reference_gradients(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor) -> Tensor:
-    """The gradient of the factors' sum with minus the log-probabilities: factor · (e^(x - lse) - [x is the target's]).
+def reference_gradients(
+    logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """The gradient of the factors' sum with minus the log-probabilities, for logits x and the temperature t:
+    factor / t · (e^(x/t - lse) - [x is the target's]).
 
     What is given is what ``row_gradients_`` is given; the result has the format of ``lse_C``.
     """
     is_here_C = (targets_C >= 0) & (targets_C < columns)
-    gradient_CV = (logits_CV - lse_C[:, None]).exp_()
+    gradient_CV = (apply_temperature(logits_CV, temperature) - lse_C[:, None]).exp_()
     gradient_CV[:, columns:] = 0.0
     gradient_CV.scatter_add_(1, targets_C.where(is_here_C, 0)[:, None], -is_here_C.to(gradient_CV.dtype)[:, None])
-    return gradient_CV.mul_(factor_C[:, None])
+    return gradient_CV.mul_(factor_C[:, None] / temperature)
 
 
 def takes(logits_CV: Tensor) -> bool:
@@ -41,24 +55,26 @@ def takes(logits_CV: Tensor) -> bool:
 
 
 @torch.library.custom_op("superstep::row_sums", mutates_args=())
-def row_sums(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def row_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """As ``reference``, by the kernel: fp32."""
     logits_CV, targets_C = logits_CV.contiguous(), targets_C.contiguous()
     lse_C, score_C = _empty_sums(logits_CV, targets_C, columns)
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
-    fused.run("row_sums", is_bf16, logits_CV, rows, columns, width, targets_C, lse_C, score_C)
+    fused.run("row_sums", is_bf16, logits_CV, rows, columns, width, targets_C, lse_C, score_C, temperature)
     return lse_C, score_C
 
 
 @row_sums.register_fake
-def _empty_sums(logits_CV: Tensor, targets_C: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _empty_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     lse_C = logits_CV.new_empty(len(logits_CV), dtype=torch.float32)
     return lse_C, torch.empty_like(lse_C)
 
 
 @torch.library.custom_op("superstep::row_gradients_", mutates_args=("logits_CV",))
-def row_gradients_(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor) -> None:
+def row_gradients_(
+    logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor, temperature: float = 1.0
+) -> None:
     """As ``reference_gradients``, by the kernel, in the place of the logits and in their format.
 
     Args:
@@ -67,13 +83,16 @@ def row_gradients_(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Te
         columns: that count.
         lse_C: of whole rows, where others hold parts of them.
         factor_C: fp32.
+        temperature: that of the sums.
     """
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
     held = targets_C.contiguous(), lse_C.contiguous(), factor_C.contiguous()
-    fused.run("row_gradients", is_bf16, logits_CV, rows, columns, width, *held)
+    fused.run("row_gradients", is_bf16, logits_CV, rows, columns, width, *held, temperature)
 
 
 @row_gradients_.register_fake
-def _(logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor) -> None:
+def _(
+    logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor, temperature: float = 1.0
+) -> None:
     return None

@@ -72,6 +72,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
     terms: TokenTerms | None = None,
     is_compiled: bool = False,
     columns: Columns | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """``cross_entropy_sum(h · weightᵀ)`` with no more than a chunk of the logits in memory (Hsu 2024).
 
@@ -89,9 +90,11 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         is_compiled: whether ``kernels.cross_entropy`` computes rows, without a gradient too: the log-probability of a
             token has the same bits in both.
         columns: those of ``weight``, where other ranks have others; the gradient of ``h`` is then this rank's share.
+        temperature: divides the logits.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
-    rows = _Rows(is_compiled=is_compiled, columns=columns or Columns(0, len(weight_VD), _alone))
+    columns = columns or Columns(0, len(weight_VD), _alone)
+    rows = _Rows(is_compiled=is_compiled, columns=columns, temperature=temperature)
     if torch.is_grad_enabled() and (h_BSD.requires_grad or weight_VD.requires_grad):
         loss = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
             h_TD, weight_VD, targets_T, chunk_tokens, scale, weight_grad_into, terms, rows
@@ -140,17 +143,18 @@ class _Rows:
 
     is_compiled: bool
     columns: Columns
+    temperature: float = 1.0
 
     def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row its log-sum-exp and its target's logit, over all ranks: fp32."""
         columns, here_C = self.columns, targets_C - self.columns.first
         if self._in_kernel(logits_CV):
-            return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count))
-        return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count))
+            return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count, self.temperature))
+        return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count, self.temperature))
 
     def gradients_(self, logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, factor_C: Tensor) -> Tensor:
         """The gradients of the factors' sum with the losses; the logits may be gone."""
-        given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C
+        given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)
             return logits_CV

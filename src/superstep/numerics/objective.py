@@ -104,12 +104,14 @@ class Aim:
         streams: of the targets' shape.
         objective: what to make of a log-probability.
         tell: told of the tokens, in their order, once or in parts.
+        temperature: divides the logits before anything is made of them.
     """
 
     targets: Tensor
     streams: Streams = field(default_factory=dict)
     objective: Objective = CROSS_ENTROPY
     tell: Tell | None = None
+    temperature: float = 1.0
 
     @property
     def is_plain(self) -> bool:

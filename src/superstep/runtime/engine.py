@@ -74,6 +74,8 @@ class Engine(Holding):
         example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
         learns: whether it takes steps; what only evaluates has neither gradients nor moments.
         heart: told where its programs are.
+        temperature: divides the logits, in losses and in log-probabilities: what tokens were sampled with, where they
+            were.
 
     Attributes:
         routers: counts of the training steps; None without experts.
@@ -88,6 +90,7 @@ class Engine(Holding):
         *,
         learns: bool = True,
         heart: Beats | None = None,
+        temperature: float = 1.0,
     ) -> None:
         self.evaluation_program = compile_evaluation(run.plan)
         self._others: dict[int, tuple[Program, Program]] = {}
@@ -112,6 +115,7 @@ class Engine(Holding):
         self._exchange = build_exchange(run, mesh)
         moe = run.decoder.moe if run.decoder else None
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
+        self._temperature = temperature
         self._is_training = False
         self._count = plan.microbatches
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
@@ -220,12 +224,12 @@ class Engine(Holding):
 
     def _watching(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> Watch:
         """What the loss is in the run of a program to come."""
-        is_exact = self.run.plan.grain is not None
-        watch = Watch(objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps)
-        if (watch.sees or not watch.is_plain) and self.specs[-1].loss is not None:
+        is_exact, temperature = self.run.plan.grain is not None, self._temperature
+        watch = Watch(objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps, temperature=temperature)
+        if (watch.sees or not watch.is_plain or temperature != 1.0) and self.specs[-1].loss is not None:
             raise ConfigError(
                 f"unit '{self.specs[-1].name}' has a loss of its own, which says nothing of single tokens: give it no "
-                "streams and no objective, or leave its loss out."
+                "streams, no objective and no temperature, or leave its loss out."
             )
         return watch
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 import superstep.runtime.documents
 import superstep.runtime.parallel.ring  # noqa: F401
+from superstep.kernels.cross_entropy import apply_temperature
 from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
 from superstep.model.moe import MixtureOfExperts
@@ -165,6 +166,7 @@ def build_loss(
     if not isinstance(head, Head):
 
         def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
+            logits = apply_temperature(logits, aim.temperature)
             if tp is None:
                 return _scaled(_whole_loss(logits, aim), scale)
             columns = own_part(logits.shape[-1], vocab, tp)
@@ -190,6 +192,7 @@ def build_loss(
             terms=aim.token_terms,
             is_compiled=is_fused,
             columns=columns,
+            temperature=aim.temperature,
         )
 
     return fused

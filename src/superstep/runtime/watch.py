@@ -58,6 +58,7 @@ class Watch:
         mesh: the launched ranks.
         is_exact: whether the losses' sum must keep within a range, which losses of both signs do not show.
         keeps: whether log-probabilities are kept.
+        temperature: divides the logits.
 
     Attributes:
         is_plain: whether the loss is the cross entropy of every target; on all ranks or on none.
@@ -75,12 +76,14 @@ class Watch:
         *,
         is_exact: bool = False,
         keeps: bool = False,
+        temperature: float = 1.0,
     ) -> None:
         _require_streams(objective, microbatches)
         self.is_plain = isinstance(objective, CrossEntropy) and "weights" not in microbatches[0].streams
         self.sees = keeps or bool(objective.sums or objective.maxima) or (is_exact and not self.is_plain)
         self._objective = objective
         self._keeps = keeps
+        self._temperature = temperature
         self._mesh = mesh
         self._kept: dict[int, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
@@ -93,7 +96,7 @@ class Watch:
             self._see(m, seen)
 
         tells = tell if is_seen and self.sees else None
-        return Aim(microbatch.targets, microbatch.streams, self._objective, tells)
+        return Aim(microbatch.targets, microbatch.streams, self._objective, tells, self._temperature)
 
     def _see(self, m: int, seen: Seen) -> None:
         if self._keeps:

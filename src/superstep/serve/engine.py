@@ -248,9 +248,9 @@ class Engine:
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
         totals = self._model.totals(logits_RV) if len(logits_RV) else []
+        early = self._drawn_at_once(step, live, wanted, rows.wanted, logits_RV)
         # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
         logits_RV = logits_RV[:, : self.info.vocab]
-        early = self._drawn_at_once(step, live, wanted, rows.wanted, logits_RV)
         told = {
             row: _Row(logits_V, each, early.get(row))
             for row, logits_V, each in zip(rows.wanted, logits_RV, totals, strict=True)
@@ -330,11 +330,14 @@ class Engine:
         for chunk in step.chunks:
             one, own = live[chunk.request], wanted[chunk.request]
             how = one.request.sampling
-            if chunk.end == one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
-                asked[own[-1]] = (how, one.known)
+            if chunk.end >= one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
+                # The last known token has a row, and so has each guess behind it.
+                for nth, row in enumerate(own[one.known - chunk.end - 1 :]):
+                    asked[row] = (how, one.known + nth)
         if not asked:
             return {}
-        return dict(zip(asked, draw_plain(logits_RV[[place[row] for row in asked]], list(asked.values())), strict=True))
+        chosen_RV = logits_RV[[place[row] for row in asked]]
+        return dict(zip(asked, draw_plain(chosen_RV, list(asked.values()), self._model.totals), strict=True))
 
     def _drawn(self, live: LiveRequest, row: _Row) -> Told | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""

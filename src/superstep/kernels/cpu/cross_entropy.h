@@ -1,8 +1,8 @@
 // Rows of logits to what a cross entropy needs of them: log-sum-exp and the target's logit; then to their gradients,
 //
-//   lse = m + log sum e^(x - m);   dx = factor (e^(x - lse) - [x is the target's])
+//   lse = m + log sum e^(x / t - m);   dx = factor / t (e^(x / t - lse) - [x is the target's])
 //
-// Each row is read from memory once for either, and gradients take the place of the logits.
+// where t is the temperature. Each row is read from memory once for either, and gradients take the place of the logits.
 
 #pragma once
 
@@ -17,6 +17,7 @@ struct Logits {
   void* at;
   int64_t rows, columns, width;  // columns that count, of rows so wide; those behind them have no probability
   const int64_t* targets;        // [rows]; one that is no column has no logit here
+  float by;                      // what logits are multiplied by: one over the temperature
 };
 
 template <bool kIsBf16>
@@ -34,12 +35,14 @@ void row_sums(const Logits& call, float* lse, float* score, int64_t threads) {
     const Numbers<kIsBf16> x = Numbers<kIsBf16>(call.at) + row * call.width;
     Floats most = all(-std::numeric_limits<float>::infinity());
     for (int64_t c = 0; c < call.columns; c += kLanes) most = larger(most, logits_at(x, c, call.columns));
-    const float top = largest(most);
+    const float top = largest(most) * call.by;
     Floats sum{};
-    for (int64_t c = 0; c < call.columns; c += kLanes) sum += exponential(logits_at(x, c, call.columns) - top);
+    for (int64_t c = 0; c < call.columns; c += kLanes) {
+      sum += exponential(logits_at(x, c, call.columns) * call.by - top);
+    }
     lse[row] = call.columns > 0 ? top + std::log(total(sum)) : top;
     const int64_t target = call.targets[row];
-    score[row] = target >= 0 && target < call.columns ? x.some(target, 1)[0] : 0.0f;
+    score[row] = target >= 0 && target < call.columns ? x.some(target, 1)[0] * call.by : 0.0f;
   }
 }
 
@@ -50,15 +53,17 @@ void row_gradients(const Logits& call, const float* lse, const float* factor, in
     const Numbers<kIsBf16> x = Numbers<kIsBf16>(call.at) + row * call.width;
     const int64_t target = call.targets[row];
     const bool is_here = target >= 0 && target < call.columns;
-    const float by = factor[row];
+    const float slope = factor[row] * call.by;
     const Floats score = is_here ? x.some(target, 1) : Floats{};
     for (int64_t c = 0; c < call.width; c += kLanes) {
       const int64_t here = std::min<int64_t>(kLanes, call.width - c);
       Floats p{};
-      if (by != 0.0f && c < call.columns) p = exponential(logits_at(x, c, call.columns) - lse[row]) * by;
+      if (slope != 0.0f && c < call.columns) {
+        p = exponential(logits_at(x, c, call.columns) * call.by - lse[row]) * slope;
+      }
       here == kLanes ? x.put(c, p) : x.put_some(c, here, p);
     }
-    if (is_here && by != 0.0f) x.put_some(target, 1, (exponential(score - lse[row]) - 1.0f) * by);
+    if (is_here && slope != 0.0f) x.put_some(target, 1, (exponential(score * call.by - lse[row]) - 1.0f) * slope);
   }
 }
 

@@ -47,13 +47,16 @@ void superstep_swiglu_backward(int64_t is_bf16, const void* g, const void* a, co
 }
 
 void superstep_row_sums(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width, const int64_t* targets,
-                        float* lse, float* score, int64_t threads) {
-  (is_bf16 ? row_sums<true> : row_sums<false>)({x, rows, columns, width, targets}, lse, score, threads);
+                        float* lse, float* score, float temperature, int64_t threads) {
+  const Logits call{x, rows, columns, width, targets, 1.0f / temperature};
+  (is_bf16 ? row_sums<true> : row_sums<false>)(call, lse, score, threads);
 }
 
 void superstep_row_gradients(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width,
-                             const int64_t* targets, const float* lse, const float* factor, int64_t threads) {
-  (is_bf16 ? row_gradients<true> : row_gradients<false>)({x, rows, columns, width, targets}, lse, factor, threads);
+                             const int64_t* targets, const float* lse, const float* factor, float temperature,
+                             int64_t threads) {
+  const Logits call{x, rows, columns, width, targets, 1.0f / temperature};
+  (is_bf16 ? row_gradients<true> : row_gradients<false>)(call, lse, factor, threads);
 }
 
 void superstep_add_to_grid(int64_t* into, const float* values, int64_t count, float scale, float limit, int64_t* wrong,

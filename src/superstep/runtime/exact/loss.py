@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.kernels.cross_entropy import apply_temperature
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
@@ -46,6 +47,7 @@ class _Loss(torch.autograd.Function):
         targets_BS = aim.targets
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
         place = 0 if cut.group is None else cut.group.rank()
+        scores_BSW = apply_temperature(scores_BSW, aim.temperature)
         scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
         first = place * weight_WD.shape[0]
         column_BS1 = (targets_BS - first).unsqueeze(-1)
@@ -65,7 +67,8 @@ class _Loss(torch.autograd.Function):
             # A row's gradient is softmax - onehot, times minus the derivative.
             grad_BSW = exp_BSW.div_(total_BS1)
             grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
-            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(scale * factor_BS1).to(h_BSD.dtype))
+            factor_BS1 = scale / aim.temperature * factor_BS1
+            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(factor_BS1).to(h_BSD.dtype))
             ctx.sink, ctx.cut = sink, cut
         return exact_loss_sum(losses_BS1)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,20 +87,32 @@ class Drawn(NamedTuple):
         token: its id.
         finite: how many tokens it was drawn from.
         logit: the model's, of this token.
+        logprob: after the temperature, rounded as the trainer's loss is; None where that is 1.
     """
 
     token: int
     finite: int
     logit: float
+    logprob: float | None = None
 
 
-def draw_plain(logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
+def totals_of(logits_RV: Tensor) -> list[Totals]:
+    """What each row says of its distribution, in fast mode."""
+    largest_R, likeliest_R = logits_RV.max(-1)
+    log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
+    return [Totals(*each) for each in zip(largest_R.tolist(), log_total_R.tolist(), likeliest_R.tolist(), strict=True)]
+
+
+def draw_plain(
+    logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: Callable[[Tensor], list[Totals]] = totals_of
+) -> list[Drawn]:
     """What is drawn from many rows whose logits are taken as they are, but for a temperature above zero: of each row
     the same as if it were alone.
 
     Args:
         logits_RV: fp32.
         asked: of each row, how to draw and the position of the token.
+        totals: of rows after the temperature; in exact mode those with the bits of training.
     """
     found: list[Drawn] = []
     rows = max(1, MOST_NOISE // logits_RV.shape[1])
@@ -112,7 +124,25 @@ def draw_plain(logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
         noise = _noise(keys, torch.arange(logits_RV.shape[1], device=device))
         tokens = (scores.double() + noise).argmax(-1)
         own = logits.gather(1, tokens[:, None]).flatten()
-        found += map(Drawn, tokens.tolist(), scores.isfinite().sum(-1).tolist(), own.tolist())
+        finite = scores.isfinite().sum(-1)
+        found += map(Drawn, tokens.tolist(), finite.tolist(), own.tolist(), _logprobs(scores, tokens, some, totals))
+    return found
+
+
+def _logprobs(
+    scores_RV: Tensor,
+    tokens_R: Tensor,
+    asked: Sequence[tuple[Sampling, int]],
+    totals: Callable[[Tensor], list[Totals]],
+) -> list[float | None]:
+    """Of each row the token's log-probability after the temperature; None where that is 1."""
+    rows = [row for row, (how, _) in enumerate(asked) if how.temperature != 1.0]
+    found: list[float | None] = [None] * len(asked)
+    if rows:
+        some_RV = scores_RV[rows]
+        scores = some_RV.gather(1, tokens_R[rows][:, None]).flatten().tolist()
+        for row, score, each in zip(rows, scores, totals(some_RV), strict=True):
+            found[row] = _logprob(score, each)
     return found
 
 
@@ -146,9 +176,9 @@ def draw(
             drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
         token = drawn.token
         own = _logprob(drawn.logit, totals)
-        tempered = own if sampling.temperature == 1.0 else _tempered(logits_V / sampling.temperature, token)
+        after = own if drawn.logprob is None else drawn.logprob
         cut = 0 if drawn.finite == len(logits_V) else drawn.finite
-        return Told(token=token, logprob=own, drawn_logprob=tempered, kept=cut, top=top, version=version)
+        return Told(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
     scores_V = changed(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
@@ -218,10 +248,3 @@ def truncated(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     stays = (before < sampling.top_p) & (share >= sampling.min_p * share[0]) & scores.isfinite()
     stays[0] = True
     return kept[stays], scores[stays]
-
-
-def totals_of(logits_RV: Tensor) -> list[Totals]:
-    """What each row says of its distribution, in fast mode."""
-    largest_R, likeliest_R = logits_RV.max(-1)
-    log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
-    return [Totals(*each) for each in zip(largest_R.tolist(), log_total_R.tolist(), likeliest_R.tolist(), strict=True)]

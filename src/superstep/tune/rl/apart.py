@@ -186,7 +186,8 @@ def train_apart(
 ) -> bool:
     """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
     _require_own_room(world, job, "trainer")
-    learner = Learner(world, job.run, job.folder, beside(job) if world.rank == 0 else {})
+    texts = beside(job) if world.rank == 0 else {}
+    learner = Learner(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
     learner.begin(job.checkpoint, job.start)
     if job.rl.kl_coef:
         learner.keep_reference(job.start)

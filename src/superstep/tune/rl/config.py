@@ -74,7 +74,7 @@ class RolloutConfig:
     turns: int = 1
     """The most turns of an answer."""
     temperature: float = 1.0
-    """Divides the logits before a token is drawn."""
+    """Divides the logits before a token is drawn, and in training too: the policy is what was sampled from."""
     placement: Placement = "shared"
     """shared: the ranks that train sample as well, in turn; apart: processes of their own sample, beside training where
     `rl.lag` is 1 or more."""

@@ -49,13 +49,16 @@ class Learner:
         run: the resolved run.
         folder: the run directory.
         beside: text files of a checkpoint and of a snapshot; rank 0's count.
+        temperature: that answers are sampled with; it divides the logits of the trainer and of the reference, too.
 
     Attributes:
         position: where training stands.
         peers: the ranks.
     """
 
-    def __init__(self, world: World, run: Resolved, folder: RunFolder, beside: Mapping[str, str]) -> None:
+    def __init__(
+        self, world: World, run: Resolved, folder: RunFolder, beside: Mapping[str, str], *, temperature: float = 1.0
+    ) -> None:
         self.run = run
         self.position = Position()
         self.peers = RankPeers(world.rank, world.size)
@@ -63,7 +66,8 @@ class Learner:
         self._folder = folder
         self._beside = dict(beside)
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
-        self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart)
+        self._temperature = temperature
+        self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart, temperature=temperature)
         self._shapes = tensor_shapes(self._engine)
         self._asleep: list[Sleeping] = []
         self._reference: Engine | None = None
@@ -95,7 +99,9 @@ class Learner:
         they are: then both have the same memory, where each rank has them whole.
         """
         run = model_alone(self.run)
-        self._reference = Engine(run, units_of(run), self._mesh, learns=False, heart=self._world.heart)
+        self._reference = Engine(
+            run, units_of(run), self._mesh, learns=False, heart=self._world.heart, temperature=self._temperature
+        )
         if self.run.config.lora is not None and not self._reference.is_cut:
             self._reference.share_frozen(self._engine)
         else:

@@ -269,7 +269,8 @@ def reinforce(
         free_bytes = world.device.free_bytes(1)
         rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
         job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
-    learner = Learner(world, job.run, job.folder, beside(job) if world.rank == 0 else {})
+    texts = beside(job) if world.rank == 0 else {}
+    learner = Learner(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
     learner.begin(job.checkpoint, job.start)
     if job.rl.kl_coef:
         learner.keep_reference(job.start)

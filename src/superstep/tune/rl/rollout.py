@@ -43,7 +43,7 @@ class Strand:
     Attributes:
         tokens: prompt, answers and what was said between them.
         spans: of the drawn ones: the first, and the one behind the last.
-        logprobs: of the drawn ones in their order, of the sampler's own distribution.
+        logprobs: of the drawn ones in their order, of the distribution that they were drawn from.
     """
 
     tokens: tuple[int, ...]
@@ -120,7 +120,7 @@ class Conversation:
         now, ids = self._open, [one.token for one in told]
         now.spans.append((len(now.tokens), len(now.tokens) + len(ids)))
         now.tokens += ids
-        now.logprobs += (one.logprob for one in told)
+        now.logprobs += (one.drawn_logprob for one in told)
         said = self._decoder.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
         now.text += said
         self._finish = finish
