@@ -156,6 +156,18 @@ def test_what_cannot_be_learnt_from_ends_the_run_with_one_line(pool, start, tmp_
     assert re.search(r"raises.py: task\(1, 0\) fails: IndexError: list index out of range; it must", error("raises"))
 
 
+def test_a_run_whose_answers_are_all_cut_off_ends_and_says_so(pool, start, tmp_path):
+    for exact in (True, False):
+        how = {"rl": {"overlong": "mask"}, "rollout": {"turns": 1, "max_tokens": 2}, "steps": 2, "lag": 0}
+        job = reinforced.job(tmp_path / f"exact={exact}", start, exact=exact, **how)
+        with pytest.raises(RankError) as raised:
+            pool.run(1, reinforced.run, job)
+        assert (
+            "all answers of the last 2 steps were cut off (rollout.max_tokens = 2, data.sequence_tokens = 96), and "
+            "rl.overlong = 'mask' leaves them out of the loss: nothing was learnt. Set rollout.max_tokens higher"
+        ) in str(raised.value)
+
+
 IMPURE = (
     "import itertools\nn = itertools.count()\n\ndef task(index, seed):\n    return Task(prompt=f'to be {next(n)}')\n"
 )

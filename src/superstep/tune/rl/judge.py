@@ -15,7 +15,7 @@ from superstep.tune.rl.sampling import Group
 Shares = list[list[Share | None] | None]
 
 MOST_ALIKE = 8
-"""Steps in a row of which all rewards are the same: then there is nothing to learn."""
+"""Steps in a row of which all rewards are the same, or all answers cut off: then there is nothing to learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,41 @@ def learnt_of(
         sampling_s=sampling_s,
         lr=lr,
     )
+
+
+class AllCut:
+    """Counts steps whose answers were all cut off, and so left out of the loss.
+
+    Args:
+        rl: what is learnt.
+        how: answers are sampled.
+        tokens: of a row of the batch.
+        steps: of the whole run.
+    """
+
+    def __init__(self, rl: RlConfig, how: RolloutConfig, tokens: int, steps: int) -> None:
+        self._rl = rl
+        self._how = how
+        self._tokens = tokens
+        self._most = min(MOST_ALIKE, steps)
+        self._steps = 0
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """One more step.
+
+        Raises:
+            DataError: there is nothing to learn.
+        """
+        is_cut = all(answer.rollout.finish == "length" for group in groups for answer in group.answers)
+        self._steps = self._steps + 1 if is_cut and self._rl.overlong == "mask" else 0
+        if self._steps < self._most:
+            return
+        raise DataError(
+            f"all answers of the last {self._steps} steps were cut off (rollout.max_tokens = {self._how.max_tokens}, "
+            f"data.sequence_tokens = {self._tokens}), and rl.overlong = 'mask' leaves them out of the loss: nothing "
+            "was learnt. Set rollout.max_tokens higher, with a data.sequence_tokens that has room for prompt and "
+            "answer; or set rl.overlong to none or penalty."
+        )
 
 
 class Alike:

@@ -18,7 +18,7 @@ from superstep.runtime.engine import StepResult
 from superstep.train.schedule import rate
 from superstep.tune.rl.batch import Lessons, lessons_of, require_same_bits
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.judge import Alike, Learnt, learnt_of, shares_of
+from superstep.tune.rl.judge import Alike, AllCut, Learnt, learnt_of, shares_of
 from superstep.tune.rl.learner import Differs, Learner
 from superstep.tune.rl.sampling import Group
 
@@ -63,6 +63,7 @@ class Training:
         self._tell = tell
         self._saved = saved
         self._alike = Alike()
+        self._all_cut = AllCut(rl, how, learner.run.config.data.sequence_tokens, steps)
         self._since_s = time.perf_counter()
 
     def train(
@@ -78,7 +79,9 @@ class Training:
 
         Raises:
             Stopped: that was asked for, and the step is saved.
+            DataError: there has been nothing to learn for too many steps.
         """
+        self._all_cut.see(groups)
         self._alike.see(step, verdicts)
         shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
         config, rl = self._learner.run.config, self._rl
