@@ -133,6 +133,7 @@ def test_an_answer_cannot_leave_its_marks(server):
         '{"score": 10, "why": "x"}',
         '[{"score": 10}]',
         '{"score": 0} {"score": 10}',
+        "[" * 100_000,
     ],
 )
 def test_a_judge_that_says_anything_else_has_not_judged(reply, server):

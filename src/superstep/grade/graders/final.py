@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-MARKS = re.compile(r"####|(?:final answer|answer)\s*(?:is)?\s*:", re.IGNORECASE)
-"""Behind the last of these, as GSM8K and many prompts ask for it."""
+MARKS = re.compile(r"####|(?:final answer|answer)\s*(?:is\s*)?:", re.IGNORECASE)
+"""Behind the last of these, as GSM8K and many prompts ask for it. No white space may be taken by two parts of the
+pattern, which would try each way to share a long run of it.
+"""
 
 BOXED = "\\boxed{"
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = "```"
+SPACE = " \t"
 
 
 def final(answer: str) -> str:
@@ -38,6 +41,19 @@ def _boxes(answer: str) -> Iterator[str]:
 
 
 def fenced(answer: str) -> str:
-    """The inside of the last fenced block; the whole answer where there is none."""
-    blocks = FENCE.findall(answer)
-    return blocks[-1][1] if blocks else answer
+    """The inside of the last fenced block that is closed; the whole answer where there is none."""
+    lines = answer.split("\n")
+    block: list[str] | None = None
+    begin: int | None = None
+    for number, line in enumerate(lines):
+        if begin is None:
+            begin = number + 1 if _opens(line) else None
+        elif line.strip(SPACE) == FENCE:
+            block, begin = lines[begin:number], None
+    return answer if block is None else "".join(f"{line}\n" for line in block)
+
+
+def _opens(line: str) -> bool:
+    """Whether a block may begin behind this line: a fence and a language, but no text within backticks."""
+    mark = line.lstrip(SPACE)
+    return mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE)

@@ -139,7 +139,7 @@ def read_score(reply: str) -> int:
     """
     try:
         found = strict(reply.strip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JudgeError(f"the judge says {reply[:100]!r}, which is no JSON: {error}") from error
     score = found.get("score") if isinstance(found, dict) and set(found) == {"score"} else None
     if type(score) is not int or not 0 <= score <= BEST:
