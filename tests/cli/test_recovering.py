@@ -1,5 +1,6 @@
 """When a run is gone on with after ranks were lost, and when it is not."""
 
+import threading
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from superstep.cli.train import job, recovering
 from superstep.errors import Fault, Lost
 
 
-def _run(steps, ending):
+def _run(steps, ending, passed_over=()):
     """Launches that lose a rank where the memories hold these ``steps``, then one that ends; what each was told."""
     told = []
 
@@ -19,8 +20,9 @@ def _run(steps, ending):
             return ending()
         raise Lost("killed", rank=1)
 
-    with mock.patch.object(recovering, "common", side_effect=steps):
-        return recovering.recovering(launch, []), told
+    found = [(step, passed_over) for step in steps]
+    with mock.patch.object(recovering, "newest_undamaged", side_effect=found):
+        return recovering.recovering(launch, [], threading.Lock()), told
 
 
 def test_a_run_goes_on_as_long_as_it_gets_further():
@@ -32,6 +34,10 @@ def test_it_ends_with_the_fault_after_the_same_step_again_and_again_or_without_a
         _run([3, 3, 3, 3], lambda: False)
     with pytest.raises(Lost, match="rank 1: killed"):
         _run([None], lambda: False)
+
+
+def test_it_goes_on_without_a_snapshot_where_all_are_damaged_as_a_checkpoint_may_be_whole():
+    assert _run([3, None], lambda: False, ("rank 1: damaged",)) == (False, [None, 3, None])
 
 
 def test_a_rank_that_raised_itself_would_do_so_again():

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from superstep.kernels.checksum import checksum
 from superstep.runtime.hosts import wire as wires
-from superstep.runtime.hosts.copying import Rate, Void, receive, send
+from superstep.runtime.hosts.copying import Rate, Spoilt, Void, receive, send
 from superstep.runtime.hosts.door import Door, Refused, knock
 from superstep.runtime.hosts.lead import unlike
 from superstep.runtime.hosts.messages import SILENT_S, Hello, Silence
 from superstep.runtime.hosts.wire import MOST_BYTES, Kind, Stranger, Unlike, answer, ask
+from superstep.state.damage import void_damaged
 from superstep.state.snapshot import WHOLE, WRITING, made
 
 SECRET = b"known to both sides"
@@ -184,6 +186,7 @@ def memories():
         for name, value in (("step", 4), ("samples", 40), ("tokens", 400), ("turn", 7)):
             memory.put(slot, name, value)
         memory.values(slot, 0, 1000).fill_(rank + 0.5)
+        memory.seal(slot, int(checksum(memory.words(slot))))
         memory.put(slot, "state", WHOLE)
     yield found
     for memory in found:
@@ -230,6 +233,60 @@ def test_a_state_that_is_overwritten_while_it_is_sent_is_void(memories):
     assert receive(other, copies, lambda state, epoch, mark: mark()) is None
     thread.join()
     assert raised == [True]
+    assert all(copy.states() == {} for copy in copies)
+
+
+def _flip(memory, step):
+    memory.words(memory.whole()[step])[123] ^= 1 << 20
+
+
+def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
+    one, other = _pair()
+    copies, raised = made(2)[1], []
+    _flip(memories[1], 4)
+
+    def sends():
+        try:
+            send(one, memories, (4, 7), 1, Rate(None))
+        except Spoilt:
+            raised.append(True)
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    assert receive(other, copies, lambda state, epoch, mark: mark()) is None
+    thread.join()
+    assert raised == [True]
+    assert all(copy.states() == {} for copy in copies)
+    assert void_damaged(memories, first=2) == ["rank 3: the copy of step 4 in memory has other bits than were copied"]
+    assert list(memories[0].states()) == [(4, 7)]
+    assert memories[1].states() == {}
+
+
+def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypatch):
+    one, other = _pair()
+    copies = made(2)[1]
+    hear = other.hear
+
+    def hears():
+        message = hear()
+        if message["say"] == "whole":
+            copies[0].words(0)[7] ^= 1
+        return message
+
+    monkeypatch.setattr(other, "hear", hears)
+    outcome = []
+
+    def sends():
+        try:
+            send(one, memories, (4, 7), 1, Rate(None))
+        except Void as void:
+            outcome.append(type(void))
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    assert receive(other, copies, lambda state, epoch, mark: mark()) is None
+    thread.join()
+    assert outcome == [Void], "what was sent is right, and is sent again"
     assert all(copy.states() == {} for copy in copies)
 
 

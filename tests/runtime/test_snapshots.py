@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import small
+from superstep.errors import Fault
+from superstep.kernels.checksum import checksum
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
+from superstep.runtime import snapshots
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import launch_on
@@ -40,14 +43,14 @@ def _steps(world, compute):
     mesh = build_mesh(run.plan, 0, world.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     _, (memory,) = made(1)
-    snapshots = engine.keep_snapshots(memory)
-    snapshots.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+    copies = engine.keep_snapshots(memory)
+    copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
     states, record = [], HostRecorder()
     for number, batch in enumerate(small.batches(steps=3)):
         states.append(_state(engine))
         record = HostRecorder()
         if number != 1:
-            snapshots.begin(Position(step=number, samples=8 * number), _never, is_for_disk=False)
+            copies.begin(Position(step=number, samples=8 * number), _never, is_for_disk=False)
         mine = rows(run.plan, mesh)
         parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
         engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=1e-2, record=record)
@@ -81,6 +84,40 @@ def _alone(memory):
     """What copies a state of twelve numbers."""
     held = SimpleNamespace(**{name: torch.ones(4) for name in ("master", "exp_avg", "exp_avg_sq")})
     return Snapshots(memory, {0: (held,)}, Device("cpu"))
+
+
+def test_without_other_hosts_no_copy_keeps_its_slot():
+    """Else the state that a run begins with stays, and training waits for the disk with each checkpoint."""
+    _, (memory,) = made(1)
+    copies = _alone(memory)
+    copies.lay_out(iter(()), {}, {}, Path("nowhere"))
+    for step in range(3):
+        copies.begin(Position(step=step), _never, is_for_disk=False)
+        copies.copy(0).wait()
+    assert set(memory.whole()) == {1, 2}
+    assert memory.states(held=True) == {}
+
+
+def test_a_copy_is_damaged_where_it_is_not_what_it_was_made_of(monkeypatch):
+    """The checksum is of the buffers: an error of the copy itself is seen, too."""
+    _, (memory,) = made(1)
+    copies = _alone(memory)
+    copies.lay_out(iter(()), {}, {}, Path("nowhere"))
+
+    def copy(into, values, first=0):
+        into.copy_(values).view(torch.int32)[2] ^= 1 << 9
+        return checksum(values, first)
+
+    copies.begin(Position(step=1), _never, is_for_disk=False)
+    copies.copy(0).wait()
+    assert not copies.is_damaged(1)
+    monkeypatch.setattr(snapshots, "copy_summed", copy)
+    copies.begin(Position(step=2), _never, is_for_disk=False)
+    copies.copy(0).wait()
+    assert copies.is_damaged(2)
+    with pytest.raises(Fault, match="the copy of step 2 in memory has other bits than were copied"):
+        copies.fill(2)
+    assert copies.fill(1).step == 1
 
 
 def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():

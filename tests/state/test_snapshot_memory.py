@@ -1,6 +1,7 @@
 """The memory of snapshots: what is not whole is never taken for it, and what the disk shall have stays until it has."""
 
 import os
+import threading
 from unittest import mock
 
 import pytest
@@ -8,17 +9,23 @@ import torch
 
 import saved
 from superstep.errors import Fault
+from superstep.kernels.checksum import checksum
+from superstep.state import flush
 from superstep.state.checkpoint import load
+from superstep.state.damage import newest_undamaged
 from superstep.state.flush import Flusher
 from superstep.state.folders import checkpoints
 from superstep.state.snapshot import (
     FAILED,
     HOSTS_SLOTS,
+    KEPT,
     ON_DISK,
+    PAGE,
     SLOTS,
     WANTED,
     WHOLE,
     WRITING,
+    Refused,
     common,
     described,
     made,
@@ -68,6 +75,7 @@ def _copied(memories, step, *, disk=0, fill=saved.truth):
         slot = _begin(memory, step, disk=disk)
         for told, piece in zip(memory.table()["pieces"], every[rank::2], strict=True):
             memory.values(slot, told["offset"], told["count"]).copy_(piece.values)
+        memory.seal(slot, int(checksum(memory.words(slot))))
         memory.put(slot, "state", WHOLE)
 
 
@@ -161,6 +169,79 @@ def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memorie
     slot = memories[1].whole()[4]
     assert memories[1].get(slot, "disk") == ON_DISK
     assert memories[1].get(slot, "written_bytes") > 0
+
+
+def _flip(memory, slot, word=3, bit=5):
+    memory.words(slot)[word] ^= 1 << bit
+
+
+def test_a_flip_of_any_bit_of_a_slot_or_of_its_position_is_seen(memories):
+    _copied(memories, 5)
+    memory = memories[0]
+    slot = memory.whole()[5]
+    assert not memory.is_damaged(slot)
+    for at in (0, 17, memory.slot_bytes // 4 - 1):
+        for bit in range(31):
+            _flip(memory, slot, at, bit)
+            assert memory.is_damaged(slot)
+            _flip(memory, slot, at, bit)
+    for field in ("step", "samples", "tokens", "turn", "checksum"):
+        for bit in range(64):
+            before = memory.get(slot, field)
+            memory.put(slot, field, before ^ 1 << bit)
+            assert memory.is_damaged(slot), (field, bit)
+            memory.put(slot, field, before)
+    assert not memory.is_damaged(slot)
+    memory.view[PAGE + 9] ^= 4
+    assert memory.is_damaged(slot), "its table says where pieces lie"
+    with pytest.raises(Fault, match="the table of a snapshot's memory has other bits"):
+        memory.table()
+
+
+def test_the_newest_state_without_damage_is_gone_on_from(memories):
+    idle = threading.Lock()
+    _copied(memories, 1)
+    _copied(memories, 2)
+    assert newest_undamaged(memories, idle) == (2, ())
+    _flip(memories[1], memories[1].whole()[2])
+    said = "rank 1: the copy of step {} in memory has other bits than were copied"
+    assert newest_undamaged(memories, idle) == (1, (said.format(2),))
+    assert 2 not in memories[1].whole()
+    _flip(memories[1], memories[1].whole()[1])
+    assert newest_undamaged(memories, idle) == (None, (said.format(1),))
+
+
+def test_a_damaged_slot_does_not_come_to_the_disk_and_training_goes_on(memories, tmp_path):
+    _copied(memories, 3, disk=WANTED)
+    held = [memory.whole()[3] for memory in memories]
+    _flip(memories[1], held[1])
+    with Flusher(memories, keep=2) as flusher:
+        pass
+    assert flusher.error is None
+    assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
+    assert memories[0].refused == Refused(3, 1)
+    assert [memory.get(slot, "disk") for memory, slot in zip(memories, held, strict=True)] == [KEPT, KEPT]
+    assert (3 in memories[0].whole(), 3 in memories[1].whole()) == (True, False)
+    _copied(memories, 4, disk=WANTED)
+    with Flusher(memories, keep=2):
+        pass
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000004"]
+
+
+def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_has_its_name(memories, tmp_path):
+    _copied(memories, 3, disk=WANTED)
+    slot, pieces = memories[1].whole()[3], flush.pieces_of
+
+    def flipping(memory, at):
+        for piece in pieces(memory, at):
+            if memory is memories[1] and not memories[1].is_damaged(slot):
+                _flip(memories[1], slot)
+            yield piece
+
+    with mock.patch.object(flush, "pieces_of", flipping), Flusher(memories, keep=2):
+        pass
+    assert checkpoints(tmp_path / "checkpoints") == []
+    assert memories[0].refused == Refused(3, 1)
 
 
 def test_a_disk_that_fills_is_told_and_older_checkpoints_stay(memories, tmp_path):

@@ -64,7 +64,7 @@ class Resumed:
     path: str
     """The checkpoint; empty where there was none, and the run begins again."""
     passed_over: tuple[str, ...] = ()
-    """What is wrong with each newer checkpoint, and where it is now."""
+    """What is wrong with each newer checkpoint or copy in memory, and where it is now."""
     lost: str = ""
     """Which rank or host was lost; where the run goes on from a snapshot in memory there is no checkpoint to name."""
     lost_at_s: float | None = None
@@ -91,6 +91,8 @@ class RolledBack:
     """Likewise, before clipping."""
     source: str
     """Where the state is from: ``memory``, or the path of a checkpoint."""
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with each state, in memory or on disk, that would have been gone on from before that."""
     skip: str
     """The data that is left out from here on, as ``train.skip`` has it: a run that is told so from its start computes
     the same. Empty where the same is trained on again."""
@@ -115,7 +117,8 @@ class Fingerprinted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted:
-    """Ranks whose state was not what they had computed; the run goes on from a state before it."""
+    """Ranks whose state was not what they had computed; the run goes on from a state before it. Or whose copy in memory
+    was damaged, so that the disk did not get it; the state is copied again."""
 
     name: ClassVar[str] = "corrupted"
     step: int
@@ -128,9 +131,9 @@ class Corrupted:
     """Of these ranks."""
     what: str
     """Which tensors."""
-    how: Literal["majority", "replay", "at rest", "recomputed"]
-    """How it is known: copies outvoted them, the steps were done again, their own sums had changed, or others computed
-    the same to something else."""
+    how: Literal["majority", "replay", "at rest", "recomputed", "checksum"]
+    """How it is known: copies outvoted them, the steps were done again, their own sums had changed, others computed the
+    same to something else, or a copy had another checksum than what it was made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ class StepResult:
         grad_norm: the global gradient norm before clipping.
         tokens: valid tokens of the global batch.
         is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
+        is_copy_refused: whether a snapshot was damaged that the disk was to have.
         measures: what the objective tells of the tokens that count, by name.
         refused: why the update was not made; empty where it was.
     """
@@ -56,6 +57,7 @@ class StepResult:
     grad_norm: float
     tokens: int
     is_stop_asked: bool = False
+    is_copy_refused: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
 
@@ -129,7 +131,7 @@ class Engine(Holding):
         self._result = (0.0, 0.0)
         self._measures: Mapping[str, float] = {}
         self._stop = Stop()
-        self._is_stop_asked = False
+        self._flags = [False, False]
         self._inspect: Callable[[], None] | None = None
         self._judge: Judge | None = None
         self._refused = ""
@@ -207,7 +209,8 @@ class Engine(Holding):
             loss=loss,
             grad_norm=norm,
             tokens=valid_tokens,
-            is_stop_asked=self._is_stop_asked,
+            is_stop_asked=self._flags[0],
+            is_copy_refused=self._flags[1],
             measures=self._measures,
             refused=self._refused,
         )
@@ -238,9 +241,9 @@ class Engine(Holding):
         try:
             mine = self._told()
             self._heart.waits()
-            square, told, self._is_stop_asked = self.optimizer.sums(
-                mine, self._excess, is_stop_asked=self._stop.is_asked
-            )
+            is_copy_refused = self.snapshots is not None and self.snapshots.refused is not None
+            flags = self._stop.is_asked, is_copy_refused
+            square, told, self._flags = self.optimizer.sums(mine, self._excess, flags)
             self._heart.works()
             self._measures = self._measured(told[1:])
         except OutOfRange as error:

@@ -74,14 +74,14 @@ class AdamW:
                     for entry, tensor in zip(lists, tensors, strict=True):
                         entry.append(tensor)
 
-    def sums(self, told: Tensor, excess: Excess, *, is_stop_asked: bool = False) -> tuple[float, list[float], bool]:
-        """The squared gradient norm and the numbers ``told``, each summed over all ranks, and whether any rank is asked
-        to stop: in the one collective that a step needs anyhow, so that all ranks stop after the same step.
+    def sums(self, told: Tensor, excess: Excess, flags: Sequence[bool] = ()) -> tuple[float, list[float], list[bool]]:
+        """The squared gradient norm and the numbers ``told``, each summed over all ranks, and which flags any rank has
+        set: in the one collective that a step needs anyhow, so that all ranks learn of them after the same step.
 
         Args:
             told: fp64, the step's loss first.
             excess: what exact sums had no room for on this rank.
-            is_stop_asked: whether this rank is asked to.
+            flags: of this rank; as many on each.
 
         Raises:
             OutOfRange: on every rank, where one has noted an ``excess``, or a sum itself is one.
@@ -90,8 +90,8 @@ class AdamW:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(5, dtype=torch.int64, device=told.device)
-            squares[3], squares[4] = bool(excess.found), is_stop_asked
+            squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=told.device)
+            squares[3:] = torch.tensor([bool(excess.found), *flags])
             for part in parts:
                 squares[:3] += square_sum(part)
             summed = sum_over(squares, self._world)
@@ -99,13 +99,13 @@ class AdamW:
                 raise OutOfRange(next(found for found in gather(excess.found) if found))
             everything: list[float] = sum_over(told, self._world).tolist()
             require_exact_loss(everything[0])
-            return from_square_sum(summed[:3]), everything, bool(summed[4])
+            return from_square_sum(summed[:3]), everything, summed[4:].bool().tolist()
         square = torch.zeros((), dtype=torch.float64, device=told.device)
         for part in parts:
             square += _square(part)
-        both = torch.stack((square, square.new_tensor(float(is_stop_asked))))
-        total: list[float] = sum_over(torch.cat((both, told)), self._world).tolist()
-        return total[0], total[2:], total[1] > 0
+        mine = torch.cat((square.view(1), square.new_tensor([float(flag) for flag in flags]), told))
+        total: list[float] = sum_over(mine, self._world).tolist()
+        return total[0], total[1 + len(flags) :], [each > 0 for each in total[1 : 1 + len(flags)]]
 
     def step(self, lr: float, norm: float) -> None:
         """Update the master weights.

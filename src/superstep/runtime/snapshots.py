@@ -3,7 +3,8 @@
     train_step   Fetch ─ Snapshot u0 ─ Forward u0 ─ Snapshot u1 ─ Forward u1 ─ ... ─ Step
     the copies              ══ u0 ══════ u1 ══ ...                                   waits for the last of them
 
-On a CPU a thread copies. On a GPU it tells a stream of its own to, from which the bytes go to pinned memory.
+On a CPU a thread copies. On a GPU it tells a stream of its own to, from which the bytes go to pinned memory. A slot's
+checksum is made in the same pass, of what is copied from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from superstep.errors import Fault
+from superstep.kernels.checksum import checksum, compiled, copy_summed
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import DONE, Pending
 from superstep.runtime.device import Device
@@ -32,6 +34,8 @@ from superstep.state.snapshot import (
     WHOLE,
     WRITING,
     Memory,
+    Refused,
+    damaged_text,
     described,
 )
 
@@ -86,7 +90,10 @@ class Snapshots:
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="superstep-snapshot")
+        compiled()  # beside nothing: the first copy is not to wait for a compiler
         self._slot: int | None = None
+        self._checksum = 0
+        self._taken: Refused | None = None
         self._left: set[int] = set()
         self._watched: list[int] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
@@ -129,7 +136,7 @@ class Snapshots:
 
     def restore(self, step: int) -> Position:
         """Fill the buffers with the state after a step, in a process that has not seen it; what is of later ones is
-        void.
+        void. Raises as ``fill``.
         """
         position = self.fill(step)
         self.forget_after(step)
@@ -140,11 +147,23 @@ class Snapshots:
         return position
 
     def fill(self, step: int) -> Position:
-        """Fill the buffers with the state after a step."""
+        """Fill the buffers with the state after a step.
+
+        Raises:
+            Fault: they have other bits now than were copied into the memory.
+        """
         slot = self._memory.whole()[step]
-        for tensor, held in self._held(slot):
-            tensor.copy_(held)
+        found = 0
+        for tensor, offset in self._placed():
+            tensor.copy_(self._memory.values(slot, offset, tensor.numel()))
+            found += int(checksum(tensor, offset // 4))
+        if not self._memory.is_sealed(slot, found):
+            raise Fault(f"{damaged_text(step)}; resume the run.", step=step)
         return self._memory.position(slot)
+
+    def is_damaged(self, step: int) -> bool:
+        """Whether the state after a step has other bits than were copied."""
+        return self._memory.is_damaged(self._memory.whole()[step])
 
     def steps(self) -> set[int]:
         """Those whose state is whole."""
@@ -167,7 +186,7 @@ class Snapshots:
             self.tell(told)
             time.sleep(POLL_S)
         memory = self._memory
-        is_asked = position.step == memory.asked and position.step not in memory.whole()
+        is_asked = 0 < position.step == memory.asked and position.step not in memory.whole()
         memory.put(slot, "state", WRITING)
         memory.put(slot, "turn", self.turn)
         memory.put(slot, "is_held", int(is_asked))
@@ -176,7 +195,7 @@ class Snapshots:
         memory.put(slot, "disk", WANTED if is_for_disk else KEPT)
         if is_for_disk:
             self._watched.append(slot)
-        self._slot, self._left = slot, set(self._tensors)
+        self._slot, self._left, self._checksum = slot, set(self._tensors), 0
 
     def copy(self, unit: int) -> Pending:
         """Start copying a unit, where a snapshot is due."""
@@ -192,25 +211,40 @@ class Snapshots:
     def _copy(self, unit: int, slot: int, ready: torch.cuda.Event | None, *, is_last: bool) -> tuple[float, float]:
         begin_s = time.perf_counter()
         if self._stream is None or ready is None:
-            self._copy_now(unit, slot)
+            sums = self._copy_now(unit, slot)
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                self._copy_now(unit, slot)
+                sums = self._copy_now(unit, slot)
             self._stream.synchronize()
+        self._checksum += sum(map(int, sums))
         if is_last:
+            self._memory.seal(slot, self._checksum)
             self._memory.put(slot, "state", WHOLE)
         return begin_s, time.perf_counter()
 
-    def _copy_now(self, unit: int, slot: int) -> None:
-        for tensor, offset in self._tensors[unit]:
-            held = self._memory.values(slot, offset, tensor.numel())
-            held.copy_(tensor, non_blocking=self._stream is not None)
+    def _copy_now(self, unit: int, slot: int) -> list[Tensor]:
+        """Copy a unit; the checksum of each of its buffers."""
+        return [
+            copy_summed(self._memory.values(slot, offset, tensor.numel()), tensor, offset // 4)
+            for tensor, offset in self._tensors[unit]
+        ]
 
-    def _held(self, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _placed(self) -> Iterator[tuple[Tensor, int]]:
+        """Each buffer, and its byte in a slot."""
         for each in self._tensors.values():
-            for tensor, offset in each:
-                yield tensor, self._memory.values(slot, offset, tensor.numel())
+            yield from each
+
+    @property
+    def refused(self) -> Refused | None:
+        """The snapshot that did not come to the disk, as it was damaged, until that is taken; on rank 0 alone."""
+        found = self._memory.refused
+        return None if found == self._taken else found
+
+    def take_refused(self) -> Refused | None:
+        """The same, once. The memory has it until the disk has another: who is killed before asks for that again."""
+        found, self._taken = self.refused, self._memory.refused
+        return found
 
     def tell(self, told: Callable[[Flushed], None]) -> None:
         """Tell of the checkpoints that have come to the disk since this was last asked. Only then may their slots be
@@ -221,11 +255,14 @@ class Snapshots:
         """
         self.require_written()
         memory = self._memory
+        self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
         for slot in [slot for slot in self._watched if memory.get(slot, "disk") == ON_DISK]:
             seconds = memory.get(slot, "microseconds") / 1e6
             told(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
             memory.put(slot, "disk", KEPT)
             self._watched.remove(slot)
+            if memory.refused is not None and memory.refused.step <= memory.get(slot, "step"):
+                memory.refuse(None)
 
     def is_behind(self) -> bool:
         """Whether the disk is still to have a snapshot."""

@@ -67,6 +67,7 @@ def save(
     *,
     tensors: Tensors,
     beside: Mapping[str, str | Path],
+    confirm: Callable[[], None] = lambda: None,
 ) -> int:
     """Write a checkpoint. Every rank calls this together.
 
@@ -77,6 +78,8 @@ def save(
         peers: the ranks.
         tensors: the shape of every global tensor of each kind.
         beside: files to put beside the tensors: a text, or the file to copy. Rank 0's count.
+        confirm: called once the pieces have been written and before the checkpoint has its name; raises where they were
+            not what should have been written.
 
     Returns:
         Bytes of tensors on disk.
@@ -93,6 +96,7 @@ def save(
         if any(parcels):
             saving.together(lambda: saving.unpack(shares, parcels))
         hashes = {name: found for part in saving.together(saving.hashes) for name, found in part.items()}
+        saving.together(confirm)
         saving.together(lambda: saving.publish(position, hashes, beside))
     except SuperstepError:
         saving.discard()

@@ -3,7 +3,8 @@
 Each rank has a piece of shared memory. The launcher makes it and keeps it open; it has no name and no file, so that
 nothing of it is left once all processes have ended, however they did.
 
-    header      for each slot: which step's state it holds, whether all of it, whether the disk shall have it too
+    header      for each slot: which step's state it holds, whether all of it, whether the disk shall have it too, and
+                its checksum
     table       JSON: where in a slot each piece of a global tensor lies, and what a checkpoint has beside
     slot 0      weights and moments, as the rank's own buffers have them
     slot 1      the next snapshot goes into a slot that holds neither the newest whole one
@@ -12,6 +13,9 @@ nothing of it is left once all processes have ended, however they did.
 
 A rank writes a slot's state last, so what a kill interrupts is never taken for whole. While a rank copies the state of
 step k, all ranks have done step k, and so each holds that of an earlier step, whole: k - ``snapshot_every``, if not k.
+
+A slot's checksum is made of the rank's own buffers while they are copied. Whoever uses a slot compares it
+(``state.damage``): an error of the copy is seen, and a bit that has flipped since.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +32,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from superstep.errors import Fault
+from superstep.kernels.checksum import checksum
 from superstep.state.manifest import Position
 from superstep.state.piece import Piece
 
@@ -41,10 +48,20 @@ KEPT, WANTED, ON_DISK, FAILED = 0, 1, 2, 3
 State = tuple[int, int]
 """A state that was copied: after which step, and in which turn of the run. One that goes back takes another turn."""
 
-Field = Literal["state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds", "turn", "is_held"]
+Field = Literal[
+    "state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds", "turn", "is_held", "checksum"
+]
 _FIELDS: tuple[Field, ...] = get_args(Field)
+_IDENTITY: tuple[Field, ...] = ("step", "samples", "tokens", "turn")
+"""What the checksum of a slot has beside the words of its state."""
+
+_IDENTITY_AT = 1 << 40
+"""The place of the first of them: behind the words of any state."""
+
 _WORD = struct.Struct("<Q")
-_LAID_OUT, _TABLE_BYTES, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _ASKED, _FIRST = 0, 8, 16, 24, 32, 40, 48
+_MODULUS = 1 << 64
+_LAID_OUT, _TABLE_BYTES, _TABLE_CRC, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _ASKED = range(0, 56, 8)
+_REFUSED_STEP, _REFUSED_RANK, _FIRST = 56, 64, 72
 PAGE = 4096
 
 
@@ -67,6 +84,14 @@ class Handles:
         return Memory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank - self.first]}", os.O_RDWR))
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A snapshot that the disk did not get: the step of its state, and the rank whose copy was damaged."""
+
+    step: int
+    rank: int
+
+
 class Memory:
     """One rank's shared memory. Closing it leaves what is in it to those that have it open."""
 
@@ -84,6 +109,7 @@ class Memory:
         room = -(-slot_bytes // PAGE) * PAGE
         os.ftruncate(self.handle, at + slots * room)
         self._put(_TABLE_BYTES, len(text))
+        self._put(_TABLE_CRC, zlib.crc32(text))
         self._put(_SLOT_BYTES, room)
         self._put(_SLOTS_AT, at)
         self._put(_SLOTS, slots)
@@ -122,8 +148,19 @@ class Memory:
         self._put(_ASKED, step)
 
     def text(self) -> bytes:
-        """The table as it is written."""
+        """The table as it is written.
+
+        Raises:
+            Fault: it has other bits now.
+        """
+        if not self.has_table:
+            raise Fault("the table of a snapshot's memory has other bits than were written; resume the run.")
         return self.view[PAGE : PAGE + self._get(_TABLE_BYTES)]
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the table has the bits that were written."""
+        return zlib.crc32(self.view[PAGE : PAGE + self._get(_TABLE_BYTES)]) == self._get(_TABLE_CRC)
 
     def table(self) -> dict[str, Any]:
         """What its rank wrote there."""
@@ -150,6 +187,26 @@ class Memory:
         """So many fp32 values of a slot, from a byte of it on; writing to them writes there."""
         return torch.frombuffer(self.view, dtype=torch.float32, count=count, offset=self.start(slot) + offset)
 
+    def seal(self, slot: int, words: int) -> None:
+        """Note the checksum of the words that were copied into a slot, whose position and turn are set."""
+        self.put(slot, "checksum", (words + self._identity(slot)) % _MODULUS)
+
+    def is_damaged(self, slot: int) -> bool:
+        """Whether a slot has other bits than were copied. All of it is read."""
+        return not (self.is_sealed(slot, int(checksum(self.words(slot)))) and self.has_table)
+
+    def words(self, slot: int) -> torch.Tensor:
+        """All of a slot, int32."""
+        count = self.slot_bytes // 4
+        return torch.frombuffer(self.view, dtype=torch.int32, count=count, offset=self.start(slot))
+
+    def is_sealed(self, slot: int, words: int) -> bool:
+        """Whether this is the checksum of the words that were copied into a slot."""
+        return (words + self._identity(slot)) % _MODULUS == self.get(slot, "checksum")
+
+    def _identity(self, slot: int) -> int:
+        return sum(self.get(slot, field) * (2 * (_IDENTITY_AT + at) + 1) for at, field in enumerate(_IDENTITY))
+
     def whole(self) -> dict[int, int]:
         """The slot of each step whose state is whole."""
         if not self.is_laid_out:
@@ -175,10 +232,27 @@ class Memory:
         slots = self.slots if self.is_laid_out else ()
         gone = [s for s in slots if self.get(s, "state") != WHOLE or self.get(s, "step") > step]
         for slot in gone:
-            self.put(slot, "state", EMPTY)
-            self.put(slot, "disk", KEPT)
-            self.put(slot, "is_held", 0)
+            self.void(slot)
         return gone
+
+    def void(self, slot: int) -> None:
+        """Have nothing in a slot. Where the table is damaged, nothing in any: the memory is laid out again."""
+        self.put(slot, "state", EMPTY)
+        self.put(slot, "disk", KEPT)
+        self.put(slot, "is_held", 0)
+        if not self.has_table:
+            self._put(_LAID_OUT, 0)
+
+    @property
+    def refused(self) -> Refused | None:
+        """The snapshot that the disk was to have and did not get, as it was damaged; until it is forgotten."""
+        step = self._get(_REFUSED_STEP)
+        return Refused(step, self._get(_REFUSED_RANK)) if step else None
+
+    def refuse(self, refused: Refused | None) -> None:
+        """Note it, or forget it."""
+        self._put(_REFUSED_RANK, 0 if refused is None else refused.rank)
+        self._put(_REFUSED_STEP, 0 if refused is None else refused.step)
 
     def waiting(self) -> dict[int, int]:
         """The whole slot of each step that the disk shall have. Another slot may hold the same step, copied again."""
@@ -222,6 +296,11 @@ def common(memories: Sequence[Memory]) -> int | None:
     """The newest step whose state every rank has whole."""
     steps = set.intersection(*(set(memory.whole()) for memory in memories)) if memories else set()
     return max(steps, default=None)
+
+
+def damaged_text(step: int) -> str:
+    """What is said of a slot that is damaged."""
+    return f"the copy of step {step} in memory has other bits than were copied"
 
 
 def described(pieces: Iterable[tuple[Piece, int]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from superstep.runtime.snapshots import Flushed, Snapshots
 from superstep.state.manifest import Position
+from superstep.state.snapshot import Refused
 
 POLL_S = 0.01
 
@@ -51,6 +52,10 @@ class Copies:
         """Tell of what has come to the disk since this was last asked."""
         if self.snapshots is not None:
             self.snapshots.tell(told)
+
+    def take_refused(self) -> Refused | None:
+        """The snapshot that did not come to the disk, as it was damaged; once, and on rank 0."""
+        return None if self.snapshots is None else self.snapshots.take_refused()
 
     def steps(self) -> set[int]:
         """Those whose state is whole in this rank's memory."""

@@ -12,6 +12,7 @@ void, and checkpoints are moved aside, so that nothing ever goes on from them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import Damaged, Fault
@@ -49,12 +50,13 @@ def go_back(session: Session, position: Position, refused: Refused, told: Callab
             rank=session.peers.rank,
             step=refused.step,
         )
-    found, source = position, MEMORY
+    source = Source(position)
     if rules.back_steps:
         aim = refused.step - 1 - rules.back_steps
         old_enough, others = _states(session, position, aim)
-        found, source = _taken(session, old_enough or others[::-1]) or (position, MEMORY)
-        _void(session, found.step)
+        source = _taken(session, old_enough or others[::-1])
+        _void(session, (source.position or position).step)
+    found = source.position or position
     skip = session.course.go_back(found.step, refused)
     told(_event(found, refused, source, skip))
     return found
@@ -73,19 +75,19 @@ def _replay(
             step=refused.step,
         )
     if corruption.how == "recomputed":  # the update was not made, and the state is what it was
-        told(_event(position, refused, MEMORY, ""))
+        told(_event(position, refused, Source(position), ""))
         tell(session, corruption, corruption.how, position.step, told)
         return position
     old_enough, _ = _states(session, position, integrity.aim)
-    taken = _taken(session, old_enough)
-    if taken is None:
+    source = _taken(session, old_enough)
+    found = source.position
+    if found is None:
         raise Fault(
             f"{refused.why}, and there is neither a snapshot nor a checkpoint of step {integrity.aim} or before to go "
             "back to. Set state.snapshot_every, and resume from the last checkpoint.",
             rank=corruption.ranks[0],
             step=refused.step,
         )
-    found, source = taken
     _void(session, found.step)
     session.course.forget_after(found.step)
     integrity.begin(found.step)
@@ -109,16 +111,48 @@ def tell(session: Session, corruption: Corruption, how: How, step: int, told: Ca
     )
 
 
-def _event(found: Position, refused: Refused, source: str, skip: str) -> RolledBack:
+def tell_refused(session: Session, step: int, told: Callable[[Event], None]) -> None:
+    """Say which rank's snapshot was damaged, so that the disk did not get it. Every rank calls this together."""
+    refused = session.peers.gather(session.copies.take_refused())[0]
+    if refused is not None:
+        told(
+            Corrupted(
+                step=step,
+                found=refused.step,
+                ranks=(refused.rank,),
+                hosts=session.integrity.hosts((refused.rank,)),
+                what="the copy in memory",
+                how="checksum",
+            )
+        )
+
+
+def _event(found: Position, refused: Refused, source: Source, skip: str) -> RolledBack:
     return RolledBack(
         step=found.step,
         refused=refused.step,
         why=refused.why,
         loss=refused.loss,
         grad_norm=refused.grad_norm,
-        source=source,
+        source=source.name,
+        passed_over=source.passed_over,
         skip=skip,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a run goes back to.
+
+    Attributes:
+        position: where training stood; None where there is no such state.
+        name: where that is from: memory, or the path of a checkpoint.
+        passed_over: what is wrong with each state that was looked at before it.
+    """
+
+    position: Position | None
+    name: str = MEMORY
+    passed_over: tuple[str, ...] = ()
 
 
 State = tuple[int, Path | None]
@@ -144,16 +178,17 @@ def _states(session: Session, position: Position, aim: int) -> tuple[list[State]
     return [s for s in found if s[0] <= aim], [s for s in found if s[0] > aim]
 
 
-def _taken(session: Session, states: list[State]) -> tuple[Position, str] | None:
-    """The first of them that is whole, and where it was."""
+def _taken(session: Session, states: list[State]) -> Source:
+    """The first of them that is whole."""
+    passed_over: tuple[str, ...] = ()
     for step, path in states:
-        if path is None:
-            return session.restore(step), MEMORY
         try:
-            return session.load(path), str(path)
-        except Damaged:
-            continue
-    return None
+            position = session.restore(step) if path is None else session.load(path)
+        except Damaged as error:
+            passed_over += (error.why,)
+        else:
+            return Source(position, MEMORY if path is None else str(path), passed_over)
+    return Source(None, passed_over=passed_over)
 
 
 def _void(session: Session, step: int) -> None:

@@ -28,18 +28,21 @@ from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.beside import awaited
 from superstep.train.course import Refused
-from superstep.train.going_back import go_back, tell
+from superstep.train.going_back import go_back, tell, tell_refused
 from superstep.train.integrity import ranks_text
 from superstep.train.session import Session
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished step, where training stands after it, and whether it shall stop there."""
+    """A finished step, where training stands after it, and whether it shall stop there, or be saved in the place of a
+    snapshot that was damaged.
+    """
 
     event: StepDone
     position: Position
     is_stop_asked: bool = False
+    is_copy_refused: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -52,7 +55,7 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
     for done in steps(session, position, told=sink.write):
         position = done.position
         is_stopped = done.is_stop_asked and position.step < last
-        is_saved = is_stopped or position.step % config.state.save_every == 0 or position.step == last
+        is_saved = is_stopped or done.is_copy_refused or session.is_saved(position.step)
         sink.write(done.event)
         if done.measures:
             told = done.measures
@@ -66,6 +69,8 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         is_over = is_stopped or position.step == last
         if is_over:
             session.copies.drain()
+        if is_over or done.is_copy_refused:
+            tell_refused(session, position.step, sink.write)
         session.copies.tell(partial(_tell_flushed, session, sink.write))
         if is_saved and (is_over or not session.want(position)):
             sink.write(save(session, position))
@@ -114,7 +119,8 @@ def steps(
 def _checked(session: Session, done: Done, told: Callable[[Event], None]) -> Done | Refused:
     """A step whose state is what was computed, as far as that is looked at; or what is wrong with it."""
     step = done.position.step
-    if not session.integrity.is_due(step, is_saved=done.is_stop_asked or session.is_saved(step)):
+    is_saved = done.is_stop_asked or done.is_copy_refused or session.is_saved(step)
+    if not session.integrity.is_due(step, is_saved=is_saved):
         return done
     if (earlier := session.integrity.resolved(step)) is not None:
         tell(session, earlier, "replay", step, told)
@@ -171,7 +177,7 @@ def _stretch(
                 elapsed_s=session.meter.elapsed_s(),
                 tokens_seen=position.tokens,
             )
-            yield Done(event, position, result.is_stop_asked, result.measures)
+            yield Done(event, position, result.is_stop_asked, result.is_copy_refused, result.measures)
 
 
 def routers(session: Session, position: Position) -> RouterSeen:

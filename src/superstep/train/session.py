@@ -14,7 +14,7 @@ from torch import Tensor
 from superstep.data.prefetch import Prefetcher
 from superstep.data.stream import Batch, Source
 from superstep.data.tokens import SplitName, open_corpus
-from superstep.errors import Fault, StateError
+from superstep.errors import Damaged, Fault, StateError
 from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
@@ -30,7 +30,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.folders import checkpoint_at, prune
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
-from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory
+from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory, damaged_text
 from superstep.state.start import fill
 from superstep.state.together import together
 from superstep.state.verify import require_newest, verify_weights
@@ -40,7 +40,7 @@ from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.course import Course
 from superstep.train.hf_files import hf_files
-from superstep.train.integrity import Integrity
+from superstep.train.integrity import Integrity, ranks_text
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.meter import Meter, Rate
 from superstep.train.model import units_of
@@ -191,8 +191,15 @@ class Session:
         return position
 
     def restore(self, step: int) -> Position:
-        """Go back to the state of a step that is whole in memory, on every rank."""
+        """Go back to the state of a step that is whole in memory, on every rank. Every rank calls this together.
+
+        Raises:
+            Damaged: some rank's has other bits than were copied; on every rank the same, before anything is changed.
+        """
         assert self.copies.snapshots is not None
+        is_damaged = self._peers.gather(self.copies.snapshots.is_damaged(step))
+        if any(is_damaged):
+            raise Damaged(f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}")
         position = self.copies.snapshots.fill(step)
         self._engine.loaded(step)
         return position

@@ -110,7 +110,8 @@ class _Here:
         self.verb = f"train --hosts {hosts.count} --host {hosts.number} --meet {meet}"
         state = run.config.state
         kept = 0 if state.snapshot_every is None else self.size
-        self.keeper = Keeper(kept, hosts.secret, peers=state.peers or 0, bytes_per_s=state.peer_bytes_per_s)
+        peers, rate = state.peers or 0, state.peer_bytes_per_s
+        self.keeper = Keeper(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=_say)
 
     def hello(self, port: int) -> Hello:
         """Who it is, for other launchers."""

@@ -140,16 +140,22 @@ def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
             try:
                 return recovering(
                     lambda lost: leaving_words(
-                        job.folder,
-                        lambda: launch_apart(kind, world, worker, replace(job, snapshots=handles, recovered=lost)),
+                        job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost))
                     ),
                     memories,
+                    flusher.idle,
                 )
             except Fault as fault:
                 raise (flusher.error or fault) from None
     finally:
         for memory in memories:
             memory.close()
+
+
+def _again(job: Job, handles: Handles, lost: Recovered | None) -> Job:
+    """What ranks are told that start with memories, for the first time or after some were lost."""
+    told = replace(job, snapshots=handles, recovered=lost)
+    return told if lost is None or lost.step is not None else replace(told, checkpoint=newest(job.folder.checkpoints))
 
 
 @contextmanager
@@ -309,11 +315,11 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
     told = Resumed(step=position.step, path="")
     if lost is not None:
         told = replace(told, joined=lost.lost) if lost.is_gain else replace(told, lost=lost.lost)
-        told = replace(told, lost_at_s=lost.lost_at_s)
+        told = replace(told, lost_at_s=lost.lost_at_s, passed_over=lost.passed_over)
     if start is None or step is not None:
         return position, None if lost is None else told
     passed_over = start.set_damaged_aside() if world.rank == 0 else ()
-    return position, replace(told, path=str(start.path), passed_over=passed_over)
+    return position, replace(told, path=str(start.path), passed_over=told.passed_over + passed_over)
 
 
 def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:

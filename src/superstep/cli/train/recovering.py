@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from superstep.cli.train.display import restore
 from superstep.errors import Lost
-from superstep.state.snapshot import Memory, common
+from superstep.state.damage import newest_undamaged
+from superstep.state.snapshot import Memory
 
 MOST_TRIES = 3
 """How often a run is recovered after one and the same step."""
@@ -23,16 +25,26 @@ class Recovered:
         lost: the rank that was lost, and how.
         lost_at_s: when that was seen, in seconds of the host's clock.
         is_gain: whether nothing was, and ``lost`` is the host that came.
+        passed_over: what is wrong with newer snapshots.
     """
 
     step: int | None
     lost: str
     lost_at_s: float
     is_gain: bool = False
+    passed_over: tuple[str, ...] = ()
 
 
-def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Memory]) -> bool:
-    """What ``launch`` returns, called again with the newest snapshot that all ranks have where one was lost.
+def recovering(
+    launch: Callable[[Recovered | None], bool], memories: Sequence[Memory], idle: AbstractContextManager[object]
+) -> bool:
+    """What ``launch`` returns, called again where a rank was lost: with the newest snapshot that all ranks have, or
+    without one where all are damaged.
+
+    Args:
+        launch: trains.
+        memories: of all ranks.
+        idle: within it nobody else reads them.
 
     Raises:
         Lost: there is none, or ranks are lost again and again after the same step.
@@ -43,9 +55,12 @@ def recovering(launch: Callable[[Recovered | None], bool], memories: Sequence[Me
         try:
             return launch(recovered)
         except Lost as lost:
-            step = common(memories)
+            step, passed_over = newest_undamaged(memories, idle)
             tries = tries + 1 if recovered is not None and recovered.step == step else 1
-            if step is None or tries > MOST_TRIES:
+            if (step is None and not passed_over) or tries > MOST_TRIES:
                 raise
+            if step is None:
+                for memory in memories:
+                    memory.forget_after(-1)
             restore(sys.stdout)
-            recovered = Recovered(step, str(lost), lost.at_s)
+            recovered = Recovered(step, str(lost), lost.at_s, passed_over=passed_over)

@@ -19,6 +19,7 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
             where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
             return [
                 f"step {event.refused} does not stand: {event.why}",
+                *_passed_over(event.passed_over),
                 f"rolled back to after step {event.step}{where}{after}",
             ]
 
@@ -30,12 +31,17 @@ def _corrupted(event: Corrupted) -> str:
         "replay": "the steps were done again",
         "at rest": "at rest",
         "recomputed": "others compute otherwise",
+        "checksum": "by its checksum; it is copied again",
     }
     return f"corrupt: {event.what} of {where}, step {event.found} ({known[event.how]})"
 
 
+def _passed_over(why: tuple[str, ...]) -> list[str]:
+    return [f"passed over: {each}" for each in why]
+
+
 def _resumed(event: Resumed) -> list[str]:
-    passed = [f"passed over: {why}" for why in event.passed_over]
+    passed = _passed_over(event.passed_over)
     if event.joined:
         return [f"{event.joined} has joined", *passed, f"goes on after step {event.step}, from {event.path}"]
     if event.lost:

@@ -6,6 +6,7 @@
                                                                        ◄──── kept
 
 A rank may come to need the slot that is read from: then what was sent is void. Every frame has a proof of its bytes.
+Each slot has a checksum, which both sides compare with what they have at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from superstep.runtime.hosts.wire import MOST_BYTES, Kind, Wire
+from superstep.state.damage import damaged
 from superstep.state.snapshot import HOSTS_SLOTS, WHOLE, WRITING, Memory, State
 
 MOST_TABLE_BYTES = 2**30
@@ -21,6 +23,10 @@ MOST_TABLE_BYTES = 2**30
 
 class Void(Exception):
     """The state was not held long enough to be sent."""
+
+
+class Spoilt(Void):
+    """The state that was sent has other bits than were copied."""
 
 
 class Rate:
@@ -45,16 +51,20 @@ def send(wire: Wire, memories: Sequence[Memory], state: State, epoch: int, rate:
 
     Raises:
         Void: it is no longer there; the other side knows.
+        Spoilt: it is damaged; likewise.
         OSError: the other side is gone.
     """
     slots = [memory.states().get(state) for memory in memories]
     found = [slot for slot in slots if slot is not None]
     if len(found) < len(memories):
         raise Void
+    if not all(memory.has_table for memory in memories):
+        raise Spoilt
     ranks = [
         {
             "samples": memory.get(slot, "samples"),
             "tokens": memory.get(slot, "tokens"),
+            "checksum": memory.get(slot, "checksum"),
             "table_bytes": len(memory.text()),
             "slot_bytes": memory.slot_bytes,
         }
@@ -66,9 +76,15 @@ def send(wire: Wire, memories: Sequence[Memory], state: State, epoch: int, rate:
         low = memory.start(slot)
         with memoryview(memory.view) as view:
             _send_bytes(wire, view[low : low + memory.slot_bytes], rate)
-    is_whole = all(memory.states().get(state) == slot for memory, slot in zip(memories, found, strict=True))
+    parts = list(zip(memories, found, strict=True))
+    wrong = damaged(parts)
+    is_there = all(memory.states().get(state) == slot for memory, slot in parts)  # and was, while it was read
+    is_whole = is_there and not wrong
     wire.say({"say": "whole" if is_whole else "void"})
-    if wire.hear().get("say") != "kept" or not is_whole:
+    is_kept = wire.hear().get("say") == "kept"
+    if is_there and wrong:
+        raise Spoilt
+    if not (is_kept and is_whole):
         raise Void
 
 
@@ -116,14 +132,15 @@ def receive(
         low = memory.start(slot)
         with memoryview(memory.view) as view, view[low : low + memory.slot_bytes] as place:
             _receive_bytes(wire, place)
-        for name in ("samples", "tokens"):
-            memory.put(slot, name, told[name])
-    is_whole = wire.hear().get("say") == "whole"
+        memory.put(slot, "step", state[0])
+        memory.put(slot, "turn", state[1])
+        memory.put(slot, "samples", told["samples"])
+        memory.put(slot, "tokens", told["tokens"])
+        memory.put(slot, "checksum", told["checksum"])
+    is_whole = wire.hear().get("say") == "whole" and not damaged(list(zip(memories, slots, strict=True)))
 
     def mark() -> None:
         for memory, slot in zip(memories, slots, strict=True):
-            memory.put(slot, "step", state[0])
-            memory.put(slot, "turn", state[1])
             memory.put(slot, "is_held", 1)
             memory.put(slot, "state", WHOLE)
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from superstep.runtime.hosts.copying import Rate, Void, receive, send
+from superstep.runtime.hosts.copying import Rate, Spoilt, Void, receive, send
 from superstep.runtime.hosts.crew import ALL, Cut, Held
 from superstep.runtime.hosts.door import MEANINGLESS, Refused, knock
 from superstep.runtime.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
 from superstep.runtime.hosts.wire import Wire
+from superstep.state.damage import void_damaged
 from superstep.state.flush import NICE
 from superstep.state.snapshot import Memory, State, made
 
@@ -34,10 +35,13 @@ class Keeper:
         secret: of the run.
         peers: how many other hosts have copies of them: 0 or 1.
         bytes_per_s: the most that is sent; None sends as fast as the link goes.
+        say: tells the user in a line.
     """
 
-    def __init__(self, ranks: int, secret: bytes, *, peers: int, bytes_per_s: float | None) -> None:
-        self._ranks, self._secret = ranks, secret
+    def __init__(
+        self, ranks: int, secret: bytes, *, peers: int, bytes_per_s: float | None, say: Callable[[str], None]
+    ) -> None:
+        self._ranks, self._secret, self._say = ranks, secret, say
         self._has_peer = peers > 0 and ranks > 0
         self._cut = ALL
         self._make()
@@ -51,9 +55,21 @@ class Keeper:
         """Who this host is, once that is known."""
 
     def held(self) -> Held:
-        """States that are whole here."""
+        """States that are whole here, with the bits that were copied."""
         with self._one:
+            self._void_damaged(self._memories)
+            self._void_damaged(self._copies)
             return Held(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
+
+    def _void_damaged(self, memories: Sequence[Memory]) -> None:
+        """Have nothing that is damaged in the own memories, or in those for copies."""
+        if self.hello is None:
+            return
+        crew = self._cut.crew(self.hello.hosts)
+        at = crew.index(self.hello.host) if self.hello.host in crew else 0
+        of = at if memories is self._memories else at - 1
+        for text in void_damaged(memories, self._ranks * (of % len(crew))):
+            self._say(f"host {self.hello.host}, {text}; it is not used.")
 
     def _make(self) -> None:
         """New memory, with nothing in it: of its own ranks, and for copies."""
@@ -144,8 +160,12 @@ class Keeper:
         _gently()
         if hello.purpose == "fetch":
             asked = wire.hear()["state"]
-            with suppress(Void):
+            try:
                 send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, Rate(None))
+            except Spoilt:
+                self._void_damaged(self._copies)
+            except Void:
+                pass
             return
         with self._one:
             before, self._guest = self._guest, wire
@@ -174,6 +194,9 @@ class Keeper:
             if state not in has:
                 try:
                     send(wire, self._memories, state, epoch, rate)
+                except Spoilt:
+                    self._void_damaged(self._memories)
+                    continue
                 except Void:
                     continue
             self._copied = state

@@ -1,0 +1,79 @@
+"""Checksums: a sum of a tensor's 32-bit words in which each counts by its place, taken as fast as memory is read.
+
+    checksum = sum of word i · (2 i + 1), modulo 2^64
+
+A word is a signed integer. One flipped bit changes the sum by a power of two below 2^32 times an odd number, two by the
+sum or difference of two such products, and two words that changed places by the product of both differences: none of
+these is a multiple of 2^64, for words 0 to 2^31. Parts of a tensor are summed apart, each from the place of its first
+word on, and added in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.kernels import native
+from superstep.kernels.attention import FLAGS
+from superstep.kernels.native import Built
+
+SOURCES = (Path(__file__).parent / "cpu" / "checksum.cpp",)
+
+BLOCK = 1 << 20
+"""Words that are summed at a time by torch, which makes 64-bit integers of them first."""
+
+
+@cache
+def compiled() -> Built:
+    """The library. A process asks once."""
+    return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
+
+
+def checksum(values: Tensor, first: int = 0) -> Tensor:
+    """The checksum of the words of a tensor, int64 [] on its device.
+
+    Args:
+        values: contiguous, of 32-bit numbers.
+        first: the place of its first word.
+    """
+    library = compiled().library
+    if library is None or values.device.type != "cpu":
+        return reference(values, first)
+    return _summed(library.superstep_checksum, values.data_ptr(), values.numel(), first)
+
+
+def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
+    """Copy a tensor, and the checksum of what was copied from. ``into`` need not be done before the stream is.
+
+    Args:
+        into: contiguous, of the same dtype and size, on this device or on the host.
+        values: as ``checksum`` takes it.
+        first: likewise.
+    """
+    library = compiled().library
+    if library is None or values.device.type != "cpu":
+        into.copy_(values, non_blocking=True)
+        return reference(values, first)
+    return _summed(library.superstep_copy_summed, into.data_ptr(), values.data_ptr(), values.numel(), first)
+
+
+def reference(values: Tensor, first: int = 0) -> Tensor:
+    """``checksum`` by torch alone: on a GPU, or where nothing can be compiled."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    places = 2 * torch.arange(min(BLOCK, values.numel()), device=values.device) + 1
+    for at, block in enumerate(values.detach().view(torch.int32).flatten().split(BLOCK)):
+        words = block.long()
+        total += (words * (places[: len(words)] + 2 * (first + at * BLOCK))).sum()
+    return total
+
+
+def _summed(function: ctypes._NamedFuncPointer, *arguments: int) -> Tensor:
+    """What a function of the library returns; other threads of Python run meanwhile."""
+    *addresses, count, first = arguments
+    function.restype = c_int64
+    return torch.tensor(function(*map(c_void_p, addresses), c_int64(count), c_int64(first)))
