@@ -240,6 +240,22 @@ def test_a_whole_pair_of_surrogates_is_a_character():
     assert parse(b'{"prompt": "\\ud83d\\ude00"}', Limits()) == {"prompt": "😀"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PLAIN, CHAT, NATIVE])
+def test_more_tokens_than_the_context_has_room_for_are_told(setting, path, stream):
+    def warning(tokens: int) -> str | None:
+        asked = {"sampling": {"max_tokens": tokens}} if path == NATIVE else {"max_tokens": tokens}
+        response = setting.client.post(path, json=SOUND[path] | asked | {"stream": stream})
+        assert response.status_code == 200
+        return response.headers.get("warning")
+
+    cut = re.fullmatch(r'299 - "max_tokens = 64 is more than .* an answer has at most (\d+)\."', warning(64))
+    most = int(cut[1])
+    assert 0 < most < 64
+    assert f"at most {most}." in warning(most + 1)
+    assert warning(most) is None
+
+
 def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(setting, monkeypatch):
     tokenized = []
     monkeypatch.setattr(PlainWords, "encode", lambda self, text: tokenized.append(text))

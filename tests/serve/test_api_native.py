@@ -25,8 +25,10 @@ END = TOKENIZER.end_of_text
 class Setting:
     """An application without a port."""
 
-    def __init__(self) -> None:
-        info = Info(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=(END,))
+    def __init__(self, context_tokens: int = 64) -> None:
+        info = Info(
+            name="small", vocab=TOKENIZER.vocab, context_tokens=context_tokens, version="v1", end_of_text=(END,)
+        )
         self.backend = Scripted(info, lambda request: ANSWER, adapters=("pirate",))
         self.app = make_app(self.backend, PlainWords(TOKENIZER, chat_stops=()))
 
@@ -141,9 +143,9 @@ def test_text_to_tokens_and_back(setting):
     assert chat["tokens"] == TOKENIZER.encode("user: hi\nassistant:")
 
 
-def test_a_long_text_is_encoded_where_nobody_waits(setting):
+def test_a_long_text_is_encoded_where_nobody_waits():
     text = "the quick brown fox " * 5_000
-    found = setting.send("POST", "/tokenize", json={"prompt": text}).json()
+    found = Setting(context_tokens=10_000).send("POST", "/tokenize", json={"prompt": text}).json()
     assert found["tokens"] == TOKENIZER.encode(text)
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from starlette.responses import Response
+
 from superstep.serve.api.backend import Away
 from superstep.serve.api.refusals import Refused
 from superstep.serve.api.seeds import seed_of_choice
@@ -104,6 +106,16 @@ def choices_of(first: Ask, count: int, prompts: int, service: Service) -> list[A
         replace(first, index=first.index + choice, sampling=replace(fitting, seed=seed_of_choice(asked.seed, choice)))
         for choice in range(count)
     ]
+
+
+def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[Ask]) -> Response:
+    """The response, with a ``Warning`` (RFC 7234, 5.5) where the context has no room for so many tokens."""
+    fitting = min(ask.sampling.max_tokens for ask in asks)
+    if wanted is not None and wanted > fitting:
+        response.headers["Warning"] = (
+            f'299 - "max_tokens = {wanted} is more than the context has room for; an answer has at most {fitting}."'
+        )
+    return response
 
 
 async def answers(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News, None]:

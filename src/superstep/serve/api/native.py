@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
-from superstep.serve.api.answers import Ask, News, answers, choices_of
+from superstep.serve.api.answers import Ask, News, answers, choices_of, warn_of_cut
 from superstep.serve.api.aside import check_constraint
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.refusals import Refused, refused_by_backend, shown
@@ -87,10 +87,12 @@ class Asked:
 async def generate(request: Request, service: Service) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
-    if not asked.fields.stream:
-        return answered(await until_gone(request, whole(asked, service)))
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
-    return await streamed(request, stream(asked, service, form), form)
+    if asked.fields.stream:
+        response = await streamed(request, stream(asked, service, form), form)
+    else:
+        response = answered(await until_gone(request, whole(asked, service)))
+    return warn_of_cut(response, asked.fields.sampling.max_tokens, asked.asks)
 
 
 async def read_request(body: dict[str, Any], service: Service) -> Asked:

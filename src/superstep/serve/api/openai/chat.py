@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.answers import Ask, News, answers
+from superstep.serve.api.answers import Ask, News, answers, warn_of_cut
 from superstep.serve.api.aside import aside, check_constraint, encode_chat
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.asking import asks_of, head_of
@@ -49,8 +49,10 @@ async def chat_completions(request: Request, service: Service) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
-        return await streamed(request, stream(asked, service))
-    return answered(await until_gone(request, whole(asked, service)))
+        response = await streamed(request, stream(asked, service))
+    else:
+        response = answered(await until_gone(request, whole(asked, service)))
+    return warn_of_cut(response, given(asked.fields.max_completion_tokens, asked.fields.max_tokens), asked.asks)
 
 
 async def read_request(body: dict[str, Any], service: Service) -> Asked:

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.answers import Ask, News, answers, check_choices
+from superstep.serve.api.answers import Ask, News, answers, check_choices, warn_of_cut
 from superstep.serve.api.aside import check_constraint, encode
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.asking import asks_of, head_of
@@ -77,8 +77,10 @@ async def completions(request: Request, service: Service) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
-        return await streamed(request, stream(asked, service))
-    return answered(await until_gone(request, whole(asked, service)))
+        response = await streamed(request, stream(asked, service))
+    else:
+        response = answered(await until_gone(request, whole(asked, service)))
+    return warn_of_cut(response, asked.fields.max_tokens, asked.asks)
 
 
 async def read_request(body: dict[str, Any], service: Service) -> Asked:
