@@ -7,6 +7,7 @@ have. Each is changed alone.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from functools import cache
 from typing import get_args
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from longer import longer
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, StateError
+from superstep.model.adapter_config import read_config
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.hf import load_weights, open_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import from_hf_config
@@ -332,3 +334,51 @@ def test_every_key_of_the_rotary_embedding_is_honoured_or_refused(kind, tmp_path
         ("default", "partial_rotary_factor"),
         ("default", "mrope_section"),
     }
+
+
+HOSTILE = {
+    "hidden_size": (2**62, "vocab x width is 4.4e.20 numbers"),
+    "vocab_size": (10**12, "model.vocab = 1000000000000 is beyond"),
+    "num_hidden_layers": (10**5, "num_hidden_layers = 100000 is beyond"),
+    "num_attention_heads": (2**40, "model.heads = 1099511627776 is beyond"),
+    "intermediate_size": (10**15, "ffn x width x experts is"),
+    "head_dim": (2**50, "heads x head_dim x width is"),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("key", HOSTILE)
+def test_a_number_that_no_machine_trains_is_refused_before_anything_is_made_of_it(key, kind, tmp_path):
+    value, rule = HOSTILE[key]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES | {"model_type": kind} | OF_KIND.get(kind, {}) | {key: value}))
+    with pytest.raises(ConfigError, match=rule):
+        shape_of(ModelConfig(name=str(path)))
+
+
+def test_experts_beyond_measure_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES | {"model_type": "mixtral"} | MIXTURE | {"num_local_experts": 10**9}))
+    with pytest.raises(ConfigError, match=r"model\.experts = 1000000000 is beyond"):
+        shape_of(ModelConfig(name=str(path)))
+
+
+def test_layers_of_the_command_line_are_held_to_the_same_bound():
+    with pytest.raises(ConfigError, match=r"100000 is beyond what is planned here; set model\.layers to 2048"):
+        shape_of(ModelConfig(name="demo", layers=100_000))
+
+
+READERS = {
+    "config.json": lambda path: shape_of(ModelConfig(name=str(path))),
+    "model.safetensors.index.json": lambda path: open_weights(path.parent),
+    "adapter_config.json": lambda path: read_config(path.read_bytes(), path),
+}
+
+
+@pytest.mark.parametrize("file", READERS)
+def test_json_that_nests_without_end_is_refused_in_one_line(file, tmp_path):
+    path = tmp_path / file
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises((ConfigError, StateError), match=re.escape(str(tmp_path))) as refused:
+        READERS[file](path)
+    assert "\n" not in str(refused.value)

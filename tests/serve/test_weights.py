@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -617,3 +619,14 @@ def test_memory_is_read_beside_and_not_in_place(folder, published):
     memory.read(open_weights(published[1].path))
     assert first_words(engine) == before
     assert Path(steward.standing.path) == folder
+
+
+def test_a_context_whose_keys_have_no_room_is_refused_with_one_that_has(folder, tmp_path):
+    for file in (FILE, "config.json"):
+        shutil.copy(folder / file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**62}))
+    with pytest.raises(ConfigError, match=r"GiB are free; set serve\.context_tokens to [0-9]+ or less") as refused:
+        open_both(tmp_path, ServeConfig())
+    fitting = int(re.search(r"context_tokens to (\d+)", str(refused.value))[1])
+    assert fitting >= 1024

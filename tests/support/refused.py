@@ -26,6 +26,12 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
     ({"model__weights": "runs/demo"}, None, ["model.weights = 'runs/demo'", "data.tokenizer to the tokenizer.json"]),
     ({"model__name": "deepseek-v3"}, None, ["model.name = 'deepseek-v3'", "superstep plan prices", "'qwen3-30b-a3b'"]),
+    (
+        {"model__layers": 100_000},
+        None,
+        ["model.layers = 100000 is beyond what is planned", "model.layers to 2048 or less"],
+    ),
+    ({"model__ffn": 10**15}, None, ["model: ffn x width x experts is", "numbers", "set them lower"]),
     ({"lora__rank": 0}, None, ["lora.rank = 0", "at least 1"]),
     ({"lora__alpha": float("nan")}, None, ["lora.alpha = nan", "above 0"]),
     ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),

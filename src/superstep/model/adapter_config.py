@@ -126,7 +126,7 @@ def read_config(text: bytes, file: Path) -> AdapterConfig:
     """
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{file} is damaged: {error}; save the adapter again.") from error
     if not isinstance(config, dict):
         raise StateError(f"{file} is no JSON object; save the adapter again.")

@@ -72,7 +72,7 @@ def open_weights(path: Path) -> Weights:
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
     except OSError as error:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
-    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (SafetensorError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
     return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
 

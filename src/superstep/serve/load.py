@@ -132,11 +132,18 @@ def load_rank(
     small = _small(run, serve, rank, tp, device)
     key_bytes = sum(setting_model(each, serve).key_bytes for each in ([run] if small is None else [run, small.run]))
     page_bytes = serve.page_tokens * key_bytes
-    pages = serve.pages or usual_pages(least, serve.requests, device.free_bytes(serve.tp * serve.dp), page_bytes)
+    free_bytes = device.free_bytes(serve.tp * serve.dp)
+    pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
     if pages < least:
         raise ConfigError(
             f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
             f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
+        )
+    if pages * page_bytes > free_bytes:
+        raise ConfigError(
+            f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are "
+            f"free; set serve.context_tokens to {free_bytes // 2 // page_bytes * serve.page_tokens} or less and "
+            "leave serve.pages out."
         )
     asked = Asked(
         pages=pages,

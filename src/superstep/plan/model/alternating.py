@@ -42,7 +42,7 @@ def from_alternating_config(path: Path) -> ModelShape:
         ConfigError: a number is missing, or a layer attends in another way.
     """
     keys = Keys(read_json(path), f"{path}: ", DEFAULTS)
-    layers = keys.whole("num_hidden_layers")
+    layers = keys.layers()
     slides = sliding_layers(keys, layers)
     if all(slides):
         raise keys.refusal("layer_types", "lets all layers slide; at least one must be 'full_attention'")

@@ -97,8 +97,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"model.name = '{path}' cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(f"model.name = '{path}' is not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.name = '{path}' is not JSON that can be read: {error}.") from error
     return raw if isinstance(raw, dict) else {}
 
 
@@ -112,7 +112,7 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
         keys.require_ids(key)
     return ModelShape(
         family="qwen3" if qk_norm else "llama",
-        layers=keys.whole("num_hidden_layers"),
+        layers=keys.layers(),
         width=width,
         heads=heads,
         kv_heads=heads if keys.get("num_key_value_heads") is None else keys.whole("num_key_value_heads"),
@@ -144,7 +144,7 @@ def _read_window(keys: Keys, kind: ModelType) -> tuple[int | None, int]:
     window = window if keys.flag("use_sliding_window") else None
     if kind == "qwen3_moe":
         return window, 0
-    layers, first = keys.whole("num_hidden_layers"), keys.whole("max_window_layers", least=0)
+    layers, first = keys.layers(), keys.whole("max_window_layers", least=0)
     slides = [window is not None and layer >= first for layer in range(layers)]
     if keys.get("layer_types") is not None:
         slides = sliding_layers(keys, layers)
@@ -195,7 +195,7 @@ def _read_moe(keys: Keys, kind: ModelType) -> MoeShape | None:
     name = "num_experts" if "num_experts" in keys else "num_local_experts"
     keys.require({"num_local_experts": (keys.get(name),)})
     k = keys.whole("num_experts_per_tok")
-    layers = keys.whole("num_hidden_layers")
+    layers = keys.layers()
     return MoeShape(
         router="dropless",
         experts=keys.whole(name),

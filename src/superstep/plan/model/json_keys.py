@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from superstep.errors import ConfigError
+from superstep.plan.model.shape import MOST_LAYERS
 
 
 class Keys:
@@ -43,6 +44,13 @@ class Keys:
         if not _is_number(value) or value != int(value) or value < least:
             raise self.refusal(key, f"must be a whole number of at least {least}")
         return int(value)
+
+    def layers(self) -> int:
+        """``num_hidden_layers``; refused before anything is made for each of them."""
+        layers = self.whole("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise self.refusal("num_hidden_layers", f"is beyond what is planned here, {MOST_LAYERS} layers")
+        return layers
 
     def number(self, key: str) -> float:
         """A number."""

@@ -50,7 +50,7 @@ def from_latent_config(path: Path) -> ModelShape:
     keys.require({"qk_rope_head_dim": (ROTATED,), "qk_nope_head_dim": (head_dim,), "moe_layer_freq": (1,)})
     return ModelShape(
         **plain(keys),
-        layers=keys.whole("num_hidden_layers"),
+        layers=keys.layers(),
         heads=heads,
         kv_heads=heads,
         head_dim=head_dim,

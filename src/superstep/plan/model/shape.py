@@ -18,6 +18,10 @@ from superstep.errors import ConfigError
 from superstep.plan.config import Router
 from superstep.plan.model.rope import Llama3Rope, RopeScaling
 
+MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
+MOST_NUMBERS = 1 << 46
+"""Of one matrix, all experts' together: 70 trillion, so that a model of ``MOST_LAYERS`` is counted in 64 bits."""
+
 Family = Literal["llama", "qwen3"]
 
 
@@ -300,6 +304,7 @@ def check_shape(shape: ModelShape) -> None:
     for name in ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
         if getattr(shape, name) < 1:
             raise ConfigError(f"model.{name} = {getattr(shape, name)} must be at least 1.")
+    _check_size(shape)
     if shape.heads % shape.kv_heads:
         choices = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
         raise ConfigError(
@@ -324,6 +329,30 @@ def check_shape(shape: ModelShape) -> None:
         )
     if shape.moe:
         _check_moe(shape.moe)
+
+
+def _check_size(shape: ModelShape) -> None:
+    """Refuse what no machine trains before anybody counts it: a config file may hold any number."""
+    experts = shape.moe.experts if shape.moe else 1
+    for name, value, most in (
+        ("layers", shape.layers, MOST_LAYERS),
+        ("heads", shape.heads, MOST_HEADS),
+        ("experts", experts, MOST_EXPERTS),
+        ("vocab", shape.vocab, MOST_VOCAB),
+    ):
+        if value > most:
+            raise ConfigError(
+                f"model.{name} = {value} is beyond what is planned here; set model.{name} to {most} or less."
+            )
+    for names, size in (
+        ("vocab x width", shape.vocab * shape.width),
+        ("heads x head_dim x width", shape.heads * shape.head_dim * shape.width),
+        ("ffn x width x experts", shape.ffn * shape.width * experts),
+    ):
+        if size > MOST_NUMBERS:
+            raise ConfigError(
+                f"model: {names} is {size:.1e} numbers, over the {MOST_NUMBERS:.1e} of a matrix; set them lower."
+            )
 
 
 def _check_moe(moe: MoeShape) -> None:
