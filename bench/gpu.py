@@ -201,7 +201,7 @@ def experts(device: Device, width: int, ffn: int, counts: Sequence[int], nobodys
         start += count
     empty = [expert for expert, count in enumerate(counts) if count == 0]
     return {
-        "is_grouped": grouped.is_grouped(x),
+        "is_grouped": grouped.is_grouped(x, weight),
         "rows": list(counts),
         "product_error": error(out, expected),
         "gradient_error": error(into, gradient),

@@ -34,6 +34,7 @@ class Strict(TorchDispatchMode):
         operations: names of those that passed.
         strangers: operations on the CPU alone: legal, but whoever uses them must mean it.
         reads: numbers read back, for which a GPU is waited for; here they are all nought.
+        waits: copies to the GPU for which it is waited.
     """
 
     def __init__(self):
@@ -41,6 +42,7 @@ class Strict(TorchDispatchMode):
         self.operations = []
         self.strangers = []
         self.reads = 0
+        self.waits = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)]
@@ -52,6 +54,8 @@ class Strict(TorchDispatchMode):
             self.reads += 1
             return 0.0
         out = func(*args, **(kwargs or {}))
+        if func in MOVES and kinds == {"cpu"} and out.device.type == "meta" and not (kwargs or {}).get("non_blocking"):
+            self.waits.append(tuple(out.shape))
         self.operations.append(str(func))
         if "cpu" in {t.device.type for t in tree_leaves(out) if isinstance(t, torch.Tensor)}:
             self.strangers.append(str(func))

@@ -23,6 +23,9 @@ from superstep.numerics.product import add_product
 AddGradient = Callable[[Tensor, Tensor, Tensor], object]
 """Takes the gradient of a grouped product's output [R, O], its input [R, I] and ``rows_E``."""
 
+ALIGNED_WIDTH = 8
+"""Numbers of bf16 in 16 bytes: of which rows and columns are a multiple in torch's kernel for all experts."""
+
 
 class GroupedLinear(nn.Module):
     """A linear for each expert, without bias: weights stacked as [E, O, I]."""
@@ -91,9 +94,11 @@ class _GroupedLinear(torch.autograd.Function):
 
 def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
     """Each expert's rows times its matrix: [R, O]; zeros for rows of nobody."""
-    if is_grouped(x_RI):
+    if not len(x_RI):
+        return x_RI.new_zeros(0, matrix_EIO.shape[2])
+    if is_grouped(x_RI, matrix_EIO):
         return kernel_products(x_RI, matrix_EIO, rows_E)
-    rows = rows_E.tolist()
+    rows = rows_E.tolist()  # a GPU is waited for: each product is a call of its own, whose size the host has to know
     parts = [
         of_any_rows(part, matrix)
         for part, matrix in zip(x_RI.split([*rows, len(x_RI) - sum(rows)]), matrix_EIO, strict=False)
@@ -106,43 +111,53 @@ def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: 
 
     The one kernel for all experts gives bf16 alone (torch 2.13): there each product is rounded once before it is added.
     """
-    if is_grouped(x_RI):
+    if not len(x_RI):
+        return
+    if is_grouped(grad_RO, x_RI):
         into_EOI.add_(kernel_outer_products(grad_RO, x_RI, rows_E))
         return
-    rows = rows_E.tolist()
+    rows = rows_E.tolist()  # as in ``products``
     rest = len(x_RI) - sum(rows)
     grads, xs = grad_RO.split([*rows, rest]), x_RI.split([*rows, rest])
     for into_OI, grad, x in zip(into_EOI, grads, xs, strict=False):
         add_product(into_OI, grad.t(), x)
 
 
-def is_grouped(x: Tensor) -> bool:
-    """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 8.0 or newer."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+def is_grouped(*factors: Tensor) -> bool:
+    """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 8.0 or newer, in rows of
+    whole 16 bytes. Other widths have a product for each expert.
+    """
+    return all(
+        x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % ALIGNED_WIDTH == 0 for x in factors
+    ) and torch.cuda.get_device_capability(factors[0].device) >= (8, 0)
 
 
 def kernel_products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
-    """``products`` in one kernel, with nothing read back from the device."""
+    """``products`` in one kernel, with nothing read back from the device; there is a row at least."""
     end_E = rows_E.cumsum(0, dtype=torch.int32)
     out_RO = F.grouped_mm(x_RI, matrix_EIO, offs=end_E)
-    # The kernel leaves what lies behind the last expert as it found it.
+    # The kernel leaves what lies behind the last expert as it found it. Selective recompute keeps the kernel's result,
+    # which may not change then.
     is_nobodys_R = torch.arange(len(x_RI), device=x_RI.device) >= end_E[-1]
-    return out_RO.masked_fill_(is_nobodys_R[:, None], 0.0)
+    return out_RO.masked_fill(is_nobodys_R[:, None], 0.0)
 
 
 def kernel_outer_products(grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor) -> Tensor:
-    """Each expert's gradᵀ · x in one kernel: [E, O, I]."""
-    return F.grouped_mm(grad_RO.t(), x_RI, offs=rows_E.cumsum(0, dtype=torch.int32))
+    """Each expert's gradᵀ · x in one kernel: [E, O, I]; zeros for an expert without rows. There is a row at least."""
+    out_EOI = F.grouped_mm(grad_RO.t(), x_RI, offs=rows_E.cumsum(0, dtype=torch.int32))
+    # On compute capability 10.0 the kernel leaves those of an expert without rows as it found them (pytorch #172439).
+    return out_EOI.masked_fill_((rows_E == 0)[:, None, None], 0.0)
 
 
 def sort_by_expert(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The order in which (token, choice) pairs lie as rows, [T·k], and the rows of each expert, [E].
 
-    Within an expert the pairs keep their order; those of nobody come last.
+    Within an expert the pairs keep their order; those of nobody come last. No size depends on what the tensor holds, so
+    that a GPU is not waited for, as ``bincount`` would.
     """
     expert_R = expert_Tk.flatten()
-    expert_R = expert_R.where(expert_R >= 0, experts)
-    return expert_R.argsort(stable=True), expert_R.bincount(minlength=experts + 1)[:experts]
+    sorted_R, order_R = expert_R.where(expert_R >= 0, experts).sort(stable=True)
+    return order_R, torch.searchsorted(sorted_R, torch.arange(experts + 1, device=sorted_R.device)).diff()
 
 
 def spread(x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:

@@ -93,11 +93,13 @@ class ExpertParallel(Local):
         going_PE = rows_E.view(group.size(), experts.held)
         coming_PE = torch.empty_like(going_PE)
         dist.all_to_all_single(coming_PE, going_PE.contiguous(), group=group)
-        going, coming = going_PE.sum(1).tolist(), coming_PE.sum(1).tolist()
+        # A GPU is waited for, once: an exchange of unequal parts takes their sizes from the host.
+        going, coming = torch.stack((going_PE, coming_PE)).sum(2).tolist()
         x_AD = _travel(x_RD, going, coming, sum(coming), group)
         # By rank and then by expert as they come, by expert alone as the products want them.
         expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
-        order_A, held_E = sort_by_expert(expert_A.repeat_interleave(coming_PE.flatten())[:, None], experts.held)
+        expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=len(x_AD))
+        order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
         part_A = self._arrived(self._part(order_R, expert_Tk), going, coming, group)
         part_A = None if part_A is None else part_A[order_A]
         y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E, part_A), order_A)
@@ -110,7 +112,8 @@ class ExpertParallel(Local):
             return None
         part_A = part_R.new_empty(sum(coming))
         dist.all_to_all_single(part_A, part_R[: sum(going)].contiguous(), coming, going, group=group)
-        rank_A = torch.arange(group.size(), device=part_R.device).repeat_interleave(part_A.new_tensor(coming))
+        rank_P = torch.arange(group.size(), device=part_R.device)
+        rank_A = rank_P.repeat_interleave(part_A.new_tensor(coming), output_size=len(part_A))
         return rank_A * self._parts + part_A
 
 

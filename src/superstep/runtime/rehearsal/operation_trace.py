@@ -130,9 +130,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if func is _ATEN.bincount.default:
-            # How many rows each expert has: an even share, of real numbers, since sizes follow from them.
-            return _even(given[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
+        if func is _ATEN.searchsorted.Tensor:
+            # Where each expert's rows begin: an even share, of real numbers, since sizes follow from them.
+            return _even(given[0].numel(), given[1].numel() - 1)
         if given and not any(isinstance(x, FakeTensor) for x in given):
             with _disable_current_modes():
                 out = func(*args, **kwargs)
@@ -207,11 +207,10 @@ class Recorder(TorchDispatchMode):
         yield Message(collective=collective, axis=axis, bytes=size)
 
 
-def _even(pairs: int, bins: int) -> Tensor:
-    """[bins], the last for nobody."""
+def _even(pairs: int, experts: int) -> Tensor:
+    """Where equal shares of the pairs begin, and where the last one ends: [experts + 1]."""
     with _disable_current_modes():
-        share, rest = divmod(pairs, bins - 1)
-        return torch.tensor([share + (number < rest) for number in range(bins - 1)] + [0])
+        return torch.arange(experts + 1) * pairs // experts
 
 
 def _attention(name: str, given: Sequence[Tensor]) -> Attention:
