@@ -1,8 +1,11 @@
 """Tinker's own client, unchanged, against our server: it learns, samples, saves, goes on, and is told what is wrong."""
 
+import json
 import math
+import os
 import time
 
+import httpx
 import numpy as np
 import pytest
 
@@ -10,7 +13,12 @@ from superstep.data.tokenizer import load_tokenizer
 from superstep.model.adapter import linears_of, read_adapter
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.named import shape_of
+from superstep.tune.tinker import bodies
+from superstep.tune.tinker import desk as desks
+from superstep.tune.tinker import service as services
 from superstep.tune.tinker.config import TinkerConfig
+from superstep.tune.tinker.desk import Full
+from superstep.tune.tinker.service import Unknown
 from superstep.tune.tinker.store import ABOUT
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed")
@@ -307,3 +315,54 @@ def test_several_models_stand_side_by_side(make):
     make()
     with pytest.raises(tinker.RequestFailedError, match="3 models are there, as many as may be at once"):
         make()
+
+
+def sample_body(number, **more):
+    chunks = [{"type": "encoded_text", "tokens": [number + 1]}]
+    told = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 1}, "seq_id": 1} | more
+    return bodies.read_body(bodies.Sample, json.dumps(told).encode())
+
+
+def test_without_a_session_no_client_is_given_the_answer_of_another(exact):
+    asked = [exact.server.sample(sample_body(number, base_model="base"), 100)[0] for number in range(2)]
+    assert asked[0] != asked[1]
+    results = [exact.server.desk.future(name).result(timeout=WAIT_S) for name in asked]
+    assert all(result.body for result in results)
+
+
+def test_in_a_session_a_request_that_comes_again_is_the_same(exact):
+    service = exact.server
+    session = service.create_session()
+    number = service.create_sampling(
+        bodies.CreateSampling(session_id=session, sampling_session_seq_id=0, base_model="base")
+    )
+    again = [service.sample(sample_body(1, sampling_session_id=number), 100)[0] for _ in range(2)]
+    assert again[0] == again[1]
+    service.finish(session)
+    with pytest.raises(Unknown, match="it has ended, or was never begun"):
+        service.sample(sample_body(1, sampling_session_id=number), 100)
+
+
+def test_sessions_are_bounded_and_silent_ones_go_first(exact, monkeypatch):
+    service = exact.server
+    monkeypatch.setattr(services, "MOST_SESSIONS", len(service._sessions) + 2)
+    first, second = service.create_session(), service.create_session()
+    with pytest.raises(Full, match="as many as may be at once"):
+        service.create_session()
+    service._sessions[first].heard_s -= 2 * services.SILENT_S
+    third = service.create_session()
+    with pytest.raises(Unknown):
+        service.hear(first)
+    for session in (second, third):
+        service.finish(session)
+
+
+def test_a_full_server_answers_429_with_the_reason(exact, monkeypatch):
+    monkeypatch.setattr(desks, "MOST_WAITING", 0)
+    url = f"{os.environ['TINKER_BASE_URL']}/api/v1/asample"
+    headers = {"X-API-Key": "tml-any", "Content-Type": "application/json"}
+    chunks = [{"type": "encoded_text", "tokens": [1]}]
+    body = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 1}, "base_model": "base"}
+    response = httpx.post(url, json=body, headers=headers)
+    assert response.status_code == 429
+    assert "requests of 0 bytes wait already" in response.json()["detail"]

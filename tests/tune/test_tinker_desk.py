@@ -8,7 +8,7 @@ import pytest
 
 from superstep.errors import ConfigError, DataError, Fault, StateError
 from superstep.tune.tinker import desk as desks
-from superstep.tune.tinker.desk import Desk, Failed, Result
+from superstep.tune.tinker.desk import Desk, Failed, Full, Result
 from superstep.tune.tinker.store import ABOUT, About, Place, Store, place_of
 
 ABOUT_TEXT = About(
@@ -104,6 +104,39 @@ def test_results_of_long_ago_go(desk, monkeypatch):
         desk.given(f"r{number}")
         desk.given(f"r{number}")
     assert [desk.future(f"r{number}") is not None for number in range(6)] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("bound", ["MOST_WAITING", "MOST_WAITING_BYTES"])
+def test_what_waits_is_bounded_until_it_is_done(desk, monkeypatch, bound):
+    gate = threading.Event()
+    monkeypatch.setattr(desks, bound, {"MOST_WAITING": 2, "MOST_WAITING_BYTES": 25}[bound])
+
+    def job(reply):
+        assert gate.wait(30)
+        reply(Result(b"{}"))
+
+    desk.submit("r0", job, size_bytes=10)
+    desk.submit("r1", job, size_bytes=10)
+    with pytest.raises(Full, match="2 requests of 20 bytes wait already"):
+        desk.submit("r2", job, size_bytes=10)
+    assert desk.future("r2") is None
+    desk.submit("r1", job, size_bytes=10)  # comes again: is no other one
+    gate.set()
+    outcome(desk, "r1")
+    desk.submit("r2", job, size_bytes=10)
+    assert outcome(desk, "r2") == Result(b"{}")
+
+
+@pytest.mark.parametrize(("bound", "value"), [("MOST_LEFT", 2), ("LEFT_S", 0.0)])
+def test_results_that_nobody_fetches_go(desk, monkeypatch, bound, value):
+    monkeypatch.setattr(desks, bound, value)
+    for number in range(5):
+        desk.submit(f"r{number}", lambda reply: reply(Result(b"{}")))
+        outcome(desk, f"r{number}")
+    desk.given("r4")
+    desk.submit("last", lambda reply: reply(Result(b"{}")))
+    there = [desk.future(f"r{number}") is not None for number in range(5)]
+    assert there == [False, False, bound == "MOST_LEFT", bound == "MOST_LEFT", True]
 
 
 @pytest.mark.parametrize(

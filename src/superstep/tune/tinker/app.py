@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from superstep.errors import SuperstepError, UserError
 from superstep.tune.tinker import bodies
-from superstep.tune.tinker.desk import Failed, Outcome
+from superstep.tune.tinker.desk import Failed, Full, Outcome
 from superstep.tune.tinker.messages import read_forward_backward
 from superstep.tune.tinker.service import Service, Unknown
 from superstep.tune.tinker.store import place_of
@@ -80,6 +80,8 @@ def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[
             return _refusal(error.status, str(error))
         except Unknown as error:
             return _refusal(404, str(error))
+        except Full as error:
+            return _refusal(429, str(error))
         except UserError as error:
             return _refusal(400, str(error))
         except SuperstepError as error:
@@ -172,7 +174,7 @@ async def _forward_backward(request: Request, service: Service) -> Response:
     if kind != PROTOBUF:
         raise Refused(415, f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.")
     data = await _bytes(request)
-    return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data)))
+    return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
 
 
 async def _optim_step(request: Request, service: Service) -> Response:
@@ -216,7 +218,8 @@ async def _get_sampler(request: Request, service: Service) -> Response:
 
 
 async def _asample(request: Request, service: Service) -> Response:
-    number, answers = service.sample(await _body(request, bodies.Sample))
+    data = await _bytes(request)
+    number, answers = service.sample(bodies.read_body(bodies.Sample, data), len(data))
     return _promised(number, sample_sequence_ids=answers)
 
 

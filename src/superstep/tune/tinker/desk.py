@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,7 +25,17 @@ from superstep.tune.tinker.sampler import Sampler
 KEPT = 256
 """Results that are kept once they were given out: a connection may break on the way, and the client ask again."""
 
+LEFT_S, MOST_LEFT = 3600.0, 16_384
+"""How long a result lies here that no client fetches, and how many of them do: the oldest go first."""
+
+MOST_WAITING, MOST_WAITING_BYTES = 16_384, 1 << 30
+"""Requests that are not done yet, and the bytes of their bodies, of all clients together."""
+
 IDLE_S = 5.0
+
+
+class Full(Exception):
+    """There is no room for another request or session now; ask again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +90,52 @@ class Desk:
         self._tell = tell
         self._queue: queue.Queue[tuple[Job, Reply] | None] = queue.Queue()
         self._futures: dict[str, Future[Outcome]] = {}
+        self._left: OrderedDict[str, float] = OrderedDict()
         self._given: OrderedDict[str, None] = OrderedDict()
+        self._waiting = self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="tinker", daemon=True)
         self._thread.start()
 
-    def submit(self, request: str, job: Job) -> None:
-        """Put a request in line, unless it is known already."""
+    def submit(self, request: str, job: Job, size_bytes: int = 0) -> None:
+        """Put a request in line, unless it is known already.
+
+        Args:
+            request: its name.
+            job: what is to be done.
+            size_bytes: of its body, which is held until it is done.
+
+        Raises:
+            Full: too many wait, or too many bytes.
+        """
         with self._lock:
             if request in self._futures:
                 return
+            if self._waiting >= MOST_WAITING or self._waiting_bytes + size_bytes > MOST_WAITING_BYTES:
+                raise Full(f"{self._waiting} requests of {self._waiting_bytes} bytes wait already; ask again later.")
+            self._drop_left()
             future: Future[Outcome] = Future()
             self._futures[request] = future
-        self._queue.put((job, lambda outcome: None if future.done() else future.set_result(outcome)))
+            self._waiting += 1
+            self._waiting_bytes += size_bytes
+
+        def reply(outcome: Outcome) -> None:
+            with self._lock:
+                if future.done():
+                    return
+                self._waiting -= 1
+                self._waiting_bytes -= size_bytes
+                self._left[request] = time.monotonic()
+            future.set_result(outcome)
+
+        self._queue.put((job, reply))
+
+    def _drop_left(self) -> None:
+        """Forget results that nobody fetched, of long ago or beyond measure."""
+        long_ago_s = time.monotonic() - LEFT_S
+        while self._left and (len(self._left) > MOST_LEFT or next(iter(self._left.values())) < long_ago_s):
+            oldest, _ = self._left.popitem(last=False)
+            self._futures.pop(oldest, None)
 
     def future(self, request: str) -> Future[Outcome] | None:
         """What is waited for; None where it is not known."""
@@ -101,6 +145,7 @@ class Desk:
     def given(self, request: str) -> None:
         """Note that a result was given out; those of long ago go."""
         with self._lock:
+            self._left.pop(request, None)
             self._given[request] = None
             self._given.move_to_end(request)
             while len(self._given) > KEPT:

@@ -14,7 +14,7 @@ from superstep.errors import ConfigError, StateError, did_you_mean
 from superstep.runtime.device import Device
 from superstep.tune.tinker import bodies
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.desk import Desk, Job, Reply, Result, failed
+from superstep.tune.tinker.desk import Desk, Full, Job, Reply, Result, failed
 from superstep.tune.tinker.messages import ForwardBackward, Sampled, write_sampled
 from superstep.tune.tinker.prompts import asked_of
 from superstep.tune.tinker.sampler import Sampler
@@ -27,11 +27,14 @@ SILENT_S = 300.0
 every ten seconds that it is there."""
 
 MOST_SAMPLES = 1024
+MOST_SESSIONS = 4096
+MOST_SAMPLERS = 65_536
+"""Sampling sessions of a client: each save for the sampler without a name begins one."""
 
 
 @dataclass(slots=True)
 class Session:
-    """A client's."""
+    """A client's, with the saved weights of its sampling sessions by name; None for the base."""
 
     heard_s: float
     samplers: dict[str, str | None] = field(default_factory=dict)
@@ -67,7 +70,6 @@ class Service:
         self._device = device
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, TrainedModel] = {}
-        self._samplers: dict[str, str | None] = {}
         self._unnamed = 0
 
     @property
@@ -78,7 +80,15 @@ class Service:
     # Sessions
 
     def create_session(self) -> str:
-        """A new one."""
+        """A new one, in the place of silent ones where there are too many.
+
+        Raises:
+            Full: too many clients are there.
+        """
+        if len(self._sessions) >= MOST_SESSIONS:
+            self._sessions = {name: one for name, one in self._sessions.items() if not _is_silent(one)}
+        if len(self._sessions) >= MOST_SESSIONS:
+            raise Full(f"{MOST_SESSIONS} sessions are there, as many as may be at once; ask again later.")
         name = uuid.uuid4().hex
         self._sessions[name] = Session(time.monotonic())
         return name
@@ -140,11 +150,9 @@ class Service:
         return made
 
     def _make_room(self) -> None:
-        now = time.monotonic()
         for name in list(self._models):
             session = self._sessions.get(name.partition(":")[0])
-            is_silent = session is None or now - session.heard_s > SILENT_S
-            if len(self._models) >= self.config.models and is_silent:
+            if len(self._models) >= self.config.models and (session is None or _is_silent(session)):
                 del self._models[name]
         if len(self._models) >= self.config.models:
             raise ConfigError(
@@ -182,11 +190,12 @@ class Service:
 
     # Training
 
-    def forward_backward(self, asked: ForwardBackward) -> str:
-        """Put sequences in line; the request's number."""
+    def forward_backward(self, asked: ForwardBackward, size_bytes: int) -> str:
+        """Put sequences in line, which came in a body of so many bytes; the request's number."""
         return self._submit(
             f"{asked.model_id}:{asked.seq_id}",
             lambda reply: reply(Result(self._model(asked.model_id).forward_backward(asked), is_proto=True)),
+            size_bytes,
         )
 
     def optim_step(self, asked: bodies.OptimStep) -> str:
@@ -227,8 +236,7 @@ class Service:
                 model.write_sampler(folder)
             told: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
             if asked.sampling_session_seq_id is not None:
-                told["sampling_session_id"] = f"{session}:sample:{asked.sampling_session_seq_id}"
-                self._samplers[told["sampling_session_id"]] = place.path
+                told["sampling_session_id"] = self._add_sampler(session, asked.sampling_session_seq_id, place.path)
             reply(_json(told))
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
@@ -279,9 +287,29 @@ class Service:
             self._require_base(asked.base_model)
         if asked.model_path is not None:
             self.store.find(asked.model_path, "sampler_weights")
-        name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self._samplers[name] = asked.model_path
+        return self._add_sampler(asked.session_id, asked.sampling_session_seq_id, asked.model_path)
+
+    def _add_sampler(self, session: str, number: int | None, path: str | None) -> str:
+        """A sampling session's name, the same for one that is asked for again."""
+        if session not in self._sessions:
+            raise StateError(f"session_id = '{session}' has ended; create another.")
+        samplers = self._sessions[session].samplers
+        name = f"{session}:sample:{number}"
+        samplers[name] = path
+        while len(samplers) > MOST_SAMPLERS:
+            del samplers[next(iter(samplers))]
         return name
+
+    def _weights_of(self, sampler: str) -> str | None:
+        """The saved weights of a sampling session; None for the base.
+
+        Raises:
+            Unknown: there is no such session.
+        """
+        session = self._sessions.get(sampler.partition(":")[0])
+        if session is None or sampler not in session.samplers:
+            raise Unknown(f"sampling_session_id = '{sampler}' is not known; it has ended, or was never begun.")
+        return session.samplers[sampler]
 
     def sampler(self, name: str) -> dict[str, Any]:
         """What a client is told of a sampling session.
@@ -289,22 +317,20 @@ class Service:
         Raises:
             Unknown: there is no such session.
         """
-        if name not in self._samplers:
-            raise Unknown(f"sampler '{name}' is not known.")
-        return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._samplers[name]}
+        return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._weights_of(name)}
 
-    def sample(self, asked: bodies.Sample) -> tuple[str, list[str]]:
-        """Put a prompt in line; the request's number, and one of each answer."""
+    def sample(self, asked: bodies.Sample, size_bytes: int) -> tuple[str, list[str]]:
+        """Put a prompt in line, which came in a body of so many bytes; the request's number, and one of each answer."""
         path = asked.model_path
         if asked.sampling_session_id is not None:
-            if asked.sampling_session_id not in self._samplers:
-                raise Unknown(f"sampling_session_id = '{asked.sampling_session_id}' is not known.")
-            path = self._samplers[asked.sampling_session_id]
+            path = self._weights_of(asked.sampling_session_id)
         elif path is None:
             self._require_base(asked.base_model)
         if not 1 <= asked.num_samples <= MOST_SAMPLES:
             raise ConfigError(f"num_samples = {asked.num_samples} must be from 1 to {MOST_SAMPLES}.")
-        name = self._numbered(asked.sampling_session_id or "sample", asked.seq_id)
+        # Without a session two clients may give the same number, so that no request is one that comes again.
+        has_session = asked.sampling_session_id is not None
+        name = self._numbered(asked.sampling_session_id or "sample", asked.seq_id if has_session else None)
 
         def tell(reply: Reply, found: Sampled | Exception) -> None:
             reply(Result(write_sampled(found), is_proto=True) if isinstance(found, Sampled) else failed(found))
@@ -316,16 +342,20 @@ class Service:
             context = self._sampler.engine.info.context_tokens
             self._sampler.ask(asked_of(asked, adapter, context), lambda found: tell(reply, found))
 
-        self._submit(name, job)
+        self._submit(name, job, size_bytes)
         return name, [f"{name}:{at}" for at in range(asked.num_samples)]
 
-    def _submit(self, name: str, job: Job) -> str:
-        self.desk.submit(name, job)
+    def _submit(self, name: str, job: Job, size_bytes: int = 0) -> str:
+        self.desk.submit(name, job, size_bytes)
         return name
 
     def _numbered(self, of: str, number: int | None) -> str:
         """A request's name: the same for one that comes again."""
         return f"{of}:{uuid.uuid4().hex if number is None else number}"
+
+
+def _is_silent(session: Session) -> bool:
+    return time.monotonic() - session.heard_s > SILENT_S
 
 
 def _require_adam(name: str, kind: str) -> None:
