@@ -13,6 +13,7 @@ from multiprocessing import util
 import pytest
 import torch  # noqa: F401 - as this process has
 
+from superstep.errors import Fault
 from superstep.runtime import seed
 
 pytestmark = pytest.mark.multiproc
@@ -55,6 +56,36 @@ if __name__ == "__main__":
     found["torch_again"] = "torch" not in before
     Path(sys.argv[1], "found").write_text(json.dumps(found))
 """
+
+
+class Dies:
+    """Starts nothing, so many times."""
+
+    def __init__(self, times):
+        self.times, self.asked = times, 0
+
+    def Process(self, target):  # noqa: N802 - as a context of multiprocessing has it
+        return self
+
+    def start(self):
+        self.asked += 1
+        if self.asked <= self.times:
+            raise EOFError
+
+    def join(self):
+        pass
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_seed_that_dies_while_it_is_asked_is_followed_by_another(monkeypatch, times):
+    context = Dies(times)
+    monkeypatch.setattr(seed, "planted", lambda modules: context)
+    monkeypatch.setattr(seed, "_has_seed", lambda: True)
+    if times < seed.SEEDS:
+        assert seed.context_of(ran) is context
+        return
+    with pytest.raises(Fault, match="the process that ranks are forked from has died"):
+        seed.context_of(ran)
 
 
 def ran(folder, body):

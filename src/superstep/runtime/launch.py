@@ -40,6 +40,7 @@ from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.heart import Beats, Heart, Unwatched, page
 from superstep.runtime.meeting import TIMEOUT, Meeting, Seat
+from superstep.runtime.process_handle import ProcessHandle
 from superstep.runtime.pulse import LOOK_S
 from superstep.runtime.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on, said_by
 from superstep.runtime.seed import Place, context_of, place_at, stderr_away
@@ -242,10 +243,13 @@ def _start(
         with stderr_away():
             process.start()
     except (OSError, EOFError) as error:
-        raise Fault(f"the process cannot be started: {error}.", rank=seat.rank) from error
+        lost = Lost(f"the process cannot be started: {error}.", rank=seat.rank)
+        lost.at_s = time.time()
+        raise lost from error
     theirs.close()
     host = os.uname().nodename if party.meeting is None else party.meeting.host
-    return RankProcess(party.name, seat.rank, host, nth == 0, process, ours, place.stderr, heart)
+    handle = ProcessHandle(process)
+    return RankProcess(party.name, seat.rank, host, nth == 0, handle, ours, place.stderr, heart)
 
 
 def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tuple[Any, Trouble | None]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from superstep.errors import Fault, Lost
@@ -19,6 +16,7 @@ from superstep.runtime.hang import Watcher
 from superstep.runtime.hang_rules import Hung
 from superstep.runtime.heart import Beat, Page
 from superstep.runtime.looking import last_seen
+from superstep.runtime.process_handle import ProcessHandle
 from superstep.runtime.pulse import Pulse, is_stopped
 from superstep.runtime.trouble import Trouble
 
@@ -51,7 +49,7 @@ class RankProcess:
     number: int
     host: str
     is_first: bool
-    process: BaseProcess
+    process: ProcessHandle
     pipe: Connection
     stderr: Path
     page: Page | None
@@ -64,7 +62,10 @@ class RankProcess:
     def death(self) -> Trouble:
         """Why it ended without a report."""
         self.process.join(END_S)
-        code = self.process.exitcode or 0
+        code = self.process.exit_status()
+        if code is None:
+            why = "its process has ended, and so has the one that ranks are forked from, which alone was told how."
+            return self._trouble(Lost, why, order=1)
         if code < 0:
             why = f"the process was killed by {signal.Signals(-code).name}"
             why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
@@ -120,7 +121,7 @@ class Attending:
 
     def look(self, ranks: Sequence[RankProcess]) -> Trouble | None:
         """What is wrong with one of them, if anything is."""
-        processes = {rank.process.pid: rank for rank in ranks if rank.process.pid is not None}
+        processes = {rank.process.pid: rank for rank in ranks}
         stopped = self._pulse.look(processes)
         if stopped is not None:
             rank = processes[stopped]
@@ -149,17 +150,17 @@ def end_all(ranks: Sequence[RankProcess]) -> None:
     """End what still runs: rank 0 gently, then not."""
     deadline_s = time.monotonic() + GENTLE_S
     for rank in ranks:
-        if rank.is_first and rank.process.is_alive() and rank.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, END)
-                if is_stopped(rank.process.pid):
-                    os.kill(rank.process.pid, signal.SIGCONT)
+        if rank.is_first and rank.process.is_alive:
+            rank.process.send(END)
+            if is_stopped(rank.process.pid):
+                rank.process.send(signal.SIGCONT)
         else:
-            rank.process.kill()
+            rank.process.send(signal.SIGKILL)
     for rank in ranks:
         rank.process.join(max(0.0, deadline_s - time.monotonic()))
-        rank.process.kill()
+        rank.process.send(signal.SIGKILL)
         rank.process.join()
+        rank.process.close()
         rank.pipe.close()
         if rank.page is not None:
             rank.page.close()
@@ -168,4 +169,4 @@ def end_all(ranks: Sequence[RankProcess]) -> None:
 def pass_on(ranks: Sequence[RankProcess]) -> None:
     """Ask each to come to an end of its own."""
     for rank in ranks:
-        rank.process.terminate()
+        rank.process.send(signal.SIGTERM)

@@ -43,6 +43,9 @@ without memory is filled, or a gradient is asked for: a second of imports, in wh
 LAST = "superstep.runtime.frozen"
 """What it imports after all else."""
 
+SEEDS = 2
+"""How many are begun for one launch: one may be killed while it is asked."""
+
 _ONE_STDERR = threading.Lock()
 """Of two threads that put it away at once, one would put back what the other had put in its place: nothing."""
 
@@ -54,18 +57,21 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     """What starts ranks, once it can: the wait for the seed's imports may be interrupted here, and has no name to end.
 
     Raises:
-        Fault: the seed has died over them.
+        Fault: the seed has died over them, and another one has as well.
     """
     if not _has_seed():
         return multiprocessing.get_context("spawn")
-    context = planted([worker.__module__])
-    first = context.Process(target=_nothing)
-    try:
-        first.start()
-    except (OSError, EOFError) as error:
-        raise Fault("the process that ranks are forked from has died.", rank=0) from error
-    first.join()
-    return context
+    for _ in range(SEEDS):
+        context = planted([worker.__module__])
+        first = context.Process(target=_nothing)
+        try:
+            first.start()
+        except (OSError, EOFError) as error:
+            died: Exception = error
+            continue
+        first.join()
+        return context
+    raise Fault("the process that ranks are forked from has died.", rank=0) from died
 
 
 def begin(module: str) -> None:
