@@ -18,7 +18,6 @@ import pytest
 
 from longer import longer
 from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
-from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.chat import verb as chat
 from superstep.cli.doctor import verb as doctor
 from superstep.cli.grade import verb as grade
@@ -56,6 +55,7 @@ from superstep.train import rundir
 from superstep.train.model import resolved
 from superstep.train.run_folder import RunFolder
 from superstep.tune.config import read_recipe
+from superstep.tune.recipe import RECIPE
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = cluster("64xH100")

@@ -2,8 +2,9 @@
 
 import pytest
 
+import model_folder
 from superstep.cli.begin import begin
-from superstep.errors import ConfigError
+from superstep.errors import UserError
 from superstep.runtime import seed
 
 
@@ -27,11 +28,11 @@ def begun(monkeypatch, tmp_path):
         ("prove", ["--plan.tp", "2"], ["superstep.cli.prove.verb"]),
         ("prove", ["--plan.dp", "1", "--world", "4", "--all"], ["superstep.cli.prove.verb"]),
         ("prove", ["--plan.dp", "1"], []),
-        ("serve", ["."], ["superstep.serve.rank"]),
-        ("serve", ["nowhere"], []),
+        ("serve", ["start"], ["superstep.serve.rank"]),
     ],
 )
-def test_it_is_begun_where_ranks_will_be(begun, verb, argv, wanted):
+def test_it_is_begun_where_ranks_will_be(begun, tmp_path, verb, argv, wanted):
+    model_folder.write_folder(tmp_path / "start")
     begin(verb, argv)
     assert begun == wanted
 
@@ -42,7 +43,8 @@ def test_torchrun_has_begun_its_ranks(begun, monkeypatch):
     assert begun == []
 
 
-def test_what_is_wrong_begins_nothing(begun):
-    with pytest.raises(ConfigError, match="dq"):
-        begin("train", ["--plan.dq", "2"])
+@pytest.mark.parametrize(("verb", "argv"), [("train", ["--plan.dq", "2"]), ("serve", ["nowhere"])])
+def test_what_is_wrong_begins_nothing(begun, verb, argv):
+    with pytest.raises(UserError, match=r"dq|nowhere"):
+        begin(verb, argv)
     assert begun == []

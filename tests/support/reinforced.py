@@ -37,9 +37,10 @@ from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.record import Record
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of, with_start
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of
 from superstep.tune.rl.sampling import Group, Sampler, words_of
 from superstep.tune.rl.seat import Left, Seat, Seated
+from superstep.tune.rl.start import with_start
 
 ENVIRONMENT = """
 from superstep.grade.task import Message, Observation, Done, Task

@@ -1,4 +1,4 @@
-"""Before a verb imports torch: it does so for the process, too, that its ranks are forked from."""
+"""Before a verb imports torch: what is wrong is refused, and the process that its ranks are forked from is begun."""
 
 from __future__ import annotations
 
@@ -8,30 +8,52 @@ from collections.abc import Sequence
 
 from superstep.cli.arguments import post_training, prove, serve, train, tune
 from superstep.cli.options import asks_for_hosts
+from superstep.cli.refusals import check_apart, check_prove, check_rewards, check_serve, check_train, check_tune
 from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
+from superstep.tune.rl.config import RlRecipe
 
 
 def begin(verb: str, argv: Sequence[str]) -> None:
-    """Begin it where the verb will launch ranks; what is wrong with its arguments is told here or later.
+    """Refuse what can be refused here, and begin that process where the verb will launch ranks. It imports torch at the
+    same time as this one does.
+
+    Under torchrun nothing is refused here: there rank 0 alone speaks, and once.
 
     Raises:
-        ConfigError: a file cannot be used, or a flag is wrong.
+        UserError: what is asked for cannot be done.
     """
-    if verb == "train" and ("RANK" not in os.environ or asks_for_hosts(argv)):
+    is_of_torchrun = "RANK" in os.environ and not asks_for_hosts(argv)
+    if verb == "train" and not is_of_torchrun:
         asked = train.read(argv)
+        check_train(asked)
         if asked.hosts is not None or _ranks(asked.config.plan) > 1:
             seed.begin("superstep.cli.train.verb")
-    elif verb == "tune" and not (argv and argv[0] in tune.APART) and "RANK" not in os.environ:
-        if _ranks(post_training.read(argv).plan) > 1:
+    elif verb == "tune" and argv and argv[0] in tune.APART:
+        check_apart(argv[0], argv[1:])
+    elif verb == "tune" and "RANK" not in os.environ:
+        if _ranks(_checked_recipe(argv)) > 1:
             seed.begin("superstep.cli.tune.verb")
     elif verb == "prove":
-        options, _ = prove.read(argv)
+        options, yields_to = prove.read(argv)
+        check_prove(options, yields_to)
         if (options.world or _ranks(options.plan)) > 1:
             seed.begin("superstep.cli.prove.verb")
-    elif verb == "serve" and serve.read(argv)[0].exists():
+    elif verb == "serve":
+        check_serve(*serve.read(argv))
         seed.begin("superstep.serve.rank")
+
+
+def _checked_recipe(argv: Sequence[str]) -> PlanConfig:
+    """The layout that a recipe asks for."""
+    match post_training.read(argv):
+        case RlRecipe() as recipe:
+            check_rewards(recipe)
+            return recipe.plan
+        case kind, config:
+            check_tune(kind, config)
+            return config.plan
 
 
 def _ranks(plan: PlanConfig) -> int:

@@ -26,13 +26,13 @@ class Verb:
     Attributes:
         module: its ``main`` takes the arguments and gives the exit status.
         extra: of the package, which brings what it needs beside the rest; none where nothing does.
-        help: in this module ``read`` takes arguments that ask for help; none where ``main`` does, at no cost.
-        launches: whether it may launch ranks, as ``cli.begin`` finds out.
+        arguments: the module whose ``read`` takes its arguments without torch; none where ``main`` does.
+        launches: whether it may launch ranks, as ``cli.begin`` finds out, which reads them too.
     """
 
     what: str
     module: str
-    help: str | None = None
+    arguments: str | None = None
     extra: str = ""
     launches: bool = False
 
@@ -151,8 +151,8 @@ def _run(argv: Sequence[str]) -> int:
     if argv[0] not in VERBS:
         raise UserError(f"unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}")
     verb, rest = VERBS[argv[0]], argv[1:]
-    if verb.help is not None and asks_for_help(rest):
-        importlib.import_module(verb.help).read(rest)
+    if verb.arguments is not None and (asks_for_help(rest) or not verb.launches):
+        importlib.import_module(verb.arguments).read(rest)  # what is wrong is refused before the verb brings torch
     if verb.launches:
         importlib.import_module("superstep.cli.begin").begin(argv[0], rest)
     status: int = _imported(argv[0], verb).main(rest)

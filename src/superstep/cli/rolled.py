@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.figures import seconds_text
 from superstep.errors import StateError
 from superstep.observe.lanes_drawing import Clock, Lane, Piece, draw_lanes, length, merged
 from superstep.train.run_folder import RunFolder
+from superstep.tune.recipe import RECIPE
 from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.history import Drawn, History, Span, Trained, read_history
 from superstep.tune.rl.record import NAME

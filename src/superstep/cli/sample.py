@@ -9,7 +9,7 @@ from pathlib import Path
 from superstep.cli.arguments.sample import Options, read
 from superstep.cli.served_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
-from superstep.errors import ConfigError, StateError
+from superstep.errors import StateError
 from superstep.model.hf import load_weights
 from superstep.model.source import load_units
 from superstep.model.unit import Row
@@ -40,10 +40,8 @@ def text(run: Path, prompt: str, options: Options) -> str:
 
     Raises:
         StateError: there is no such run, or it has no such checkpoint.
-        ConfigError: the prompt is empty, or longer than a sequence of the run.
+        ConfigError: the prompt is longer than a sequence of the run.
     """
-    if not prompt:
-        raise ConfigError("the prompt is empty; give at least one character.")
     config, checkpoint = _found(run, options.step)
     verify_weights(checkpoint)
     tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
@@ -69,8 +67,6 @@ def text(run: Path, prompt: str, options: Options) -> str:
 def _found(run: Path, step: int | None) -> tuple[RunConfig, Path]:
     """A run's configuration, and its checkpoint of a step, or the newest."""
     folder = RunFolder(root=run)
-    if not run.exists():
-        raise StateError(f"'{run}' is not there; name the folder that train wrote.")
     if not folder.config.is_file():
         raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
     config = read_config(folder.config)

@@ -109,6 +109,13 @@ class Resolved:
             )
         return self.decoder
 
+    @property
+    def trained_numel(self) -> int:
+        """Elements of what is trained: of the model, or of its adapters alone."""
+        if self.config.lora is None:
+            return self.outline.numel
+        return sum(math.prod(p.dims) for unit in self.outline.units for p in unit.parameters if p.factor is not None)
+
 
 def divisors(number: int) -> list[int]:
     """Every divisor, ascending."""
@@ -132,7 +139,7 @@ def resolve(
     shape = shape_of(config.model, is_priced=is_priced) if outline is None else None
     outline = outline_of(shape) if shape is not None else outline
     assert outline is not None
-    _check_ranges(config)
+    check_ranges(config)
     if config.lora is not None:
         _check_lora(config, shape)
         outline = adapted(outline, config.lora)
@@ -212,7 +219,12 @@ def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tupl
     return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
 
 
-def _check_ranges(config: RunConfig) -> None:
+def check_ranges(config: RunConfig) -> None:
+    """See that every number of a run lies where it can, whatever its model.
+
+    Raises:
+        ConfigError: one does not; names it and its bounds.
+    """
     at_least: dict[str, tuple[float, float]] = {
         "data.sequence_tokens": (config.data.sequence_tokens, 2),
         "data.prefetch_steps": (config.data.prefetch_steps, 1),

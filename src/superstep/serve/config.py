@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.errors import ConfigError, StateError
@@ -87,3 +87,49 @@ def plan_named(model: str, serve: ServeConfig) -> Resolved:
             numerics=NumericsConfig(compute=serve.compute, exact=serve.exact),
         )
     )
+
+
+def check_served(run: Resolved, serve: ServeConfig) -> None:
+    """See that a model can be served as it is asked for.
+
+    Raises:
+        ConfigError: contexts are longer than the model or than all pages, or exact answers are asked of quantized
+            weights.
+    """
+    most_tokens = run.shape.max_tokens
+    context_tokens = serve.context_tokens or most_tokens
+    if context_tokens > most_tokens:
+        raise ConfigError(
+            f"serve.context_tokens = {context_tokens} is more than the {most_tokens} tokens that the model was made "
+            f"for; set serve.context_tokens to {most_tokens} or less."
+        )
+    if serve.pages is not None and serve.pages * serve.page_tokens < context_tokens:
+        least = -(-context_tokens // serve.page_tokens)
+        raise ConfigError(
+            f"serve.pages = {serve.pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} "
+            f"tokens; set serve.pages to {least} or more, or serve.context_tokens to "
+            f"{serve.pages * serve.page_tokens} or less."
+        )
+    if serve.exact and serve.quantize:
+        raise ConfigError(
+            f"serve.quantize = '{serve.quantize}' with serve.exact = true: weights of few bits are not the trainer's; "
+            "leave one of them out."
+        )
+
+
+def fast(serve: ServeConfig) -> ServeConfig:
+    """How a model that guesses is served: its bits decide nothing."""
+    return replace(serve, exact=False)
+
+
+def check_vocab(small: Resolved, run: Resolved, name: str) -> None:
+    """Refuse a model that guesses tokens of another vocabulary.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if small.shape.vocab != run.shape.vocab:
+        raise ConfigError(
+            f"serve.speculate = '{name}' is a model of {small.shape.vocab} tokens, and the served one has "
+            f"{run.shape.vocab}; name one of the same vocabulary, or ngram."
+        )

@@ -7,7 +7,7 @@ import gc
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from superstep.serve.compute.model import Served, build, fill
 from superstep.serve.compute.party import Party
 from superstep.serve.compute.ranks import Compute, Ranks
 from superstep.serve.compute.small_model import SmallModel
-from superstep.serve.config import NGRAM, ServeConfig, plan_of
+from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
 from superstep.serve.engine import Engine, Watch
 from superstep.serve.matcher import Matchers
 from superstep.serve.pages import Pages
@@ -120,12 +120,8 @@ def load_rank(
     shape, threads = run.shape, torch.get_num_threads()
     if serve.exact:
         require_exact(DTYPES[serve.compute], device)
+    check_served(run, serve)
     context_tokens = serve.context_tokens or shape.max_tokens
-    if context_tokens > shape.max_tokens:
-        raise ConfigError(
-            f"serve.context_tokens = {context_tokens} is more than the {shape.max_tokens} tokens that the model was "
-            f"made for; set serve.context_tokens to {shape.max_tokens} or less."
-        )
     least = -(-context_tokens // serve.page_tokens)
     served = build(run, rank, tp, device)
     fill(served, open_weights(weights))
@@ -134,11 +130,6 @@ def load_rank(
     page_bytes = serve.page_tokens * key_bytes
     free_bytes = device.free_bytes(serve.tp * serve.dp)
     pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
-    if pages < least:
-        raise ConfigError(
-            f"serve.pages = {pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} tokens; "
-            f"set serve.pages to {least} or more, or serve.context_tokens to {pages * serve.page_tokens} or less."
-        )
     if pages * page_bytes > free_bytes:
         raise ConfigError(
             f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are "
@@ -225,24 +216,6 @@ def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, devic
     served = build(own, rank, tp, device)
     fill(served, open_weights(folder))
     return served
-
-
-def fast(serve: ServeConfig) -> ServeConfig:
-    """How a model that guesses is served: its bits decide nothing."""
-    return replace(serve, exact=False)
-
-
-def check_vocab(small: Resolved, run: Resolved, name: str) -> None:
-    """Refuse a model that guesses tokens of another vocabulary.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if small.shape.vocab != run.shape.vocab:
-        raise ConfigError(
-            f"serve.speculate = '{name}' is a model of {small.shape.vocab} tokens, and the served one has "
-            f"{run.shape.vocab}; name one of the same vocabulary, or ngram."
-        )
 
 
 def open_engine(

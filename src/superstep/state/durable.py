@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -29,3 +30,9 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that are free on the disk that a folder lies on, or will lie on."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(there).free

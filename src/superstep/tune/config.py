@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, StateConfig, TrainConfig
 from superstep.tune.recipe import Recipe, Usual, read
 
@@ -63,3 +65,32 @@ class TuneConfig(Recipe):
 def read_recipe(path: Path) -> TuneConfig:
     """The recipe that a TOML file describes; raises as ``recipe.read`` does."""
     return read(TuneConfig, USUAL, path)
+
+
+def check_recipe(kind: Literal["sft", "dpo"], config: TuneConfig) -> None:
+    """See that a recipe's own numbers can be.
+
+    Raises:
+        ConfigError: one cannot, or the recipe says twice how long its run is.
+    """
+    if kind == "dpo":
+        _check_dpo(config.dpo)
+    epochs = config.sft.epochs
+    if epochs is None:
+        return
+    if not 0 < epochs < math.inf:
+        raise ConfigError(f"sft.epochs = {epochs:g} must be above 0; 1 is one pass, and train.steps counts steps.")
+    if config.train.steps != TuneConfig().train.steps:
+        raise ConfigError(
+            f"sft.epochs = {epochs:g} and train.steps = {config.train.steps} both say how long the run is; leave one "
+            "of them out."
+        )
+
+
+def _check_dpo(config: DpoConfig) -> None:
+    if not config.beta > 0:
+        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it holds the model near the reference; try 0.1.")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise ConfigError(
+            f"dpo.label_smoothing = {config.label_smoothing} must be at least 0 and below 0.5; 0 trusts every label."
+        )

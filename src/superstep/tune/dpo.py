@@ -23,7 +23,7 @@ from torch import Tensor
 from superstep.data.prepare import stamp
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import SPLITS, SplitName, open_corpus
-from superstep.errors import ConfigError, DataError, Fault
+from superstep.errors import DataError, Fault
 from superstep.numerics.sequence_policy import Weighed, dpo
 from superstep.state.durable import sync, write_text
 from superstep.state.together import together
@@ -52,17 +52,7 @@ class PairBatch(Batch):
 
 
 def lesson_of(config: DpoConfig) -> Dpo:
-    """The lesson that a recipe asks for.
-
-    Raises:
-        ConfigError: a number of it cannot be.
-    """
-    if not config.beta > 0:
-        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it holds the model near the reference; try 0.1.")
-    if not 0 <= config.label_smoothing < 0.5:
-        raise ConfigError(
-            f"dpo.label_smoothing = {config.label_smoothing} must be at least 0 and below 0.5; 0 trusts every label."
-        )
+    """The lesson that a recipe asks for."""
     return Dpo(beta=config.beta, label_smoothing=config.label_smoothing)
 
 

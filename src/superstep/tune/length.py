@@ -8,29 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.data.tokens import open_corpus
-from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.train.batches import stream_of
 from superstep.train.model import resolved
-from superstep.tune.config import TuneConfig
-
-
-def check_epochs(config: TuneConfig) -> None:
-    """See that a recipe says once how long its run is.
-
-    Raises:
-        ConfigError: it says so twice, or no number of passes.
-    """
-    epochs = config.sft.epochs
-    if epochs is None:
-        return
-    if not 0 < epochs < math.inf:
-        raise ConfigError(f"sft.epochs = {epochs:g} must be above 0; 1 is one pass, and train.steps counts steps.")
-    if config.train.steps != TuneConfig().train.steps:
-        raise ConfigError(
-            f"sft.epochs = {epochs:g} and train.steps = {config.train.steps} both say how long the run is; leave one "
-            "of them out."
-        )
 
 
 def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | None:

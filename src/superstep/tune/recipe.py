@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import build, literal, read_tables, write_fields
 
+RECIPE = "recipe.toml"
+"""What a recipe is called in the directory of its run."""
+
 Usual = Mapping[str, Mapping[str, Any]]
 """What a kind of recipe says of a run where it says nothing, by section: other than a run that begins with random
 weights."""

@@ -1,4 +1,4 @@
-"""What a tuned run takes from what it starts with: weights, shape, tokenizer."""
+"""What a tuned run takes from what it starts with: weights, shape, tokenizer. Without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,37 @@ from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import read_config
 from superstep.train.run_folder import RunFolder
 from superstep.train.weights_folder import weights_of
-from superstep.tune.config import TuneConfig
+from superstep.tune.config import TuneConfig, read_recipe
+from superstep.tune.recipe import RECIPE
+
+
+def run_of(config: TuneConfig) -> RunConfig:
+    """The run that a recipe describes. One that goes on keeps the model that it began with.
+
+    Raises:
+        ConfigError: the recipe cannot be followed, or is not the one that the run began with.
+        StateError: there is no model to begin with.
+    """
+    folder = RunFolder(root=Path(config.state.dir))
+    saved = folder.root / RECIPE
+    if config.state.existing != "resume" or not folder.config.is_file():
+        return started(config)
+    if not saved.is_file():
+        raise ConfigError(
+            f"state.dir = '{folder.root}' holds a run that is no tuned one; go on with it by superstep train, or name "
+            "another --state.dir."
+        )
+    before, run = read_recipe(saved), read_config(folder.config)
+    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be made longer
+    for name in ("start", "sft", "dpo"):
+        was, now = getattr(before, name), getattr(config, name)
+        if was != now:
+            raise ConfigError(
+                f"{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it cannot "
+                "change within a run. Set it back, or name another --state.dir."
+            )
+    data = replace(config.data, tokenizer=config.data.tokenizer or run.data.tokenizer)
+    return replace(config.run, model=run.model, data=data)
 
 
 def started(config: TuneConfig) -> RunConfig:

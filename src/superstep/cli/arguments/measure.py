@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import get_args
 
 from superstep.cli.arguments.serve import Quantize
+from superstep.cli.new_file import require_new_file
 from superstep.cli.options import Parser
 from superstep.errors import ConfigError
-from superstep.plan.config import Dtype
+from superstep.plan.config import Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
+from superstep.plan.resolve import Resolved, resolve
 
 DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
 
@@ -24,17 +26,26 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     """
     asked = _parser().parse_args(argv)
     for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
-        if path is not None and path.exists():
-            raise ConfigError(f"{flag} = '{path}' is there already, and is kept; name a new file.")
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag} = '{path}': the folder {path.parent} is not there; make it first.")
+        if path is not None:
+            require_new_file(flag, path)
     for way in asked.serve:
         check_way(way)
     if asked.serve_tp < 1:
         raise ConfigError(f"--serve-tp {asked.serve_tp} must be at least 1.")
     if asked.ranks is not None and asked.ranks < 1:
         raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
+    run_of(asked.model, asked.dtype)
     return asked
+
+
+def run_of(model: str, dtype: Dtype) -> Resolved:
+    """A run of the model on one rank, with the microbatch of the demo.
+
+    Raises:
+        ConfigError: there is no such model, or nothing trains it.
+    """
+    numerics = NumericsConfig(compute=dtype)
+    return resolve(RunConfig(model=ModelConfig(name=model), numerics=numerics, plan=PlanConfig(dp=1, microbatch=4)))
 
 
 def check_way(way: str) -> None:

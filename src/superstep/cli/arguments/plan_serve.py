@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least, read_model
+from superstep.cli.new_file import require_new_file
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -54,9 +55,5 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ConfigError(f"--memory = {options.memory} must be above 0.")
     if options.json is not None:
-        file = Path(options.json)
-        if not file.parent.is_dir():
-            raise ConfigError(f"--json = '{file}': the folder {file.parent} is not there; make it first.")
-        if file.exists():
-            raise ConfigError(f"--json = '{file}' is there already, and is kept; name a new file.")
+        require_new_file("--json", Path(options.json))
     return model, options

@@ -67,6 +67,8 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
         )
     if options.serve and options.all:
         raise ConfigError("--serve and --all exclude each other: a run was trained on one layout; leave --all out.")
+    if options.exact and not (options.serve or options.faults) and options.steps < 2:
+        raise ConfigError("--steps = 1 leaves none after a restart; --exact needs at least 2.")
     if options.faults and (options.all or options.serve):
         raise ConfigError("--faults hurts one run; leave --all and --serve out.")
     return options, tuple(flags) if path is None or path.is_dir() else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.tune import EVERY, RECIPE, REWARDS
+from superstep.cli.arguments.tune import EVERY, REWARDS
 from superstep.cli.options import read_flags
 from superstep.errors import ConfigError
+from superstep.tune.recipe import RECIPE
 from superstep.tune.rl.config import RlRecipe, read_rl
 
 FIRST = (

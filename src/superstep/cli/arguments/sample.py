@@ -47,4 +47,8 @@ def read(argv: Sequence[str]) -> tuple[Path, str, Options]:
         raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
     if not options.temperature >= 0:
         raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one character.")
+    if not Path(run).exists():
+        raise ConfigError(f"'{run}' is not there; name the folder that train wrote.")
     return Path(run), prompt, options

@@ -11,11 +11,10 @@ from superstep.cli.arguments.page import page
 from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
+from superstep.tune.recipe import RECIPE
 
-RECIPE = "recipe.toml"
-"""What a recipe is called in the directory of its run."""
-
-KINDS: Mapping[Literal["sft", "dpo"], str] = {
+Kind = Literal["sft", "dpo"]
+KINDS: Mapping[Kind, str] = {
     "sft": "learn the answers of conversations, or how prompts go on",
     "dpo": "make preferred answers likelier than others, next to the model that it begins with",
 }
@@ -43,7 +42,7 @@ def _usage() -> str:
     return page(usage, EVERY.items(), "superstep tune sft --help says more.")
 
 
-def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
+def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
     """What is to be done, and the recipe that a command line asks for.
 
     Raises:
@@ -65,7 +64,7 @@ def read(argv: Sequence[str]) -> tuple[Literal["sft", "dpo"], TuneConfig]:
     raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, EVERY)}")
 
 
-def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:
+def _recipe(kind: Kind, argv: Sequence[str]) -> TuneConfig:
     if argv and not argv[0].startswith("-"):
         path = Path(argv[0])
         if path.is_file() and path.suffix != ".toml":
@@ -79,6 +78,6 @@ def _recipe(kind: Literal["sft", "dpo"], argv: Sequence[str]) -> TuneConfig:
     return config
 
 
-def _flags(kind: Literal["sft", "dpo"], base: TuneConfig, argv: Sequence[str]) -> TuneConfig:
+def _flags(kind: Kind, base: TuneConfig, argv: Sequence[str]) -> TuneConfig:
     description = f"Post-train a model: {KINDS[kind]}."
     return read_flags(base, argv, prog=f"superstep tune {kind} [recipe.toml]", description=description, common=FIRST)

@@ -11,16 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.arguments.measure import read as read_arguments
+from superstep.cli.arguments.measure import run_of
 from superstep.cli.figures import bytes_text, rate_text, seconds_text
 from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
+from superstep.cli.new_file import write_new_file
 from superstep.cli.serving import kernels_folder
 from superstep.cost.program.machine import Measured, seconds
 from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
 from superstep.errors import ConfigError
 from superstep.hardware.serving import ServingRate
 from superstep.hardware.text import write_cluster
-from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolve import Resolved
 from superstep.runtime.device import choose, cores, gpus
 from superstep.runtime.launch import World, launch_on
 from superstep.runtime.measure.disk import disk_rates
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     asked = read_arguments(argv)
     most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
     ranks = most if asked.ranks is None else asked.ranks
-    run = _run(asked.model, asked.dtype)
+    run = run_of(asked.model, asked.dtype)
     seen = operations(run)
     assert seen is not None, "our own decoder always can be seen"
     grid = [] if asked.quick else list(_grid())
@@ -62,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
     _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
     _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
     if asked.plot:
-        asked.plot.write_text(draw_svg(roof, points), encoding="utf-8")
+        write_new_file(asked.plot, draw_svg(roof, points))
         _say(f"picture in {asked.plot}")
     if asked.out:
-        asked.out.write_text(write_cluster(cluster), encoding="utf-8")
+        write_new_file(asked.out, write_cluster(cluster))
         _say(f"cluster file in {asked.out}")
     return 0
 
@@ -84,13 +85,6 @@ def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingR
     )
     # The demo's weights stay in a cache; what is kept for other models is measured on larger ones.
     return calibrate(USUAL if asked.model == "demo" else run.decoder, serve, choose(asked.device, asked.serve_tp))
-
-
-def _run(model: str, dtype: str) -> Resolved:
-    """A run of the model on one rank, with the microbatch of the demo."""
-    numerics = NumericsConfig(compute="bf16" if dtype == "bf16" else "fp32")
-    config = RunConfig(model=ModelConfig(name=model), data=DataConfig(), train=TrainConfig(), numerics=numerics)
-    return resolve(replace(config, plan=PlanConfig(dp=1, microbatch=4)))
 
 
 def _grid() -> Iterator[Operation]:

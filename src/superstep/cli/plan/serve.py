@@ -24,10 +24,10 @@ from superstep.runtime.device import choose, pick
 from superstep.serve.calibrate import calibrate
 from superstep.serve.compute.attend import FAST_BLOCK
 from superstep.serve.compute.quantize import format_named
-from superstep.serve.config import NGRAM, ServeConfig, plan_named
+from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
 from superstep.serve.foresee import Crowd, First, Room, Server, Small, crowds, firsts, rooms, weight_bytes
 from superstep.serve.guesses import Guess, guesses
-from superstep.serve.load import check_vocab, fast, setting_model, usual_pages, way_name
+from superstep.serve.load import setting_model, usual_pages, way_name
 from superstep.serve.step import Budget
 
 

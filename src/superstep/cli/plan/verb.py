@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.cli.arguments.plan_serve import read
+from superstep.cli.new_file import require_new_file
 from superstep.cli.options import read_flags
 from superstep.cli.plan.calibrate import calibrated_on
 from superstep.cli.plan.problem import problems
@@ -250,10 +251,8 @@ def _check(options: Options, *, has_model: bool) -> None:
 def _check_files(options: Options) -> None:
     """Before the search, which may take a minute."""
     for name, file in {"--out": options.out, "--json": options.json}.items():
-        if file is not None and not Path(file).parent.is_dir():
-            raise ConfigError(f"{name} = '{file}': the folder {Path(file).parent} is not there; make it first.")
-        if file is not None and Path(file).exists():
-            raise ConfigError(f"{name} = '{file}' is there already, and is kept; name a new file.")
+        if file is not None:
+            require_new_file(name, Path(file))
     if options.out is not None and options.json is not None and Path(options.out) == Path(options.json):
         raise ConfigError(f"--out and --json = '{options.out}' are one file; name two.")
 

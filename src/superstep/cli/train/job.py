@@ -12,13 +12,15 @@ from pathlib import Path
 
 from superstep.cli.describe import plan_text
 from superstep.cli.report import leave_report
+from superstep.cli.train.disk_fit import require_disk
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.foretold import foretold, peak_of
+from superstep.cli.train.launch_rules import check_launch
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cli.train.recovering import Recovered, recovering
 from superstep.cli.train.samples import sampling
-from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
+from superstep.cli.train.sinks import open_trackers, sinks
 from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
@@ -26,7 +28,7 @@ from superstep.cost.program.predict import predict
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
-from superstep.errors import ConfigError, Fault
+from superstep.errors import Fault
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
 from superstep.observe.goodput import Counted, spent_s
 from superstep.observe.trackers import Tracker
@@ -172,16 +174,7 @@ def prepared_job(
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
     nothing left to do. With several hosts this is for the first one's launcher to do.
     """
-    if run.config.state.snapshot_every is not None and ("RANK" in os.environ or sys.platform != "linux"):
-        raise ConfigError(
-            f"state.snapshot_every = {run.config.state.snapshot_every} needs ranks that superstep launches itself, on "
-            "Linux; leave it out, or start the run without torchrun and srun."
-        )
-    if run.config.train.elastic and hosts == 1:
-        raise ConfigError("train.elastic = true needs several hosts; start it by --hosts, or set false.")
-    if run.config.state.peers and hosts == 1:
-        raise ConfigError(f"state.peers = {run.config.state.peers} needs several hosts; start it by --hosts, or set 0.")
-    require_trackers(run.config.observe)
+    check_launch(run.config, hosts)
     began_at_s = time.time()
     run, folder, checkpoint = rundir.choose(run)
     store = store_of(run, checkpoint)
@@ -215,6 +208,7 @@ def prepared_job(
             )
             yield None
         else:
+            require_disk(run, folder, step)
             yield Job(
                 run=run,
                 folder=folder,

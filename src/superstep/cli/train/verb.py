@@ -18,10 +18,10 @@ from superstep.cli.prove import verb as prove
 from superstep.cli.train.ending import ended
 from superstep.cli.train.hosts import on_hosts
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.cli.train.web import web
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.tokens import is_whole
-from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import gpus
 from superstep.runtime.join import join
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         asked = read(argv)
         if asked.hosts is not None:
             run = _run(asked)
-            _require_alone(asked, run, "a launcher on each of several hosts")
+            require_alone(run.config, asked.web_port, SEVERAL_HOSTS)
             return on_hosts(run, asked.hosts, _tokens)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, asked_device)
@@ -61,23 +61,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | None]:
     run = _run(asked, ranks)
-    _require_alone(asked, run, "torchrun and srun")
+    require_alone(run.config, asked.web_port, "torchrun and srun")
     return prepared_job(run, _tokens)
-
-
-def _require_alone(asked: Asked, run: Resolved, launcher: str) -> None:
-    """See that nothing is asked for that a launcher does beside its ranks, where another one than this has them."""
-    sample = run.config.observe.sample
-    if sample is not None:
-        raise ConfigError(
-            f"observe.sample = '{sample}' is gone on from beside ranks that one launcher of superstep train has, not "
-            f"those of {launcher}; leave it out, and ask superstep sample RUN PROMPT."
-        )
-    if asked.web_port is not None:
-        raise ConfigError(
-            f"--web serves the page of ranks that one launcher of superstep train has, not those of {launcher}; leave "
-            "it out, and look at superstep view RUN."
-        )
 
 
 def _run(asked: Asked, ranks: int | None = None) -> Resolved:

@@ -43,6 +43,8 @@ def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
 def _begin(served: Served, folder: RunFolder) -> None:
     served.begin(Report(folder).shown())
     say(f"the report, as it goes on: {served.url}")
+    is_own = TOKEN in os.environ
+    say(f"its token: {f'that of {TOKEN}' if is_own else f'the end of that address; {TOKEN} sets one that stays'}")
 
 
 def say(text: str) -> None:
@@ -50,14 +52,23 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _token() -> str:
+def require_token() -> None:
+    """See that the token of the environment, where there is one, is one that is not guessed.
+
+    Raises:
+        ConfigError: it is too short.
+    """
     token = os.environ.get(TOKEN)
     if token is not None and len(token) < FEWEST_BYTES:
         raise ConfigError(
             f"{TOKEN} has {len(token)} characters, and {FEWEST_BYTES} are the fewest; make one by openssl rand -hex 16 "
             "or leave it out."
         )
-    return token or secrets.token_urlsafe(FEWEST_BYTES)
+
+
+def _token() -> str:
+    require_token()
+    return os.environ.get(TOKEN) or secrets.token_urlsafe(FEWEST_BYTES)
 
 
 class Report:

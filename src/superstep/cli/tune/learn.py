@@ -9,25 +9,21 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.preparing import show
 from superstep.cli.train.ending import ended
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
 from superstep.data.tokens import Corpus, is_whole
-from superstep.errors import ConfigError
-from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config
 from superstep.runtime.join import join
 from superstep.train import rundir
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_folder import RunFolder
-from superstep.tune.config import TuneConfig, read_recipe
+from superstep.tune.config import TuneConfig, check_recipe
 from superstep.tune.dpo import lesson_of
-from superstep.tune.length import check_epochs, length_of
+from superstep.tune.length import length_of
 from superstep.tune.prepare import Conversations, Kind
-from superstep.tune.recipe import write
-from superstep.tune.start import started
+from superstep.tune.recipe import RECIPE, write
+from superstep.tune.start import run_of
 
 
 def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
@@ -49,8 +45,8 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
 
 def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[Job | None]:
     verb, lesson = f"tune {kind}", lesson_of(config.dpo) if kind == "dpo" else None
-    check_epochs(config)
-    run = resolved(_run(config), ranks)
+    check_recipe(kind, config)
+    run = resolved(run_of(config), ranks)
     recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})
 
     def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
@@ -59,30 +55,6 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
     return prepared_job(
         run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)
     )
-
-
-def _run(config: TuneConfig) -> RunConfig:
-    """What training is told. A run that goes on keeps the model that it began with."""
-    folder = RunFolder(root=Path(config.state.dir))
-    saved = folder.root / RECIPE
-    if config.state.existing != "resume" or not folder.config.is_file():
-        return started(config)
-    if not saved.is_file():
-        raise ConfigError(
-            f"state.dir = '{folder.root}' holds a run that is no tuned one; go on with it by superstep train, or name "
-            "another --state.dir."
-        )
-    before, run = read_recipe(saved), read_config(folder.config)
-    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be made longer
-    for name in ("start", "sft", "dpo"):
-        was, now = getattr(before, name), getattr(config, name)
-        if was != now:
-            raise ConfigError(
-                f"{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it cannot "
-                "change within a run. Set it back, or name another --state.dir."
-            )
-    data = replace(config.data, tokenizer=config.data.tokenizer or run.data.tokenizer)
-    return replace(config.run, model=run.model, data=data)
 
 
 def _tokens(wanted: Conversations, folder: RunFolder, checkpoint: Path | None, verb: str) -> Path:

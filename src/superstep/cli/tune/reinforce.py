@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.arguments.tune import RECIPE
 from superstep.cli.describe import plan_text
 from superstep.cli.report import leave_report
 from superstep.cli.serving import kernels_folder
+from superstep.cli.train.disk_fit import require_disk
 from superstep.cli.train.display import open_display, restore
 from superstep.cli.train.ending import ended, stopped
 from superstep.cli.train.memory_fit import require_fit
@@ -43,12 +43,13 @@ from superstep.train import rundir
 from superstep.train.hold import hold
 from superstep.train.model import operations, resolved
 from superstep.train.resume import pass_over
-from superstep.train.run_folder import RunFolder, write_whole
-from superstep.tune.recipe import write
+from superstep.train.run_folder import write_whole
+from superstep.tune.recipe import RECIPE, write
 from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
-from superstep.tune.rl.config import RlRecipe, read_rl
+from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.judge import Learnt
-from superstep.tune.rl.reinforce import Job, job_of, own_ranks, reinforce, with_start
+from superstep.tune.rl.reinforce import Job, job_of, own_ranks, reinforce
+from superstep.tune.rl.start import check_same, check_tokenizer, with_start
 
 
 def run(recipe: RlRecipe) -> int:
@@ -81,29 +82,18 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
     require_trackers(config.observe)
-    if config.state.snapshot_every is not None:
-        raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
-    if config.observe.sample is not None:
-        raise ConfigError(
-            "observe.sample is of superstep train, sft and dpo; leave it out of rl, whose rollouts.jsonl has its texts."
-        )
-    if config.state.store is not None:
-        raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
-    state = config.state
-    if config.rollback is not None or config.train.skip or state.fingerprint_every or state.recompute_every:
-        raise ConfigError(
-            "[rollback], train.skip, state.fingerprint_every and state.recompute_every are of superstep train, sft and "
-            "dpo; leave them out of a run of rl."
-        )
+    check_tokenizer(recipe.start, config)
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)
-    _check_same(recipe, folder)
+    check_same(recipe, folder)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
     with hold(folder):
-        if checkpoint is not None and read_position(checkpoint).step >= choice.config.train.steps:
+        step = 0 if checkpoint is None else read_position(checkpoint).step
+        if step >= choice.config.train.steps:
             print(f"The run in {folder.root} is complete; raise --train.steps to go on with it.", flush=True)
             yield None
             return
+        require_disk(choice, folder, step)
         job = job_of(
             choice,
             recipe.rl,
@@ -122,31 +112,6 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
         if not has_begun:
             print(f"{folder.root}: {plan_text(choice)}", flush=True)
         yield job
-
-
-def _check_same(recipe: RlRecipe, folder: RunFolder) -> None:
-    """See that a run that goes on asks for the same groups: what is on record is theirs.
-
-    Raises:
-        ConfigError: it does not; names the field.
-    """
-    saved = folder.root / RECIPE
-    if not saved.is_file():
-        return
-    before = read_rl(saved)
-    for section, name in (
-        ("rl", "environment"),
-        ("rl", "group"),
-        ("rl", "groups"),
-        ("rl", "lag"),
-        ("rollout", "placement"),
-    ):
-        was, now = getattr(getattr(before, section), name), getattr(getattr(recipe, section), name)
-        if was != now:
-            raise ConfigError(
-                f"{section}.{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it "
-                "cannot change within a run. Set it back, or name another --state.dir."
-            )
 
 
 def _launched(job: Job) -> bool:

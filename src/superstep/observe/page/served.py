@@ -165,7 +165,7 @@ class _Answers(BaseHTTPRequestHandler):
         asked, served = urlsplit(self.path), self.server.served
         given = parse_qs(asked.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
         if not served.is_allowed(given[0]):
-            return self._say(403, "text/plain", "the address lacks the run's token: take the one that train printed.\n")
+            return self._say(403, "text/plain", _NO_TOKEN)
         assert served.shown is not None
         try:
             match asked.path:
@@ -216,4 +216,8 @@ class _Answers(BaseHTTPRequestHandler):
         """Nothing: the terminal is the run's."""
 
 
+_NO_TOKEN = (
+    "the address lacks the run's token: it ends the address that superstep train printed, or is that of "
+    "SUPERSTEP_WEB_TOKEN where that was set.\n"
+)
 _HEADERS = (("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.errors import ConfigError
 from superstep.kernels.native import Built
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
@@ -52,16 +51,8 @@ def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tu
         asked: how.
         tp: the ranks that share the model; None where there is one.
         device: where it computes.
-
-    Raises:
-        ConfigError: exact answers are asked of quantized weights.
     """
     shape, is_exact = served.run.shape, served.run.plan.grain is not None
-    if is_exact and asked.quantize:
-        raise ConfigError(
-            f"serve.quantize = '{asked.quantize}' with serve.exact = true: weights of few bits are not the trainer's; "
-            "leave one of them out."
-        )
     dtype = next(iter(served.params.values())).values.dtype
     ranks = 1 if tp is None else tp.size()
     heads, kv_heads, head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim

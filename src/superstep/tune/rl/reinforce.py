@@ -7,13 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
-from superstep.plan.config import RunConfig
-from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, barrier, gather
@@ -21,11 +18,10 @@ from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.train.hf_files import hf_files
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.weights_folder import weights_of
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Asked, Iterations
 from superstep.tune.program.text import write_iterations
-from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.iterate import Iterate
 from superstep.tune.rl.learner import Learner
@@ -33,6 +29,7 @@ from superstep.tune.rl.record import NAME, Record
 from superstep.tune.rl.room import pages_apart, pages_for, require_disk, require_sizes, sizes_of
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Seat, Seated
+from superstep.tune.rl.start import check_run
 from superstep.tune.rl.training import Saved, Stopped, Tell, Training, nothing_saved
 
 PROGRAM = "iterations.txt"
@@ -70,43 +67,6 @@ class Job:
     kernels: Path | None = None
 
 
-def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
-    """A run's configuration with the model, the tokenizer and the weights of what it begins with.
-
-    Returns:
-        The configuration, and the folder.
-
-    Raises:
-        ConfigError: none is named, or a sequence is longer than the model's context.
-        StateError: it is no model.
-    """
-    if not start:
-        raise ConfigError("start is empty; name a run, a checkpoint or a Hugging Face folder to begin with.")
-    folder = weights_of(Path(start))
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise StateError(f"start = '{start}': {folder} holds no {name}; name a folder that has a model whole.")
-    changed = replace(
-        config,
-        model=replace(config.model, name=str(folder / "config.json"), weights=str(folder)),
-        data=replace(config.data, tokenizer=str(folder / "tokenizer.json"), document_mask=True),
-        train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
-    )
-    shape = shape_of(changed.model)
-    if changed.data.sequence_tokens > shape.max_tokens:
-        raise ConfigError(
-            f"data.sequence_tokens = {changed.data.sequence_tokens} is more than the model's context of "
-            f"{shape.max_tokens} tokens; set it to that or less."
-        )
-    vocab = load_tokenizer(folder / "tokenizer.json").vocab
-    if vocab > shape.vocab:
-        raise ConfigError(
-            f"start = '{start}': the tokenizer has {vocab} ids and the model {shape.vocab}; begin with a folder whose "
-            f"tokenizer is the model's."
-        )
-    return changed, folder
-
-
 def job_of(  # noqa: PLR0913
     run: Resolved,
     rl: RlConfig,
@@ -124,14 +84,7 @@ def job_of(  # noqa: PLR0913
         ConfigError: something in it cannot work; the environment's first task among that.
         StateError: what is on record is of another recipe.
     """
-    check_rl(rl, rollout)
-    if rl.window and run.config.numerics.exact:
-        raise ConfigError(
-            f"rl.window = {rl.window} with numerics.exact = true: what a step takes would depend on the clock; set "
-            "rl.window = 0, or numerics.exact = false."
-        )
-    if run.config.data.sequence_tokens < 2 * rollout.turns:
-        raise ConfigError(f"data.sequence_tokens = {run.config.data.sequence_tokens} has no room for an answer.")
+    check_run(run.config, rl, rollout)
     with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
         require_pure(environment, run.config.train.seed)
     asked = Asked(

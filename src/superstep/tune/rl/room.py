@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.serve.config import ServeConfig, plan_named
 from superstep.serve.load import setting_model, usual_pages
+from superstep.state.durable import free_bytes
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, peaks, require_room
 from superstep.tune.rl.config import RlConfig
@@ -57,22 +56,15 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     fullest, reference = max(zip(ranks, reference_bytes, strict=True), key=lambda each: each[0].bytes + each[1])
     training = fullest.params + fullest.gradients + fullest.optimizer + reference
     return Sizes(
-        weights=(served.linears + served.embedding + (_handed_over(run) if run.config.lora else 0)) * served.bytes,
+        weights=(served.linears + served.embedding + (run.trained_numel if run.config.lora else 0)) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
         answering=_laid_out(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
         training=training,
         step=fullest.peak.bytes + workspace(run) + batch_bytes(run, streams=STREAMS),
         asleep=0 if gives_back else training,
-        snapshot=FP32 * _handed_over(run),
+        snapshot=FP32 * run.trained_numel,
         group=rl.group * run.config.data.sequence_tokens * TOKEN_BYTES,
     )
-
-
-def _handed_over(run: Resolved) -> int:
-    """Numbers of a version: of the model, or of adapters alone."""
-    if run.config.lora is None:
-        return run.outline.numel
-    return sum(math.prod(p.dims) for unit in run.outline.units for p in unit.parameters if p.factor is not None)
 
 
 def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
@@ -140,11 +132,10 @@ def require_disk(program: Iterations, run: Resolved, root: Path) -> None:
         ConfigError: names the most of them that lie there at once.
     """
     needed = peaks(program, Sizes(snapshot=4 * run.outline.numel)).get("host")
-    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
-    free_bytes = shutil.disk_usage(there).free
-    if needed is not None and needed.bytes > free_bytes:
+    free = free_bytes(root)
+    if needed is not None and needed.bytes > free:
         raise ConfigError(
-            f"state.dir = '{root}' has {free_bytes:,} bytes left, and the snapshots that samplers take need "
+            f"state.dir = '{root}' has {free:,} bytes left, and the snapshots that samplers take need "
             f"{needed.bytes:,}; name a folder with more room, or set a smaller rl.lag."
         )
 

@@ -1,0 +1,105 @@
+"""What a verb would refuse, refused before torch is imported, which takes seconds.
+
+Once it has torch a verb looks again, and at what torch alone can tell: GPUs, memory, a model of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_serve
+from superstep.cli.options import settled
+from superstep.cli.served_model import find_model
+from superstep.cli.serving import serve_config
+from superstep.cli.train.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
+from superstep.cli.train.sinks import require_trackers
+from superstep.cli.train.web import require_token
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import check_ranges, resolve
+from superstep.serve.adapters import check_names
+from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
+from superstep.train import rundir
+from superstep.train.weights_folder import weights_of
+from superstep.tune.config import TuneConfig, check_recipe
+from superstep.tune.rl.config import RlRecipe
+from superstep.tune.rl.start import check_run, check_same, with_start
+from superstep.tune.start import run_of
+
+
+def check_train(asked: train.Asked) -> None:
+    """Refuse a run that cannot be trained as it is asked for.
+
+    Raises:
+        UserError: it cannot.
+    """
+    config, hosts = asked.config, asked.hosts
+    if hosts is not None:
+        require_alone(config, asked.web_port, SEVERAL_HOSTS)
+    if asked.web_port is not None:
+        require_token()
+    check_launch(config, 1 if hosts is None else hosts.count)
+    if config.model.source is not None:
+        _check_own(config)
+    elif hosts is None:
+        rundir.choose(asked.resolved(resolve))
+    else:
+        asked.resolved(resolve)
+
+
+def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
+    """Refuse a recipe of conversations or preferences that cannot be followed; raises as ``check_train``."""
+    check_recipe(kind, config)
+    check_launch(config, 1)
+    rundir.choose(resolve(run_of(config)))
+
+
+def check_rewards(recipe: RlRecipe) -> None:
+    """Refuse a recipe of rewards that cannot be followed; raises as ``check_train``."""
+    config, _ = with_start(recipe.run, recipe.rl, recipe.start)
+    check_run(config, recipe.rl, recipe.rollout)
+    require_trackers(config.observe)
+    _, folder, _ = rundir.choose(resolve(config))
+    check_same(recipe, folder)
+
+
+def check_apart(word: str, argv: Sequence[str]) -> None:
+    """Refuse a merge, or a server of adapters, that has nothing to begin with; raises as ``check_train``."""
+    if word == tune.MERGE:
+        weights_of(tune_merge.read(argv)[0])
+    else:
+        find_model(tune_serve.read(argv)[0])
+
+
+def check_prove(options: prove.Options, yields_to: tuple[str, ...] | None) -> None:
+    """Refuse a layout that cannot be proven; raises as ``check_train``."""
+    if options.model.source is not None:
+        _check_own(options)
+        return
+    if options.exact or options.serve or options.faults:
+        options = replace(options, numerics=replace(options.numerics, exact=True))
+    if yields_to is None:
+        resolve(options)
+    else:
+        settled(options, yields_to, resolve)
+
+
+def check_serve(path: Path, options: serve.Options) -> None:
+    """Refuse a model that cannot be served as it is asked for; raises as ``check_train``."""
+    model = find_model(path)
+    config = serve_config(model.run, options)
+    plan = plan_of(model.folder, config)
+    check_served(plan, config)
+    check_names(options.name or model.name, [name for name, _ in config.adapters])
+    if config.speculate not in ("", NGRAM):
+        check_vocab(plan_of(Path(config.speculate), fast(config)), plan, config.speculate)
+
+
+def _check_own(config: RunConfig) -> None:
+    """Of a run of the user's own model, whose units are known once its file has run, refuse what they do not decide."""
+    check_ranges(config)
+    source = Path(str(config.model.source))
+    if not source.is_file():
+        raise ConfigError(f"model.source = '{source}' is no Python file; name one, such as my_model.py.")
