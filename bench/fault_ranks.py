@@ -14,11 +14,11 @@ import torch
 
 from superstep.errors import StateError
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at, prune
+from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.together import Peers
-from superstep.state.verify import Alone, require_newest
+from superstep.state.verify import Alone, drop_old
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (96, 128), "b.weight": (64, 64), "c.bias": (128,)}
 RANKS = 3
@@ -55,9 +55,7 @@ def write(root: Path, step: int, peers: Peers, keep: int = 1) -> None:
     place, of = checkpoint_at(root, step), tensors()
     mine = pieces(step, peers.rank, peers.size)
     save(place, mine, Position(step=step), peers, tensors=of, beside={"config.json": "{}"})
-    require_newest(place, keep, peers)
-    if peers.rank == 0:
-        prune(root, keep)
+    drop_old(place, keep, peers)
 
 
 def tensors() -> dict[Kind, dict[str, tuple[int, ...]]]:

@@ -7,7 +7,8 @@
     │   └── StateError        a run directory or checkpoint that is not what was asked for
     │       └── Damaged       a checkpoint of which something is not what was written: an older one may be whole
     └── Fault                 exit status 1: something broke at run time; names rank, step, instruction
-        └── Lost              a rank is gone, through no fault of what it computed: its state may outlive it
+        ├── Lost              a rank is gone, through no fault of what it computed: its state may outlive it
+        └── DiskFault         the system could not write or read a file; what was to be written is in memory still
 
 A broken internal rule is an ``assert``: that is our bug, never the user's.
 """
@@ -15,7 +16,9 @@ A broken internal rule is an ``assert``: that is our bug, never the user's.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class SuperstepError(Exception):
@@ -84,7 +87,7 @@ class Fault(SuperstepError):
 
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
-        return Fault(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
+        return type(self)(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
 
     def adding(self, words: str) -> Fault:
         """The same fault, which says something more."""
@@ -99,6 +102,43 @@ class Lost(Fault):
 
     at_s: float = 0.0
     """When that was seen, in seconds of the host's clock."""
+
+
+class DiskFault(Fault):
+    """The system could not write or read a file. What was to be written is in memory still, and may be tried again."""
+
+
+_FIXES = {
+    "make room on its disk": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
+    "grant access to it": (errno.EACCES, errno.EPERM),
+    "make its file system writable": (errno.EROFS,),
+    "see that the folder is there": (errno.ENOENT, errno.ENOTDIR),
+    "make memory free": (errno.ENOMEM,),
+}
+
+
+def disk_fault(error: Exception, path: str | Path, *, what: str = "written", step: int = -1) -> Fault:
+    """What the user is told of an error of the system's: the path, why, and what would help.
+
+    Args:
+        error: what was raised; the file that an OSError names, if any, is told rather than ``path``.
+        path: what was worked on.
+        what: could not be done to it.
+        step: that the run was in, where it is known.
+
+    Returns:
+        A DiskFault of an OSError; of any other, which trying again does not mend, a Fault.
+    """
+    if not isinstance(error, OSError):
+        return Fault(f"{path} cannot be {what}: {type(error).__name__}: {error}", step=step)
+    named = error.filename if isinstance(error.filename, str) else path
+    return DiskFault(f"{named} cannot be {what}: {error.strerror or error}; {disk_fix(error)}.", step=step)
+
+
+def disk_fix(error: OSError) -> str:
+    """What would help against an error of the system's."""
+    return next((fix for fix, numbers in _FIXES.items() if error.errno in numbers), "check the disk that it is on")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.errors import Fault
-from superstep.observe.append_file import AppendFile, unwritable
+from superstep.errors import Fault, disk_fault
+from superstep.observe.append_file import AppendFile
 from superstep.train.meter import Meter
 
 pytestmark = [
@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
 
     def full(self, piece, *, step=-1):
         if step == 4:
-            raise unwritable(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), step=step)
+            raise disk_fault(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.path, step=step)
         append(self, piece, step=step)
 
     monkeypatch.setattr(AppendFile, "append", full)

@@ -1,6 +1,7 @@
 """The first seconds with the command: version, help on any terminal, and torch only where it is needed."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 import superstep
-from superstep.cli.main import VERBS, main
+from superstep.cli.main import VERBS, main, reported
 
 QUICK = [
     [],
@@ -72,3 +73,12 @@ def test_importing_the_command_reads_no_environment_and_imports_little():
     code = "import superstep.cli.main, sys; print({'numpy', 'scipy', 'rich', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_error_of_the_system_names_path_and_fix(capsys):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "/runs/a")
+
+    assert reported(full) == 1
+    said = capsys.readouterr().err
+    assert said == "superstep: fault: /runs/a cannot be used: No space left on device; make room on its disk.\n"

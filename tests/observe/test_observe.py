@@ -142,6 +142,44 @@ def test_a_full_disk_is_a_fault_that_names_path_and_step(tmp_path):
     sink.close()
 
 
+def test_lines_wait_for_a_disk_that_does_not_take_them(tmp_path, monkeypatch):
+    warnings = []
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, most_waiting_bytes=10_000, warn=warnings.append)
+    sink.write(STEP)
+    taken = [7]  # bytes, before it is full
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def write(self, data):
+            count = min(len(data), taken[0])
+            if not count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken[0] -= count
+            return self._file.write(data[:count])
+
+        def close(self):
+            self._file.close()
+
+    sink._file._file = Full(sink._file._file)
+    for step in (2, 3):
+        sink.write(replace(STEP, step=step))
+    (told,) = warnings
+    assert (
+        told == f"{path} cannot be written: No space left on device; make room on its disk. Its lines wait in memory."
+    )
+    assert [found["step"] for found in read(path)] == [STEP.step]
+    taken[0] = 1 << 20
+    sink.write(replace(STEP, step=4))
+    sink.close()
+    assert [(found["event"], found["step"]) for found in read(path)] == [
+        ("step", STEP.step), ("step", 2), ("warning", 2), ("step", 3), ("step", 4),
+    ]  # fmt: skip
+    assert len(path.read_bytes().splitlines()) == 5
+
+
 def test_a_path_that_cannot_be_opened_is_a_fault(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Fault, match=r"Not a directory|File exists"):

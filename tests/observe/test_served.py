@@ -116,7 +116,7 @@ def test_the_numbers_are_what_prometheus_reads(told):
             return {name: sample.value for name, sample in found.items()}
 
         assert numbers() == {
-            f"superstep:{name}_total": 0 for name in ("checkpoints", "resumes", "rollbacks", "retries")
+            f"superstep:{name}_total": 0 for name in ("checkpoints", "resumes", "rollbacks", "retries", "warnings")
         }, "before the run has begun"
         steps = [line for line in told.lines if line["event"] == "step"]
         told.tell(120)

@@ -102,6 +102,7 @@ def test_a_disk_without_room_is_a_fault_and_leaves_what_was_there(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "FAULT" in done.stdout, done.stderr
     assert "cannot be written" in done.stdout
-    assert "Free space, then resume." in done.stdout
+    assert "older ones are untouched" in done.stdout
+    assert done.stdout.endswith("File too large; make room on its disk.\n")
     assert [p.name for p in root.iterdir()] == ["step-000001"], "nothing half-written may stay"
     assert load(root / "step-000001", saved.pieces(saved.zeros), saved.Alone()).step == 1

@@ -1,5 +1,6 @@
 """The memory of snapshots: what is not whole is never taken for it, and what the disk shall have stays until it has."""
 
+import errno
 import os
 import threading
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import saved
+from failing_disk import FailingDisk
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
 from superstep.state import flush
@@ -153,9 +155,8 @@ def test_what_another_host_shall_have_stays_until_something_else_is_held(tmp_pat
 
 
 def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memories, tmp_path):
-    with Flusher(memories, keep=1) as flusher:
+    with Flusher(memories, keep=1):
         _copied(memories, 3, fill=saved.zeros, disk=WANTED)
-    assert flusher.error is None
     with Flusher(memories, keep=1):
         _copied(memories, 4, disk=WANTED)
     (place,) = checkpoints(tmp_path / "checkpoints")
@@ -215,9 +216,8 @@ def test_a_damaged_slot_does_not_come_to_the_disk_and_training_goes_on(memories,
     _copied(memories, 3, disk=WANTED)
     held = [memory.whole()[3] for memory in memories]
     _flip(memories[1], held[1])
-    with Flusher(memories, keep=2) as flusher:
+    with Flusher(memories, keep=2):
         pass
-    assert flusher.error is None
     assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
     assert memories[0].refused == Refused(3, 1)
     assert [memory.get(slot, "disk") for memory, slot in zip(memories, held, strict=True)] == [KEPT, KEPT]
@@ -244,14 +244,26 @@ def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_
     assert memories[0].refused == Refused(3, 1)
 
 
+def test_a_disk_that_fails_once_is_tried_again(memories, tmp_path):
+    with FailingDisk() as counted, Flusher(memories, keep=1):
+        _copied(memories, 3, fill=saved.zeros, disk=WANTED)
+    with FailingDisk(counted.calls // 2, errno.EIO) as disk, Flusher(memories, keep=1):
+        _copied(memories, 4, disk=WANTED)
+    assert disk.failed
+    assert [place.name for place in checkpoints(tmp_path / "checkpoints")] == ["step-000004"]
+    slot = memories[0].whole()[4]
+    assert (memories[0].get(slot, "disk"), memories[0].note(slot)) == (ON_DISK, "")
+
+
 def test_a_disk_that_fills_is_told_and_older_checkpoints_stay(memories, tmp_path):
     with Flusher(memories, keep=1):
         _copied(memories, 3, disk=WANTED)
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
-    with full, Flusher(memories, keep=1) as flusher:
+    with full, Flusher(memories, keep=1):
         _copied(memories, 4, disk=WANTED)
-    assert isinstance(flusher.error, Fault)
-    assert "the checkpoint cannot be written" in str(flusher.error)
-    assert memories[0].get(memories[0].whole()[4], "disk") == FAILED
+    for memory in memories:
+        slot = memory.whole()[4]
+        assert memory.get(slot, "disk") == FAILED
+        assert "step-000004.partial cannot be written: No space left on device; make room" in memory.note(slot)
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before

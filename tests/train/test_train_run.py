@@ -1,5 +1,6 @@
 """`superstep train` on one rank: what a run leaves, how it goes on, and what stays untouched where it cannot."""
 
+import errno
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import pytest
 
 import runs
 from superstep.cli.main import main
+from superstep.cli.train import sinks
 from superstep.data.stream import Stream
 from superstep.errors import Fault
 from superstep.observe.trace import load_trace
@@ -22,6 +24,7 @@ from superstep.program.text import read_program
 from superstep.runtime.executor import Executor
 from superstep.state.checkpoint import read_position
 from superstep.state.folders import checkpoints
+from superstep.train import saves
 from superstep.train.run_folder import write_whole
 
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
@@ -345,24 +348,64 @@ def _files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_at_a_checkpoint_costs_nothing_older(trained, capsys):
+def test_a_disk_that_fills_at_a_checkpoint_costs_nothing_older(trained, monkeypatch, capsys):
     before = runs.files(trained / "checkpoints")
+    monkeypatch.setattr(saves, "PAUSES_S", (0.0,))
     with _files_of_at_most(100_000):
         assert _train(*LEARNING, "--state.existing", "resume", "--train.steps", "70") == 1
     assert "fault: rank 0: the checkpoint cannot be written" in _error(capsys)
+    assert [line["step"] for line in runs.events(trained, "warning")] == [70]
     assert runs.files(trained / "checkpoints") == before
     assert _train(*LEARNING, "--state.existing", "resume", "--train.steps", "70") == 0
     assert [line["step"] for line in runs.events(trained, "step")] == list(range(1, 71))
 
 
-def test_a_disk_that_fills_under_the_metrics_is_one_fault(trained, capsys):
+def test_a_disk_that_fills_under_the_metrics_is_one_fault(trained, monkeypatch, capsys):
+    monkeypatch.setattr(sinks, "WAITING_BYTES", 2000)
     with _files_of_at_most((trained / "metrics.jsonl").stat().st_size + 1200):
         assert _train(*LEARNING, "--state.existing", "resume", "--train.steps", "70") == 1
-    message = _error(capsys)
-    assert "fault: step 6" in message
-    assert "metrics.jsonl cannot be written" in message
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(
+        "metrics.jsonl cannot be written: File too large; make room on its disk. Its lines wait in memory."
+    )
+    assert "fault: step 6" in last
+    assert "metrics.jsonl cannot be written" in last
     assert _train(*LEARNING, "--state.existing", "resume", "--train.steps", "62") == 0
     assert [line["step"] for line in runs.events(trained, "step")] == list(range(1, 63))
+
+
+def test_a_disk_that_fails_for_a_while_costs_no_step(place, monkeypatch, capsys):
+    """Two saves fail; the run trains on, saves again as soon as it may, and ends as if nothing had been."""
+    inner, left = os.posix_fallocate, [2]
+
+    def full(handle, offset, length):
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        inner(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(saves, "AGAIN_S", 0.0)
+    assert _train("--train.steps", "12", "--state.save-every", "6") == 0
+    first, second = runs.events(place / "run", "warning")
+    assert (first["step"], second["step"]) == (6, 7)
+    assert "step-000006.partial cannot be written: No space left on device; make room" in first["text"]
+    assert first["text"].endswith("Training goes on, and saves again after step 7.")
+    assert f"warning: {first['text']}" in capsys.readouterr().out
+    assert [line["step"] for line in runs.events(place / "run", "saved")] == [8, 12]
+    assert [line["step"] for line in runs.events(place / "run", "step")] == list(range(1, 13))
+
+
+def test_a_disk_that_never_takes_a_checkpoint_ends_the_run_where_it_is_too_old(place, monkeypatch, capsys):
+    broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    monkeypatch.setattr(saves, "AGAIN_S", 1e9)
+    monkeypatch.setattr(saves, "PAUSES_S", (0.0,))
+    assert _train("--train.steps", "12", "--state.save-every", "2", "--state.save-patience", "3") == 1
+    assert "Input/output error; check the disk that it is on." in _error(capsys).splitlines()[-1]
+    assert [line["step"] for line in runs.events(place / "run", "warning")] == [2, 4, 6]
+    assert [line["step"] for line in runs.events(place / "run", "step")] == list(range(1, 7))
+    assert not checkpoints(place / "run" / "checkpoints")
 
 
 def test_a_fault_names_rank_step_and_instruction(place, capsys):

@@ -16,7 +16,7 @@ from typing import Any
 
 import superstep
 from superstep.cli.options import asks_for_help, asks_for_hosts
-from superstep.errors import SuperstepError, UserError, did_you_mean
+from superstep.errors import SuperstepError, UserError, did_you_mean, disk_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def reported(call: Callable[[], int]) -> int:
     except BrokenPipeError:  # as `| head` does when it has seen enough
         return 1
     except OSError as error:
-        print(f"superstep: fault: {error}.", file=sys.stderr)
+        print(f"superstep: fault: {disk_fault(error, 'a file', what='used')}", file=sys.stderr)
         return 1
 
 

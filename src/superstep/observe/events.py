@@ -1,7 +1,7 @@
 """What a run reports, as values, and the one seam they pass through.
 
     RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack
-                            | Fingerprinted | Corrupted | Goodput)*
+                            | Fingerprinted | Corrupted | Goodput | Warned)*
         │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -259,6 +259,17 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """Something went wrong that the run goes on in spite of: a checkpoint that could not be written, say."""
+
+    name: ClassVar[str] = "warning"
+    step: int
+    """Finished steps."""
+    text: str
+    """What, where, what would help, and what the run does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """How much of the run's time has made headway so far: after each checkpoint, and at the end."""
 
@@ -317,6 +328,7 @@ Event = (
     | Retried
     | Evaluated
     | Saved
+    | Warned
     | RunFinished
     | RunStopped
 )

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from superstep.observe.append_file import AppendFile, unwritable
-from superstep.observe.events import Event, Resumed, RolledBack, RunStarted
+from superstep.errors import disk_fault
+from superstep.observe.append_file import AppendFile
+from superstep.observe.events import Event, Resumed, RolledBack, RunStarted, Warned
 
 _TAIL_BYTES = 2**20
 
@@ -26,14 +27,23 @@ _TAIL_BYTES = 2**20
 class JsonLines:
     """The sink that keeps every event in one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, most_waiting_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Goes on after what ``path`` holds.
+
+        Args:
+            path: the file.
+            most_waiting_bytes: of lines that may wait in memory while the disk does not take them.
+            warn: told in a line when lines begin to wait.
 
         Raises:
             Fault: the file cannot be opened.
         """
         self._path = path
-        self._file = AppendFile(path)
+        self._warn = warn
+        self._most_bytes = most_waiting_bytes
+        self._file = self._opened()
         if _is_torn(path):
             self._file.append(b"\n")
 
@@ -46,12 +56,25 @@ class JsonLines:
         if isinstance(event, (Resumed, RolledBack)):
             self._file.close()
             drop_after(self._path, event.step)
-            self._file = AppendFile(self._path)
-        self._file.append(line(event), step=-1 if isinstance(event, RunStarted) else event.step)
+            self._file = self._opened()
+        step = -1 if isinstance(event, RunStarted) else event.step
+        before = self._file.problem
+        self._file.append(line(event), step=step)
+        if self._file.problem and not before:
+            text = f"{self._file.problem} Its lines wait in memory."
+            self._file.append(line(Warned(step=max(0, step), text=text)), step=step)
+            self._warn(text)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file.
+
+        Raises:
+            Fault: the disk does not take what has waited.
+        """
         self._file.close()
+
+    def _opened(self) -> AppendFile:
+        return AppendFile(self._path, most_waiting_bytes=self._most_bytes)
 
 
 def line(event: Event) -> bytes:
@@ -107,7 +130,7 @@ def drop_after(path: Path, step: int) -> None:
             os.fsync(new.fileno())
         beside.replace(path)
     except OSError as error:
-        raise unwritable(path, error, step=step) from error
+        raise disk_fault(error, path, step=step) from error
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ COUNTED = (
     ("resumed", "resumes", "Times that the run was gone on with."),
     ("rolled_back", "rollbacks", "Times that the run went back before a step."),
     ("retried", "retries", "Graders that failed."),
+    ("warning", "warnings", "What went wrong that the run went on in spite of: checkpoints that were not written."),
 )
 """Events that are counted."""
 

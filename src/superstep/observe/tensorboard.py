@@ -32,8 +32,9 @@ from superstep.observe.scalars import scalars
 class TensorBoard:
     """The sink that plots a run: ``tensorboard --logdir RUN``."""
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Opens a new event file in ``folder``; a resumed run's curves join those of the files before it.
+    def __init__(self, folder: Path, *, most_waiting_bytes: int = 0, clock: Callable[[], float] = time.time) -> None:
+        """Opens a new event file in ``folder``; a resumed run's curves join those of the files before it. So many bytes
+        may wait in memory while the disk does not take them.
 
         Raises:
             Fault: the file cannot be opened or written.
@@ -42,7 +43,7 @@ class TensorBoard:
         # TensorBoard reads the files of a folder in the order of their names, which begin with the time.
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._clock = clock
-        self._file = AppendFile(folder / name)
+        self._file = AppendFile(folder / name, most_waiting_bytes=most_waiting_bytes)
         self._file.append(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
 
     def write(self, event: Event) -> None:

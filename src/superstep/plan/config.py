@@ -255,6 +255,9 @@ class StateConfig:
     """Steps between checkpoints; the last step is always followed by one."""
     keep: int = 2
     """Checkpoints kept; older ones are deleted once a newer one is whole."""
+    save_patience: int = 3
+    """How many times `save_every` steps the newest checkpoint may be old before one that cannot be written ends the
+    run. Until then that is told, and the run trains on and saves again about 30 seconds later. 0: the first ends it."""
     store: str | None = None
     """Where checkpoints are copied to as well, by any URL that fsspec knows: `s3://bucket/run`, say. A run that is
     resumed where the disk has none goes on from there."""

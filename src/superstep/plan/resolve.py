@@ -237,6 +237,7 @@ def check_ranges(config: RunConfig) -> None:
         "train.seed": (config.train.seed, 0),
         "state.save_every": (config.state.save_every, 1),
         "state.keep": (config.state.keep, 1),
+        "state.save_patience": (config.state.save_patience, 0),
         "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
         "state.peers": (config.state.peers or 0, 0),
         "state.peer_bytes_per_s": (1 if config.state.peer_bytes_per_s is None else config.state.peer_bytes_per_s, 1),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from superstep.observe.append_file import unwritable
+from superstep.errors import disk_fault
 from superstep.program.instructions import Instruction
 from superstep.program.text import describe
 from superstep.runtime.collectives import Pending
@@ -58,7 +58,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 partial.unlink()
-            raise unwritable(path, error if isinstance(error, OSError) else OSError(str(error))) from error
+            raise disk_fault(error if isinstance(error, OSError) else OSError(str(error)), path) from error
 
 
 class _Named:

@@ -63,11 +63,14 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """A checkpoint that was written from a snapshot."""
+    """A checkpoint that was, or could not be, written from a snapshot."""
 
     step: int
     bytes: int
     seconds: float
+    is_on_disk: bool
+    problems: str
+    """Why it is not on the disk, or what could not be done beside it."""
 
 
 class Snapshots:
@@ -141,7 +144,7 @@ class Snapshots:
         position = self.fill(step)
         self.forget_after(step)
         for slot in self._memory.slots:
-            if self._memory.get(slot, "disk") in {WANTED, ON_DISK}:  # nobody has told of it yet
+            if self._memory.get(slot, "disk") in {WANTED, ON_DISK, FAILED}:  # nobody has told of it yet
                 self._watched.append(slot)
         self._pin()
         return position
@@ -177,11 +180,7 @@ class Snapshots:
                 self._watched.remove(slot)
 
     def begin(self, position: Position, told: Callable[[Flushed], None], *, is_for_disk: bool) -> None:
-        """The next step copies the state that it finds, which is that of ``position``; ``told`` as in ``tell``.
-
-        Raises:
-            Fault: an earlier one could not be written.
-        """
+        """The next step copies the state that it finds, which is that of ``position``; ``told`` as in ``tell``."""
         while (slot := self._memory.free_slot()) is None:
             self.tell(told)
             time.sleep(POLL_S)
@@ -247,18 +246,21 @@ class Snapshots:
         return found
 
     def tell(self, told: Callable[[Flushed], None]) -> None:
-        """Tell of the checkpoints that have come to the disk since this was last asked. Only then may their slots be
-        used again: if this process is killed before, the next one tells.
-
-        Raises:
-            Fault: one could not be written.
+        """Tell of the checkpoints that have come to the disk since this was last asked, and of those that could not.
+        Only then may their slots be used again: if this process is killed before, the next one tells.
         """
-        self.require_written()
         memory = self._memory
         self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
-        for slot in [slot for slot in self._watched if memory.get(slot, "disk") == ON_DISK]:
-            seconds = memory.get(slot, "microseconds") / 1e6
-            told(Flushed(memory.get(slot, "step"), memory.get(slot, "written_bytes"), seconds))
+        for slot in [slot for slot in self._watched if memory.get(slot, "disk") in {ON_DISK, FAILED}]:
+            told(
+                Flushed(
+                    step=memory.get(slot, "step"),
+                    bytes=memory.get(slot, "written_bytes"),
+                    seconds=memory.get(slot, "microseconds") / 1e6,
+                    is_on_disk=memory.get(slot, "disk") == ON_DISK,
+                    problems=memory.note(slot),
+                )
+            )
             memory.put(slot, "disk", KEPT)
             self._watched.remove(slot)
             if memory.refused is not None and memory.refused.step <= memory.get(slot, "step"):
@@ -267,15 +269,6 @@ class Snapshots:
     def is_behind(self) -> bool:
         """Whether the disk is still to have a snapshot."""
         return any(self._memory.get(slot, "disk") == WANTED for slot in self._watched)
-
-    def require_written(self) -> None:
-        """See that none has failed.
-
-        Raises:
-            Fault: one has; who owns the memory knows why.
-        """
-        if any(self._memory.get(slot, "disk") == FAILED for slot in self._memory.slots):
-            raise Fault("the checkpoint cannot be written from its snapshot.")
 
     def close(self) -> None:
         """Let the thread end."""

@@ -16,7 +16,6 @@ all ranks learn whether it went well on all of them.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from superstep.errors import Fault, StateError, SuperstepError
+from superstep.errors import DiskFault, Fault, StateError, SuperstepError, disk_fault
 from superstep.state import folders
 from superstep.state.durable import sync, write_text
 from superstep.state.manifest import (
@@ -85,8 +84,8 @@ def save(
         Bytes of tensors on disk.
 
     Raises:
-        Fault: it cannot be written: on every rank the same, of the first rank that could not. Nothing that was there
-            before is touched.
+        Fault: it cannot be written: on every rank the same, of the first rank that could not; a DiskFault where that
+            is the disk's. Nothing that was there before is touched.
     """
     saving = _Saving(folder, peers)
     try:
@@ -211,13 +210,10 @@ class _Saving:
                 folders.discard(self.partial)
 
     def _unwritable(self, error: Exception) -> Fault:
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        what = "the checkpoint cannot be written, and older ones are untouched"
         if isinstance(error, OSError):
-            why = f"{error.filename or self.partial}: {error.strerror or error}"
-        else:
-            why = f"{type(error).__name__}: {error}"
-        mend = "Free space, then resume." if is_full else "Mend that, then resume."
-        return Fault(f"the checkpoint cannot be written: {why}; older checkpoints are untouched. {mend}")
+            return DiskFault(f"{what}: {disk_fault(error, self.partial).message}")
+        return Fault(f"{what}: {type(error).__name__}: {error}")
 
 
 def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from superstep.errors import Fault, SuperstepError
+from superstep.errors import DiskFault, Fault, SuperstepError
 from superstep.state.checkpoint import save
 from superstep.state.damage import damaged
-from superstep.state.folders import checkpoint_at, checkpoints, prune
+from superstep.state.folders import checkpoint_at
 from superstep.state.piece import STATE
 from superstep.state.snapshot import (
     FAILED,
@@ -36,11 +36,14 @@ from superstep.state.snapshot import (
     wanted,
 )
 from superstep.state.together import Peers
-from superstep.state.verify import Alone, require_newest
+from superstep.state.verify import Alone, drop_old, is_there
 
 POLL_S = 0.02
 
 NICE = 10
+
+PAUSES_S = (1.0, 2.0, 4.0)
+"""Between tries to write a snapshot down."""
 
 
 class Flusher:
@@ -52,10 +55,9 @@ class Flusher:
     """
 
     def __init__(self, memories: Sequence[Memory], *, keep: int) -> None:
-        self.error: BaseException | None = None
-        """Why a checkpoint could not be written."""
         self._memories = memories
         self._keep = keep
+        self._failed: tuple[Wanted, int] | None = None
         self.idle = threading.Lock()
         """Who holds it sees nothing written meanwhile."""
         self._is_over = threading.Event()
@@ -78,32 +80,41 @@ class Flusher:
         while True:
             is_over = self._is_over.is_set()
             with self.idle:
-                found = None if self.error is not None else wanted(self._memories)
-                if found is not None:
-                    self._write(found)
-            if found is None:
-                if is_over:
-                    return
-                self._is_over.wait(POLL_S)
+                found = wanted(self._memories)
+                pause_s = POLL_S if found is None else self._write(found)
+            if found is None and is_over:
+                return
+            if pause_s:
+                self._is_over.wait(pause_s)
 
-    def _write(self, found: Wanted) -> None:
+    def _write(self, found: Wanted) -> float:
+        """Write a snapshot down; how long to wait before the next look."""
         began_s = time.perf_counter()
         parts = list(zip(self._memories, found.slots, strict=True))
         try:
-            size = self._save(found)
+            size, problems = write_down(parts, folder_of(self._memories[0]), self._keep, Alone())
+            outcome = ON_DISK
         except (SuperstepError, OSError) as error:
             wrong = damaged(parts)
             if wrong and all(memory.has_table for memory in self._memories):
                 self._refuse(found, wrong)
-                return
-            self.error = error
-            outcome, size = FAILED, 0
-        else:
-            outcome = ON_DISK
+                return 0.0
+            if isinstance(error, DiskFault) and (pause_s := self._pause_s(found)) is not None:
+                return pause_s
+            size, problems, outcome = 0, (str(error),), FAILED
+        self._failed = None
         for memory, slot in parts:
             memory.put(slot, "written_bytes", size)
             memory.put(slot, "microseconds", round(1e6 * (time.perf_counter() - began_s)))
+            memory.put_note(slot, " ".join(problems))
             memory.put(slot, "disk", outcome)
+        return 0.0
+
+    def _pause_s(self, found: Wanted) -> float | None:
+        """How long to wait before a snapshot that could not be written is tried again; None where it is not."""
+        tries = self._failed[1] if self._failed is not None and self._failed[0] == found else 0
+        self._failed = found, tries + 1
+        return PAUSES_S[tries] if tries < len(PAUSES_S) else None
 
     def _refuse(self, found: Wanted, wrong: Sequence[int]) -> None:
         """Have the disk want a snapshot no longer; rank 0 reads why, and all ranks copy their state again."""
@@ -114,12 +125,8 @@ class Flusher:
                 memory.put(slot, "disk", KEPT)
         self._memories[0].refuse(Refused(found.position.step, wrong[0]))
 
-    def _save(self, found: Wanted) -> int:
-        parts = list(zip(self._memories, found.slots, strict=True))
-        return write_down(parts, folder_of(self._memories[0]), self._keep, Alone())
 
-
-def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers: Peers) -> int:
+def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers: Peers) -> tuple[int, tuple[str, ...]]:
     """Write a state as a checkpoint. All who have parts of it call this together.
 
     Args:
@@ -129,10 +136,10 @@ def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers
         peers: who has the other parts.
 
     Returns:
-        Bytes of tensors on disk; 0 where it was there.
+        Bytes of tensors on disk, 0 where it was there; and a line for each old checkpoint that cannot be deleted.
 
     Raises:
-        Fault: it cannot be written, or a slot is damaged.
+        Fault: it cannot be written: a DiskFault where that is the disk's; or a slot is damaged.
     """
 
     def confirm() -> None:
@@ -141,15 +148,12 @@ def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers
 
     tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])
     place = checkpoint_at(root, position.step)
-    if peers.gather(peers.rank == 0 and place in checkpoints(root))[0]:  # the run has come by this step before
-        return 0
+    if is_there(peers, place):  # the run has come by this step before
+        return 0, ()
     mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
     shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
     files = next((found for found in peers.gather(mine) if found), {})
     tensors = dict.fromkeys(STATE, shapes)
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
-    require_newest(place, keep, peers)
-    if peers.rank == 0:
-        prune(root, keep)
-    return size
+    return size, drop_old(place, keep, peers)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from superstep.errors import Fault
+from superstep.errors import Fault, disk_fault
 from superstep.state.durable import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, is_manifest_of_ours
 
@@ -50,13 +50,23 @@ def leftovers(root: Path) -> list[Path]:
     )
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted."""
-    for old in _ours(root)[:-keep]:
-        _delete(old)
-    for path in list(_folders(root)):
-        if step_named(path.name.removesuffix(_PARTIAL)) is not None and _is_left(path):
+def prune(root: Path, keep: int) -> tuple[str, ...]:
+    """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted.
+
+    Returns:
+        A line for each folder that could not be deleted. The next call tries it again.
+    """
+    problems = []
+    try:
+        found = [*_ours(root)[:-keep], *_leavings(root)]
+    except OSError as error:
+        return (disk_fault(error, root, what="read").message,)
+    for path in found:
+        try:
             _delete(path)
+        except OSError as error:
+            problems.append(disk_fault(error, path, what="deleted").message)
+    return tuple(problems)
 
 
 def is_crowded(root: Path, keep: int) -> bool:
@@ -75,7 +85,7 @@ def begin(folder: Path) -> Path:
         Fault: a whole checkpoint has the name that this one will have.
     """
     if folder in checkpoints(folder.parent):
-        raise Fault(f"{folder} already holds a checkpoint; move it away, then resume.")
+        raise Fault(f"{folder} already holds a checkpoint; move it away.")
     partial = partial_of(folder)
     _clear_the_way(partial)
     make_folder(partial.parent)
@@ -90,7 +100,11 @@ def publish(partial: Path, folder: Path) -> None:
     sync(partial)
     _clear_the_way(folder)
     partial.rename(folder)
-    sync(folder.parent)
+    try:
+        sync(folder.parent)
+    except OSError:
+        folder.rename(partial)  # a name that the disk may not have is not to be seen
+        raise
 
 
 def discard(partial: Path) -> None:
@@ -137,6 +151,12 @@ def step_named(name: str) -> int | None:
 
 def _folders(root: Path) -> Iterator[Path]:
     return (path for path in root.glob("step-*") if path.is_dir())
+
+
+def _leavings(root: Path) -> list[Path]:
+    """What a crash, or a disk that failed, left of checkpoints."""
+    found = (path for path in _folders(root) if step_named(path.name.removesuffix(_PARTIAL)) is not None)
+    return [path for path in found if _is_left(path)]
 
 
 def _is_marked(path: Path) -> bool:

@@ -58,6 +58,8 @@ _IDENTITY: tuple[Field, ...] = ("step", "samples", "tokens", "turn")
 _IDENTITY_AT = 1 << 40
 """The place of the first of them: behind the words of any state."""
 
+NOTE_BYTES = 768
+_NOTES = 1024
 _WORD = struct.Struct("<Q")
 _MODULUS = 1 << 64
 _LAID_OUT, _TABLE_BYTES, _TABLE_CRC, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _ASKED = range(0, 56, 8)
@@ -174,6 +176,16 @@ class Memory:
     def put(self, slot: int, field: Field, value: int) -> None:
         """Set a number of a slot."""
         self._put(self._place(slot, field), value)
+
+    def note(self, slot: int) -> str:
+        """What the process that writes checkpoints has said of a slot."""
+        at = _NOTES + slot * NOTE_BYTES
+        return bytes(self.view[at : at + NOTE_BYTES]).rstrip(b"\0").decode(errors="ignore")
+
+    def put_note(self, slot: int, text: str) -> None:
+        """Say something of a slot; the end of a longer text is left out."""
+        at = _NOTES + slot * NOTE_BYTES
+        self.view[at : at + NOTE_BYTES] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
     def position(self, slot: int) -> Position:
         """Where training stood."""

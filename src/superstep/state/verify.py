@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from superstep.errors import Damaged, Fault, StateError
-from superstep.state.folders import checkpoints, is_crowded
+from superstep.errors import Damaged, DiskFault, Fault, StateError, SuperstepError, disk_fault
+from superstep.state.folders import checkpoints, is_crowded, prune, set_aside
 from superstep.state.manifest import MANIFEST, Manifest, read_manifest
 from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of, size_of
 from superstep.state.together import Peers, together
@@ -49,17 +49,23 @@ def glance(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, peers: Peers | None = None) -> Manifest:
+def verify(
+    folder: Path, peers: Peers | None = None, unreadable: Callable[[Exception], SuperstepError] | None = None
+) -> Manifest:
     """The manifest of a checkpoint of which every byte is what was written. Every rank calls this together, and reads
     its share of the tensors.
+
+    Args:
+        folder: the checkpoint.
+        peers: the ranks; none where there is one.
+        unreadable: the error to raise for what the system raises; a StateError by default.
 
     Raises:
         Damaged: something is not: on every rank the same.
         StateError: it is of another format, or this user may not read it.
     """
     peers = peers or Alone()
-
-    unreadable = _unreadable(folder, "resume from another")
+    unreadable = unreadable or _unreadable(folder, "resume from another")
     manifest = together(peers, lambda: glance(folder) if peers.rank == 0 else None, unreadable)[0]
     assert manifest is not None
     _require_tensors(folder, manifest, peers, unreadable)
@@ -94,7 +100,7 @@ def _unreadable(folder: Path, mend: str) -> Callable[[Exception], StateError]:
 
 
 def _require_tensors(
-    folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], StateError]
+    folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], SuperstepError]
 ) -> None:
     """See that every tensor of a manifest is what was written; each rank reads its share."""
     for found in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
@@ -128,25 +134,52 @@ def nothing_whole(why: str) -> StateError:
     )
 
 
-def require_newest(folder: Path, keep: int, peers: Peers) -> None:
-    """Where ``prune`` would delete a checkpoint now, read the newest back first: one that is whole always stays. Every
-    rank calls this together.
-
-    Raises:
-        Fault: the newest, just written, is not what was written; nothing has been deleted.
-    """
+def is_there(peers: Peers, place: Path) -> bool:
+    """Whether a run that was recovered saved a checkpoint before a rank was lost. Every rank calls this together."""
 
     def unreadable(error: Exception) -> Fault:
-        return Fault(f"{folder.parent} cannot be read ({error}); mend that, then resume.")
+        return disk_fault(error, place.parent, what="read")
 
-    if not together(peers, lambda: peers.rank == 0 and is_crowded(folder.parent, keep), unreadable)[0]:
-        return
+    return together(peers, lambda: not peers.rank and place in checkpoints(place.parent), unreadable)[0]
+
+
+def drop_old(newest: Path, keep: int, peers: Peers) -> tuple[str, ...]:
+    """Delete old checkpoints but for ``keep``, once the newest has been read back: a whole one always stays. Every rank
+    calls this together.
+
+    Returns:
+        A line for each thing that could not be done: old checkpoints stay longer then.
+
+    Raises:
+        DiskFault: the newest is not what was written: it has been moved aside, and nothing deleted.
+    """
+    root = newest.parent
+
+    def look() -> tuple[bool, tuple[str, ...]]:
+        try:
+            return is_crowded(root, keep), ()
+        except OSError as error:
+            return False, (disk_fault(error, root, what="read").message,)
+
+    is_full, problems = peers.gather(look() if peers.rank == 0 else None)[0] or (False, ())
+    if is_full:
+        _require_whole(newest, peers)
+    if not problems and peers.rank == 0:
+        problems = prune(root, keep)
+    return peers.gather(problems)[0]
+
+
+def _require_whole(newest: Path, peers: Peers) -> None:
+    def unreadable(error: Exception) -> Fault:
+        return disk_fault(error, newest, what="read")
+
     try:
-        verify(folder, peers)
-    except Damaged as error:
-        raise Fault(
-            f"{error.why}, although it has just been written: the disk loses bits. Older checkpoints are untouched. "
-            "Mend that, then resume."
+        verify(newest, peers, unreadable)
+    except (Damaged, DiskFault) as error:
+        together(peers, lambda: None if peers.rank else set_aside(newest), unreadable)
+        why = error.why if isinstance(error, Damaged) else error.message
+        raise DiskFault(
+            f"a checkpoint that has just been written is not whole, and is moved aside; older ones are untouched: {why}"
         ) from error
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.errors import Damaged, Fault
+from superstep.errors import Damaged, Fault, disk_fault
 from superstep.observe.events import Corrupted, Event, RolledBack
-from superstep.state.folders import checkpoint_at, checkpoints, set_aside, step_of
+from superstep.state.folders import checkpoints, set_aside, step_of
 from superstep.state.manifest import Position
 from superstep.state.together import together
 from superstep.train.course import Refused
@@ -168,7 +168,7 @@ def _states(session: Session, position: Position, aim: int) -> tuple[list[State]
     in_memory: list[State] = [(step, None) for step in set.intersection(*peers.gather(session.copies.steps()))]
 
     def unreadable(error: Exception) -> Fault:
-        return Fault(f"{session.folder.checkpoints} cannot be read ({error}); mend that, then resume.")
+        return disk_fault(error, session.folder.checkpoints, what="read")
 
     # One rank looks: what another sees of a network file system may be older.
     on_disk = together(peers, lambda: [] if peers.rank else checkpoints(session.folder.checkpoints), unreadable)[0]
@@ -201,7 +201,6 @@ def _void(session: Session, step: int) -> None:
                 set_aside(path, "rolled-back")
 
     def unmovable(error: Exception) -> Fault:
-        root: Path = checkpoint_at(session.folder.checkpoints, step).parent
-        return Fault(f"checkpoints in {root} cannot be moved ({error}); mend that, then resume.")
+        return disk_fault(error, session.folder.checkpoints, what="changed")
 
     together(session.peers, lambda: None if session.peers.rank else move(), unmovable)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from superstep.data.stream import Batch
+from superstep.errors import DiskFault
 from superstep.observe.doctor.seen import CHECKPOINT, VALIDATION
 from superstep.observe.events import (
     Evaluated,
@@ -21,6 +22,7 @@ from superstep.observe.events import (
     Saved,
     Sink,
     StepDone,
+    Warned,
 )
 from superstep.runtime.heart import beside
 from superstep.runtime.snapshots import Flushed
@@ -30,6 +32,7 @@ from superstep.train.beside import awaited
 from superstep.train.course import Refused
 from superstep.train.going_back import go_back, tell, tell_refused
 from superstep.train.integrity import ranks_text
+from superstep.train.saves import attempt
 from superstep.train.session import Session
 
 
@@ -71,9 +74,11 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
             session.copies.drain()
         if is_over or done.is_copy_refused:
             tell_refused(session, position.step, sink.write)
-        session.copies.tell(partial(_tell_flushed, session, sink.write))
-        if is_saved and (is_over or not session.want(position)):
-            sink.write(save(session, position))
+        session.copies.tell(partial(_tell_flushed, session, sink.write, is_over=is_over))
+        if is_saved and not is_over and session.want(position):
+            _warn(session.write_trace(position.step), position, sink.write)
+        elif is_saved:
+            save(session, position, sink.write, is_last=is_over)
         if is_stopped:
             elapsed_s = session.meter.elapsed_s()
             sink.write(RunStopped(step=position.step, elapsed_s=elapsed_s, tokens_seen=position.tokens))
@@ -202,14 +207,40 @@ def evaluate(session: Session, position: Position) -> Evaluated:
     return Evaluated(step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s)
 
 
-def save(session: Session, position: Position) -> Saved:
-    """A checkpoint of where training stands."""
+def save(session: Session, position: Position, told: Callable[[Event], None], *, is_last: bool) -> None:
+    """Write a checkpoint of where training stands; where the disk does not take it, have one due again soon."""
     start_s = time.perf_counter()
     with beside(session.heart, CHECKPOINT):
-        path, size = session.save(position)
-    return Saved(step=position.step, path=str(path), seconds=time.perf_counter() - start_s, bytes=size)
+        written = attempt(
+            session.saves,
+            position.step,
+            lambda: session.save(position),
+            told,
+            is_last=is_last,
+            step_s=lambda: session.peers.gather(session.meter.typical_step_s())[0],
+        )
+    if written is not None:
+        seconds = time.perf_counter() - start_s
+        told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+        _warn(written.problems, position, told)
 
 
-def _tell_flushed(session: Session, told: Callable[[Event], None], flushed: Flushed) -> None:
-    path = str(checkpoint_at(session.folder.checkpoints, flushed.step))
-    told(Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes))
+def _tell_flushed(session: Session, told: Callable[[Event], None], flushed: Flushed, *, is_over: bool = False) -> None:
+    """Tell of a checkpoint that was, or could not be, written from a snapshot; a run that is over has one to come.
+
+    Raises:
+        DiskFault: it could not, and the newest checkpoint is too old to go on.
+    """
+    if flushed.is_on_disk:
+        session.saves.note_saved(flushed.step)
+        path = str(checkpoint_at(session.folder.checkpoints, flushed.step))
+        told(Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes))
+    elif not is_over and session.saves.is_too_old(flushed.step):
+        raise DiskFault(flushed.problems, step=flushed.step)
+    if flushed.problems:
+        told(Warned(step=flushed.step, text=flushed.problems))
+
+
+def _warn(problems: Sequence[str], position: Position, told: Callable[[Event], None]) -> None:
+    for problem in problems:
+        told(Warned(step=position.step, text=problem))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.observe.append_file import unwritable
+from superstep.errors import disk_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file of the run directory; it is the new one or still the old one, never a part of either.
 
     Raises:
-        Fault: the disk is full or broken.
+        DiskFault: the disk is full or broken.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -100,4 +100,4 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise unwritable(path, error) from error
+        raise disk_fault(error, path) from error

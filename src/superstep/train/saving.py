@@ -1,21 +1,35 @@
-"""What surrounds a checkpoint of a session: the trace of the last step, and what rank 0 does beside."""
+"""What surrounds a checkpoint of a session: the trace of the last step, and what is told of the checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.errors import Fault
-from superstep.observe.append_file import unwritable
+from superstep.errors import DiskFault
 from superstep.runtime.clock import offset_to_rank_0
 from superstep.runtime.device import Device
 from superstep.runtime.launch import gather
 from superstep.runtime.mesh import Mesh
 from superstep.runtime.recorder import Recorder
-from superstep.state.folders import checkpoints
-from superstep.state.together import Peers, together
+from superstep.state.together import Peers
 from superstep.train.run_folder import RunFolder, write_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint that was written.
+
+    Attributes:
+        path: where it is.
+        bytes: of its tensors; 0 where it was there.
+        problems: what could not be done beside it, a line each: a trace that is not written, an old checkpoint that is
+            not deleted.
+    """
+
+    path: Path
+    bytes: int
+    problems: tuple[str, ...]
 
 
 def trace_of(record: Recorder, step: int, *, mesh: Mesh, device: Device) -> str:
@@ -27,29 +41,16 @@ def trace_of(record: Recorder, step: int, *, mesh: Mesh, device: Device) -> str:
     return json.dumps({"step": step, "ranks": [part for part in parts if part is not None]})
 
 
-def settle(peers: Peers, folder: RunFolder, trace: str, *, step: int, then: Callable[[], None] = lambda: None) -> None:
-    """Write the trace, and do what is then to do. Every rank calls this together.
+def write_trace(peers: Peers, folder: RunFolder, trace: str) -> tuple[str, ...]:
+    """Write the trace, on rank 0. Every rank calls this together.
 
-    Raises:
-        Fault: it cannot be done: on every rank the same.
+    Returns:
+        Why it could not be written, if so: a run goes on without.
     """
-
-    def work() -> None:
-        write_whole(folder.trace, trace)
-        then()
-
-    def unsettled(error: Exception) -> Fault:
-        known = error if isinstance(error, OSError) else OSError(0, repr(error))
-        return unwritable(folder.checkpoints, known, step=step)
-
-    # Rank 0 alone writes and deletes here; no rank goes on before it has, and all stop where it could not.
-    together(peers, lambda: work() if peers.rank == 0 else None, unsettled)
-
-
-def is_there(peers: Peers, place: Path) -> bool:
-    """Whether a run that was recovered saved a checkpoint before a rank was lost. Every rank calls this together."""
-
-    def unreadable(error: Exception) -> Fault:
-        return Fault(f"{place.parent} cannot be read ({error}); mend that, then resume.")
-
-    return together(peers, lambda: not peers.rank and place in checkpoints(place.parent), unreadable)[0]
+    problems: tuple[str, ...] = ()
+    if peers.rank == 0:
+        try:
+            write_whole(folder.trace, trace)
+        except DiskFault as fault:
+            problems = (fault.message,)
+    return peers.gather(problems)[0]

@@ -27,13 +27,13 @@ from superstep.runtime.router_counts import Routed
 from superstep.runtime.sleeping import Sleeping
 from superstep.serve.weights import Published
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at, prune
+from superstep.state.folders import checkpoint_at, checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory, damaged_text
 from superstep.state.start import fill
 from superstep.state.together import together
-from superstep.state.verify import require_newest, verify_weights
+from superstep.state.verify import drop_old, is_there, verify_weights
 from superstep.train.base import begin_base, drawn_base, files_of, resume_base
 from superstep.train.base_file import Base
 from superstep.train.batches import microbatches_of, rows, stream_of
@@ -48,7 +48,8 @@ from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
 from superstep.train.rehearsal import DIFFERS, Rehearsal
 from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.saving import is_there, settle, trace_of
+from superstep.train.saves import Saves
+from superstep.train.saving import Written, trace_of, write_trace
 from superstep.train.schedule import rate
 from superstep.train.weights_folder import weights_of
 
@@ -112,6 +113,7 @@ class Session:
         mine = self._engine.step_program.ranks[self._mesh.at.pp]
         self._profiler = Profiler(run.config.observe.profile, folder.profiles, world.rank, world.device, mine)
         self.copies = Copies(run.config.state.snapshot_every)
+        self.saves = Saves(run.config.state.save_every, run.config.state.save_patience)
         self.course = Course(run.config.rollback, run.config.train.skip)
 
     def _stream(self, split: SplitName) -> Epochs:
@@ -205,19 +207,18 @@ class Session:
         return position
 
     def recall(self, position: Position) -> None:
-        """Remember what this run has told of its steps before. Every rank calls this together."""
+        """Remember what this run has told of its steps before, and saved. Every rank calls this together."""
         known = list(read(self.folder.metrics)) if not self._peers.rank and self.folder.metrics.exists() else []
         taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
         wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-self.course.window_steps :]
-        self.course.recall(self._peers.gather(wanted)[0], position.step)
+        found = [] if self._peers.rank else checkpoints(self.folder.checkpoints)
+        lines, newest = self._peers.gather((wanted, step_of(found[-1]) if found else 0))[0]
+        self.course.recall(lines, position.step)
+        self.saves.note_saved(newest)
 
     def want(self, position: Position) -> bool:
-        """Have the state as it is now written to disk while training goes on, and the trace of the last step now; False
-        where nobody does so. Every rank calls this together.
-        """
-        if is_wanted := self.copies.want(position):
-            self._settle(position.step)
-        return is_wanted
+        """Have the state as it is now written to disk while training goes on; False where nobody does so."""
+        return self.copies.want(position)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
         """What this rank holds of the state."""
@@ -310,7 +311,7 @@ class Session:
 
     def is_saved(self, step: int) -> bool:
         """Whether a checkpoint follows the step, and with it its trace."""
-        return step % self.run.config.state.save_every == 0 or step == self.run.config.train.steps
+        return self.saves.is_due(step) or step == self.run.config.train.steps
 
     def _fault(self, error: RuntimeError, step: int) -> Fault:
         instructions = self._engine.step_program.ranks[self._mesh.at.pp]
@@ -363,12 +364,16 @@ class Session:
         self.meter.ask_memory()
         return total / tokens
 
-    def save(self, position: Position) -> tuple[Path, int]:
-        """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old."""
+    def save(self, position: Position) -> Written:
+        """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old. Every
+        rank calls this together.
+
+        Raises:
+            DiskFault: the disk does not take the checkpoint: on every rank the same.
+        """
         place = checkpoint_at(self.folder.checkpoints, position.step)
         if self.copies.snapshots is not None and is_there(self._peers, place):
-            self._settle(position.step)
-            return place, 0
+            return Written(place, 0, self.write_trace(position.step))
         size = save(
             place,
             self._engine.pieces(STATE),
@@ -377,13 +382,13 @@ class Session:
             tensors=dict.fromkeys(STATE, self._shapes),
             beside=self._beside,
         )
-        require_newest(place, self.run.config.state.keep, self._peers)
-        self._settle(position.step, lambda: prune(self.folder.checkpoints, self.run.config.state.keep))
-        return place, size
+        problems = drop_old(place, self.run.config.state.keep, self._peers)
+        return Written(place, size, problems + self.write_trace(position.step))
 
-    def _settle(self, step: int, then: Callable[[], None] = lambda: None) -> None:
+    def write_trace(self, step: int) -> tuple[str, ...]:
+        """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""
         trace = trace_of(self._record, step, mesh=self._mesh, device=self._device)
-        settle(self._peers, self.folder, trace, step=step, then=then)
+        return write_trace(self._peers, self.folder, trace)
 
     def publish(self, root: Path, position: Position) -> Published:
         """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.

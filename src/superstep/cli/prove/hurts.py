@@ -315,29 +315,28 @@ def _flip(run: HurtRun, draw: random.Random) -> Path:
 def _fill_disk(run: HurtRun) -> Hurt:
     """The launcher, which writes checkpoints, may write a page to a file beyond what it has said; then it may again."""
     before, saved = _before(run), checkpoints(run.folder.checkpoints)
-    _, hard = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.said_bytes() + FULL_BYTES, hard))
-    try:
-        status = run.process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired as error:
-        raise Fault("a checkpoint that could not be written did not end the run.") from error
-    seen_s, said = time.time() - before.at_s, run.said()
-    wrong = "" if status == 1 and "checkpoint" in said else f"exit status {status}: {said}"
+
+    def has_told(event: str, after: int = -1) -> bool:
+        return any(line.get("event") == event and line["step"] > after for line in run.tail())
+
+    limits = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.said_bytes() + FULL_BYTES, limits[1]))
+    run.wait_for(lambda: has_told("warning"), "a warning that a checkpoint cannot be written")
+    seen_s, wrong = time.time() - before.at_s, ""
     for place in [place for place in checkpoints(run.folder.checkpoints) if place in saved]:
         try:
             verify(place)
         except StateError as error:
             wrong = wrong or str(error)
-    ended = _before(run)
-    run.begin()
-    again_s, line = _trains_again(run, ended)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, limits)
+    run.wait_for(lambda: has_told("saved", before.step), "the next checkpoint")
     return Hurt(
         kind="full disk",
-        what="the launcher's files; begun again once there is room",
+        what="the launcher's files; the run trained on, and saved again once there was room",
         step=before.step,
         seen_s=seen_s,
-        again_s=again_s,
-        redone=ended.step - int(line["step"]),
+        again_s=time.time() - before.at_s,
+        redone=0,
         wrong=wrong,
     )
 

@@ -139,16 +139,13 @@ def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
     handles, memories = made(world)
     try:
         with Flusher(memories, keep=state.keep) as flusher:
-            try:
-                return recovering(
-                    lambda lost: leaving_words(
-                        job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost))
-                    ),
-                    memories,
-                    flusher.idle,
-                )
-            except Fault as fault:
-                raise (flusher.error or fault) from None
+            return recovering(
+                lambda lost: leaving_words(
+                    job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost))
+                ),
+                memories,
+                flusher.idle,
+            )
     finally:
         for memory in memories:
             memory.close()

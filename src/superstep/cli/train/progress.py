@@ -29,6 +29,7 @@ from superstep.observe.events import (
     RunStopped,
     Saved,
     StepDone,
+    Warned,
 )
 from superstep.observe.router_balance import busiest, dropped_share
 
@@ -55,6 +56,7 @@ class Progress:
         self.retried: Retried | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
+        self.warned: Warned | None = None
         self.goodput: Goodput | None = None
         self.finished: RunFinished | None = None
         self.stopped: RunStopped | None = None
@@ -79,8 +81,8 @@ class Progress:
                 self.retried = event
             case Evaluated():
                 self.evaluated = event
-            case Saved():
-                self.saved = event
+            case Saved() | Warned():
+                self._add_of_disk(event)
             case RunFinished():
                 self.finished = event
             case RunStopped():
@@ -91,6 +93,13 @@ class Progress:
                 self.goodput = event
             case _:
                 pass
+
+    def _add_of_disk(self, event: Saved | Warned) -> None:
+        match event:
+            case Saved():
+                self.saved = event
+            case Warned():
+                self.warned = event
 
     @property
     def steps(self) -> int:
@@ -148,8 +157,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case Evaluated():
             parts = [f"validation loss {event.loss:.4f}", *_beside_validation(progress)]
             parts.append(f"took {seconds_text(event.seconds)}")
-        case Saved():
-            parts = [f"saved {event.path}", bytes_text(event.bytes), f"took {seconds_text(event.seconds)}"]
+        case Saved() | Warned():
+            parts = _of_disk(event)
         case RunFinished():
             tokens = count_text(event.tokens_seen)
             said = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
@@ -289,6 +298,14 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
 # What both say.
 
 
+def _of_disk(event: Saved | Warned) -> list[str]:
+    match event:
+        case Saved():
+            return [f"saved {event.path}", bytes_text(event.bytes), f"took {seconds_text(event.seconds)}"]
+        case Warned():
+            return [f"warning: {event.text}"]
+
+
 def _of_tuning(event: LossTold | Rolled | Retried) -> list[str]:
     match event:
         case LossTold():
@@ -343,6 +360,8 @@ def _notes(progress: Progress) -> list[str]:
     if run and run.snapshot_bytes:
         predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory")
     notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
+    if warned := progress.warned:
+        notes.append(f"last warning, after step {warned.step}: {warned.text}")
     if again := progress.retried:
         notes.append(f"last graded again after step {again.step}: {again.why}")
     return [*notes, f"MFU: {progress.mfu_convention}"]

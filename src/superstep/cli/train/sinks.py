@@ -19,6 +19,9 @@ from superstep.observe.trackers import Asked, Mlflow, Tracked, Tracker, Trackio,
 from superstep.plan.config import ObserveConfig, RunConfig
 from superstep.train.run_folder import RunFolder, write_whole
 
+WAITING_BYTES = 2**22
+"""Of what is told of a run, that may wait for a disk that does not take it: about ten thousand steps."""
+
 Opens = Callable[[Any, Asked], Tracker]
 CLIENTS: dict[str, tuple[Opens, str]] = {
     "wandb": (Wandb, "wandb"),
@@ -71,9 +74,9 @@ def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
 
 def sinks(observe: ObserveConfig, folder: RunFolder, display: Sink, trackers: dict[str, Tracker]) -> Sequence[Sink]:
     """The sinks of a run whose folder has been written. The last one makes the page of what the others have told."""
-    found: list[Sink] = [JsonLines(folder.metrics), display]
+    found: list[Sink] = [JsonLines(folder.metrics, most_waiting_bytes=WAITING_BYTES, warn=_warn), display]
     if observe.tensorboard:
-        found.append(TensorBoard(folder.tensorboard))
+        found.append(TensorBoard(folder.tensorboard, most_waiting_bytes=WAITING_BYTES))
     if trackers:
         write_whole(folder.trackers, json.dumps({name: tracker.run for name, tracker in trackers.items()}))
     found += [Tracked(name, tracker, _warn) for name, tracker in trackers.items()]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from superstep.cli.describe import plan_text
 from superstep.cli.report import leave_report
@@ -32,6 +31,7 @@ from superstep.observe.events import (
     Saved,
     Sink,
     StepDone,
+    Warned,
 )
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
@@ -128,7 +128,7 @@ def _rank(world: World, job: Job) -> bool:
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), ExitStack() as stack:
         teller = _Teller(world, job, stack)
-        return train(world, job, teller.learnt, teller.saved, teller.retried)
+        return train(world, job, teller.learnt, teller.save, teller.retried)
 
 
 def _sampler(world: World, job: Job, number: int) -> None:
@@ -232,10 +232,9 @@ class _Teller:
         with self._lock:
             self._sink.write(event)
 
-    def saved(self, place: Path, seconds: float) -> None:
-        """A checkpoint."""
-        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
-        self._write(Saved(step=self._step, path=str(place), seconds=seconds, bytes=size))
-        if self._step == self._job.run.config.train.steps:
+    def save(self, event: Saved | Warned) -> None:
+        """A checkpoint, or what went wrong with one."""
+        self._write(event)
+        if isinstance(event, Saved) and event.step == self._job.run.config.train.steps:
             elapsed_s = time.perf_counter() - self._start_s
             self._write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))

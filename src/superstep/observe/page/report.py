@@ -143,6 +143,8 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
                 yield step, "validation", f"loss {line['loss']:.4f}" if line["loss"] is not None else "no finite loss"
             case "saved":
                 yield step, "saved", f"{line['path']}, {line['seconds']:.3g} s, {line['bytes'] / 2**20:.4g} MiB"
+            case "warning":
+                yield step, "warning", str(line["text"])
             case "retried":
                 yield step, "retried", str(line.get("why", ""))
             case "rolled_back":

@@ -27,7 +27,7 @@ from superstep.runtime.launch import World, gather
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
-from superstep.train.loop import save, steps
+from superstep.train.loop import steps
 from superstep.train.meter import Rate
 from superstep.train.proof.ragged import Ragged
 from superstep.train.run_folder import RunFolder
@@ -168,7 +168,7 @@ def _loop(world: World, run: Resolved, folder: Path, corpus: Path, wanted: range
             found |= {(step, piece_bits(piece)): hashed(piece.values) for piece in session.pieces(STATE)}
             found[step, POSITION] = repr(done.position)
             if not wanted.start and step + 1 == stop:
-                save(session, done.position)
+                session.save(done.position)
         running.close()
     finally:
         session.close()

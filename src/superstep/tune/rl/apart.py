@@ -37,7 +37,7 @@ from superstep.tune.rl.reinforce import PROGRAM, Job, beside, own_ranks, seated_
 from superstep.tune.rl.room import pages_for, sizes_of
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Left, Seat
-from superstep.tune.rl.training import Saved, Stopped, Tell, Training, nothing_saved
+from superstep.tune.rl.training import Stopped, Tell, TellSave, Training, tell_nobody
 
 SOCKET = "samplers"
 """Where samplers and the trainer meet, in the folder of their launch."""
@@ -181,7 +181,7 @@ def train_apart(
     world: World,
     job: Job,
     tell: Tell = lambda learnt: None,
-    saved: Saved = nothing_saved,
+    tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
 ) -> bool:
     """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
@@ -192,7 +192,7 @@ def train_apart(
     if job.rl.kl_coef:
         learner.keep_reference(job.start)
     timeout_s = job.rollout.timeout_s
-    training = Training(job.rl, job.rollout, job.program.asked.steps, learner, tell, saved)
+    training = Training(job.rl, job.rollout, job.program.asked.steps, learner, tell, tell_save)
     with ExitStack() as stack:
         exchange = _opened(world, job, stack, retried) if world.rank == 0 else None
         lane = TrainerLane(learner, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)

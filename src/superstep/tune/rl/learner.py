@@ -12,7 +12,6 @@ from torch import Tensor
 from superstep.data.stream import Batch
 from superstep.errors import Fault
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
-from superstep.observe.append_file import unwritable
 from superstep.plan.resolve import Resolved
 from superstep.program.text import write_program
 from superstep.runtime.engine import Engine, StepResult
@@ -20,18 +19,18 @@ from superstep.runtime.launch import World
 from superstep.runtime.mesh import build_mesh
 from superstep.runtime.sleeping import Sleeping
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at, prune
+from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.start import fill
-from superstep.state.together import together
-from superstep.state.verify import require_newest
+from superstep.state.verify import drop_old
 from superstep.train.base import begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of
 from superstep.train.model import model_alone, shapes_of, units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
 from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.saving import Written
 from superstep.train.schedule import rate
 
 MESH_TIMEOUT = timedelta(minutes=10)
@@ -199,10 +198,14 @@ class Learner:
             keep=1 << 30,
         ).path
 
-    def save(self) -> Path:
-        """Write a checkpoint, and drop those that are too old. Every rank calls this together."""
+    def save(self) -> Written:
+        """Write a checkpoint, and drop those that are too old. Every rank calls this together.
+
+        Raises:
+            DiskFault: the disk does not take it: on every rank the same.
+        """
         place = checkpoint_at(self._folder.checkpoints, self.position.step)
-        save(
+        size = save(
             place,
             self._engine.pieces(STATE),
             self.position,
@@ -210,18 +213,7 @@ class Learner:
             tensors=dict.fromkeys(STATE, self._shapes),
             beside=self._beside,
         )
-        require_newest(place, self.run.config.state.keep, self.peers)
-
-        def settle() -> None:
-            if self.peers.rank == 0:
-                prune(self._folder.checkpoints, self.run.config.state.keep)
-
-        def unsettled(error: Exception) -> Fault:
-            known = error if isinstance(error, OSError) else OSError(0, repr(error))
-            return unwritable(self._folder.checkpoints, known, step=self.position.step)
-
-        together(self.peers, settle, unsettled)
-        return place
+        return Written(place, size, drop_old(place, self.run.config.state.keep, self.peers))
 
     def sleep(self) -> None:
         """Give the memory of training back while shared ranks sample. On a CPU it would go from memory to memory."""

@@ -30,7 +30,7 @@ from superstep.tune.rl.room import pages_apart, pages_for, require_disk, require
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Seat, Seated
 from superstep.tune.rl.start import check_run
-from superstep.tune.rl.training import Saved, Stopped, Tell, Training, nothing_saved
+from superstep.tune.rl.training import Stopped, Tell, TellSave, Training, tell_nobody
 
 PROGRAM = "iterations.txt"
 """What is left of the run, as a text."""
@@ -206,7 +206,7 @@ def reinforce(
     world: World,
     job: Job,
     tell: Tell = lambda learnt: None,
-    saved: Saved = nothing_saved,
+    tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
 ) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
@@ -238,7 +238,7 @@ def reinforce(
         if world.rank == 0:
             graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-        training = Training(job.rl, job.rollout, config.train.steps, learner, tell, saved)
+        training = Training(job.rl, job.rollout, config.train.steps, learner, tell, tell_save)
         grading = Grading(record, graders, config.train.seed)
         timeout_s = job.rollout.timeout_s
         iterate = Iterate(config.train.seed, timeout_s, learner, training, seat, environment, record, grading)

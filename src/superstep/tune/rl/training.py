@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,9 @@ from superstep.grade.verdict import Verdict
 from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_policy import sequence_policy
+from superstep.observe.events import Saved, Warned
 from superstep.runtime.engine import StepResult
+from superstep.train.saves import Saves, attempt
 from superstep.train.schedule import rate
 from superstep.tune.rl.batch import Lessons, lessons_of, require_same_bits
 from superstep.tune.rl.config import RlConfig, RolloutConfig
@@ -28,11 +29,11 @@ class Stopped(Exception):
 
 
 Tell = Callable[[Learnt], None]
-Saved = Callable[[Path, float], None]
+TellSave = Callable[[Saved | Warned], None]
 
 
-def nothing_saved(place: Path, seconds: float) -> None:
-    """A ``Saved`` that does nothing."""
+def tell_nobody(event: Saved | Warned) -> None:
+    """A ``TellSave`` that does nothing."""
 
 
 class Training:
@@ -44,7 +45,7 @@ class Training:
         steps: of the whole run.
         learner: this rank's part in training.
         tell: told of each step.
-        saved: told of each checkpoint, and how long it took to write.
+        tell_save: told of each checkpoint, and of what went wrong with one.
     """
 
     def __init__(
@@ -54,14 +55,17 @@ class Training:
         steps: int,
         learner: Learner,
         tell: Tell,
-        saved: Saved = nothing_saved,
+        tell_save: TellSave = tell_nobody,
     ) -> None:
         self._rl = rl
         self._how = how
         self._steps = steps
         self._learner = learner
         self._tell = tell
-        self._saved = saved
+        self._tell_save = tell_save
+        state = learner.run.config.state
+        self._saves = Saves(state.save_every, state.save_patience)
+        self._saves.note_saved(learner.position.step)
         self._alike = Alike()
         self._all_cut = AllCut(rl, how, learner.run.config.data.sequence_tokens, steps)
         self._since_s = time.perf_counter()
@@ -101,13 +105,19 @@ class Training:
         learnt = learnt_of(groups, verdicts, result, step=step, lr=lr, seconds=seconds, sampling_s=sampling_s)
         self._tell(learnt)
         if result.is_stop_asked and step + 1 < self._steps:
-            self.save()
+            self.save(is_last=True)
             raise Stopped
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        begin_s = time.perf_counter()
-        self._saved(self._learner.save(), time.perf_counter() - begin_s)
+    def save(self, *, is_last: bool = False) -> None:
+        """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one."""
+        begin_s, step = time.perf_counter(), self._learner.position.step
+        is_last = is_last or step == self._steps
+        written = attempt(self._saves, step, self._learner.save, self._tell_save, is_last=is_last)
+        if written is not None:
+            seconds = time.perf_counter() - begin_s
+            self._tell_save(Saved(step=step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+            for problem in written.problems:
+                self._tell_save(Warned(step=step, text=problem))
 
     def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)

@@ -1,0 +1,107 @@
+"""When checkpoints are due, and what a run does where the disk does not take one: it trains on, and saves again soon.
+
+save_every = 200, save_patience = 3
+
+step 200 is not saved ── the run trains on ── saves again about 30 s later ── ... ── not after step 600 either: it ends
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from superstep.errors import DiskFault
+from superstep.observe.events import Warned
+
+T = TypeVar("T")
+
+AGAIN_S = 30.0
+"""How long a run trains on before it tries again."""
+
+PAUSES_S = (1.0, 5.0, 15.0)
+"""Between tries where the run ends unless one succeeds."""
+
+
+class Saves:
+    """The same on every rank.
+
+    Args:
+        every: steps between checkpoints.
+        patience: how many times so many steps the newest checkpoint may be old.
+    """
+
+    def __init__(self, every: int, patience: int) -> None:
+        self._every = every
+        self._most_steps = patience * every
+        self._newest = 0
+        self._again: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint follows a step."""
+        return step % self._every == 0 or step == self._again
+
+    def note_saved(self, step: int) -> None:
+        """The disk has the state after a step."""
+        self._newest, self._again = step, None
+
+    def is_too_old(self, step: int) -> bool:
+        """Whether a run that has come to a step must end if it cannot be saved."""
+        return step - self._newest >= self._most_steps
+
+    def try_again(self, step: int, step_s: float | None) -> int:
+        """Have a checkpoint due again after one that failed; after which step.
+
+        Args:
+            step: that was not saved.
+            step_s: what a step takes, where that is known.
+        """
+        regular = step + self._every - step % self._every
+        soon = regular if step_s is None else step + max(1, math.ceil(AGAIN_S / max(step_s, 1e-6)))
+        self._again = min(regular, soon)
+        return self._again
+
+
+def attempt(
+    saves: Saves,
+    step: int,
+    write: Callable[[], T],
+    told: Callable[[Warned], None],
+    *,
+    is_last: bool,
+    step_s: Callable[[], float | None] = lambda: None,
+) -> T | None:
+    """Save the state after a step. Every rank calls this together.
+
+    Args:
+        saves: what is due.
+        step: finished steps.
+        write: does it; raises the same on every rank.
+        told: of what went wrong.
+        is_last: whether the run ends here.
+        step_s: what a step takes; the same on every rank.
+
+    Returns:
+        What ``write`` returned; None where the disk did not take it, and the run is to train on.
+
+    Raises:
+        DiskFault: the disk does not take it, several times, and the run ends here or the newest checkpoint is too old.
+    """
+    pauses_s = iter(PAUSES_S)
+    while True:
+        try:
+            found = write()
+        except DiskFault as fault:
+            if not is_last and not saves.is_too_old(step):
+                again = saves.try_again(step, step_s())
+                told(Warned(step=step, text=f"{fault} Training goes on, and saves again after step {again}."))
+                return None
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                raise
+            told(Warned(step=step, text=f"{fault} It is tried again in {pause_s:g} s."))
+            time.sleep(pause_s)
+        else:
+            saves.note_saved(step)
+            return found
