@@ -9,7 +9,7 @@ import torch
 
 from superstep.kernels import checksum as module
 from superstep.kernels import native
-from superstep.kernels.checksum import BLOCK, checksum, copy_summed, reference
+from superstep.kernels.checksum import BLOCK, checksum, copy_summed, reference, word_sum
 
 SIZES = [0, 1, 37, 4096, 4097, 3 * 4096 + 5]
 
@@ -27,6 +27,7 @@ def test_the_kernel_and_torch_agree_with_the_formula(size, first):
     into = torch.full_like(values, float("nan"))
     found = int(checksum(values, first)), int(reference(values, first)), int(copy_summed(into, values, first))
     assert set(found) == {_plainly(values, first)}
+    assert int(word_sum(values)) == sum(values.view(torch.int32).tolist())
     assert torch.equal(into, values)
 
 
@@ -35,6 +36,7 @@ def test_without_a_compiler_the_sums_are_the_same(monkeypatch):
     by_kernel = int(checksum(values, 3))
     monkeypatch.setattr(module, "compiled", lambda: native.Built(None, "there is no compiler"))
     into = torch.empty_like(values)
+    assert int(word_sum(values)) == int(values.view(torch.int32).long().sum())
     assert int(checksum(values, 3)) == int(copy_summed(into, values, 3)) == by_kernel
     assert torch.equal(into, values)
 

@@ -69,28 +69,31 @@ def _config(every, **plan):
 
 
 def _go(rank, world, run, root, corpus, flip=None):
-    """What a run tells, on each rank: its steps and other events; ``flip`` is where a bit changes."""
+    """What a run tells, on each rank: its steps and other events; ``flip`` is where a bit changes: between two steps,
+    or just before or after the update of one.
+    """
     unknown = Rate(flops_per_token=None, peak_flops=None)
     session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     session.keep_snapshots(Memory(os.memfd_create(f"rank-{rank}")), None)
     told, losses = [], {}
     update, done_before = AdamW.step, []
 
-    def flipping(self, lr, norm):
-        if flip and flip["kind"] == "gradient" and not done_before and self.steps + 1 == flip["step"]:
+    def flips(when, step):
+        if flip and flip["when"] == when and not done_before and step == flip["step"]:
             done_before.append(None)
             if rank == flip["rank"]:
                 _flip(session, flip)
+
+    def flipping(self, lr, norm):
+        flips("before the update", self.steps + 1)
         update(self, lr, norm)
+        flips("after the update", self.steps)
 
     AdamW.step = flipping
     try:
         for done in steps(session, Position(), told=told.append):
             losses[done.position.step] = (done.event.loss, done.event.grad_norm)
-            if flip and flip["kind"] != "gradient" and not done_before and done.position.step == flip["step"]:
-                done_before.append(None)
-                if rank == flip["rank"]:
-                    _flip(session, flip)
+            flips("between steps", done.position.step)
     except Fault as fault:
         told.append(str(fault))
     finally:
@@ -156,7 +159,8 @@ def test_a_flipped_bit_is_found_and_its_rank_named(go, flips):
     for plan, kind, how in flips:
         world = resolve(_config(1, **plan)).plan.mesh.world
         drawn = {"step": (3, STEPS - 1), "rank": (0, world), "piece": (0, 99), "element": (0, 9999), "bit": (0, 31)}
-        flip = {"kind": kind} | {name: draw.randrange(*bounds) for name, bounds in drawn.items()}
+        when = "before the update" if kind == "gradient" else "between steps"
+        flip = {"kind": kind, "when": when} | {name: draw.randrange(*bounds) for name, bounds in drawn.items()}
         losses, told = go(flip, microbatch=2, **plan)
         corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
         assert [(event.ranks, event.how) for event in corrupted] == [((flip["rank"],), how)], (plan, flip, told)
@@ -166,9 +170,40 @@ def test_a_flipped_bit_is_found_and_its_rank_named(go, flips):
         assert losses == undisturbed, "done again, to the bit"
 
 
+NEAR_UPDATES = [
+    ({"dp": 2, "zero": 1}, "weight", "after the update"),
+    ({"dp": 2, "zero": 1}, "exp_avg", "before the update"),
+    ({"dp": 2, "zero": 3}, "exp_avg_sq", "after the update"),
+    ({"dp": 1, "tp": 2}, "weight", "after the update"),
+    ({"dp": 1, "pp": 2}, "exp_avg", "after the update"),
+    ({"dp": 1}, "weight", "before the update"),
+]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "flips", [NEAR_UPDATES[:2], pytest.param(NEAR_UPDATES[2:], marks=pytest.mark.long)], ids=["few", "others"]
+)
+def test_a_bit_that_flips_beside_an_update_in_state_that_one_rank_holds_is_found(go, flips):
+    """After the state was compared and before the update has read it, or between the update and the next comparison."""
+    draw = random.Random(13)
+    undisturbed = go(microbatch=2, dp=1)[0]
+    for plan, kind, when in flips:
+        world = resolve(_config(1, **plan)).plan.mesh.world
+        drawn = {"step": (3, STEPS - 1), "rank": (0, world), "piece": (0, 99), "element": (0, 9999), "bit": (0, 31)}
+        flip = {"kind": kind, "when": when} | {name: draw.randrange(*bounds) for name, bounds in drawn.items()}
+        losses, told = go(flip, microbatch=2, **plan)
+        corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
+        assert [(event.ranks, event.how, event.found) for event in corrupted] == [
+            ((flip["rank"],), "at rest", flip["step"])
+        ], (plan, flip, told)
+        assert f"{kind} of " in corrupted[0].what
+        assert losses == undisturbed, "done again, to the bit"
+
+
 @pytest.mark.multiproc
 def test_between_checks_a_flip_spreads_and_is_still_told_from_what_it_spread_to(go):
-    flip = {"kind": "weight", "step": 6, "rank": 1, "piece": 3, "element": 77, "bit": 29}
+    flip = {"kind": "weight", "when": "between steps", "step": 6, "rank": 1, "piece": 3, "element": 77, "bit": 29}
     losses, told = go(flip, every=4, microbatch=2, dp=2)
     corrupted = [event for event in told if not isinstance(event, str) and event.name == "corrupted"]
     assert [(event.ranks, event.found, event.how) for event in corrupted] == [((1,), 8, "replay")], told

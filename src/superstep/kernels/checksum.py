@@ -11,6 +11,7 @@ word on, and added in any order.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -44,7 +45,19 @@ def checksum(values: Tensor, first: int = 0) -> Tensor:
     library = compiled().library
     if library is None or values.device.type != "cpu":
         return reference(values, first)
-    return _summed(library.superstep_checksum, values.data_ptr(), values.numel(), first)
+    return _summed(library.superstep_checksum, [values], values.numel(), first)
+
+
+def word_sum(values: Tensor) -> Tensor:
+    """The plain sum of the words of a tensor, in which no word has a place: int64 [] on its device.
+
+    Args:
+        values: contiguous, of 32-bit numbers.
+    """
+    library = compiled().library
+    if library is None or values.device.type != "cpu":
+        return values.detach().view(torch.int32).sum(dtype=torch.int64)
+    return _summed(library.superstep_word_sum, [values], values.numel())
 
 
 def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
@@ -59,7 +72,7 @@ def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
     if library is None or values.device.type != "cpu":
         into.copy_(values, non_blocking=True)
         return reference(values, first)
-    return _summed(library.superstep_copy_summed, into.data_ptr(), values.data_ptr(), values.numel(), first)
+    return _summed(library.superstep_copy_summed, [into, values], values.numel(), first)
 
 
 def reference(values: Tensor, first: int = 0) -> Tensor:
@@ -72,8 +85,7 @@ def reference(values: Tensor, first: int = 0) -> Tensor:
     return total
 
 
-def _summed(function: ctypes._NamedFuncPointer, *arguments: int) -> Tensor:
+def _summed(function: ctypes._NamedFuncPointer, tensors: Sequence[Tensor], *counts: int) -> Tensor:
     """What a function of the library returns; other threads of Python run meanwhile."""
-    *addresses, count, first = arguments
     function.restype = c_int64
-    return torch.tensor(function(*map(c_void_p, addresses), c_int64(count), c_int64(first)))
+    return torch.tensor(function(*(c_void_p(x.data_ptr()) for x in tensors), *map(c_int64, counts)))

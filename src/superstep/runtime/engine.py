@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
 from superstep.runtime.assemble import assemble, sees_part
+from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import DONE, Pending, gather_sequence, sum_over
 from superstep.runtime.exact.modules import require_exact
 from superstep.runtime.executor import Executor
@@ -138,6 +139,10 @@ class Engine(Holding):
 
     def _snapshot(self, unit: int) -> Pending:
         return DONE if self.snapshots is None else self.snapshots.copy(unit)
+
+    def trained_buffers(self) -> Iterator[UnitBuffers]:
+        """Those that the optimizer updates."""
+        return (b for _, b in self._each() if not b.is_frozen)
 
     def keep_snapshots(self, memory: Memory) -> Snapshots:
         """Have the state copied into a memory by the step program, where it has a ``Snapshot`` and one is due."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ class Owned:
     ranges: tuple[tuple[int, int], ...]
 
 
+class Watcher(Protocol):
+    """Told of a unit's state, right before an update reads it, and right after the update has written it."""
+
+    def is_read(self, buffers: UnitBuffers) -> None:
+        """An update is about to."""
+
+    def is_written(self, buffers: UnitBuffers) -> None:
+        """It has been."""
+
+
+Update = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+"""Parameters, their gradients, and both moments."""
+
+
 class AdamW:
     """Adam with decoupled weight decay on matrices (Loshchilov 2019, algorithm 2), fp32 throughout.
 
@@ -50,6 +65,7 @@ class AdamW:
     Attributes:
         hyper: the settings of the next update.
         steps: updates so far.
+        watcher: with one, units are updated one after the other, and it is told of each.
     """
 
     def __init__(
@@ -60,19 +76,12 @@ class AdamW:
         self._world = world
         self._is_exact = is_exact
         self.steps = 0
+        self.watcher: Watcher | None = None
         # A pipeline rank may have units without parameters only.
         device = units[0].buffers.master.device if units else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)
-        self._decayed: tuple[list[Tensor], ...] = ([], [], [], [])
-        self._plain: tuple[list[Tensor], ...] = ([], [], [], [])
-        for unit in units:
-            b = unit.buffers
-            border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
-            for lists, part in ((self._decayed, slice(0, border)), (self._plain, slice(border, None))):
-                tensors = [buffer[part] for buffer in (b.master, b.reduced, b.exp_avg, b.exp_avg_sq)]
-                if tensors[0].numel():
-                    for entry, tensor in zip(lists, tensors, strict=True):
-                        entry.append(tensor)
+        self._of_unit = [_updates([unit]) for unit in units]
+        self._of_all = _updates(units)
 
     def sums(self, told: Tensor, excess: Excess, flags: Sequence[bool] = ()) -> tuple[float, list[float], list[bool]]:
         """The squared gradient norm and the numbers ``told``, each summed over all ranks, and which flags any rank has
@@ -116,10 +125,23 @@ class AdamW:
         """
         self.steps += 1
         self._count.fill_(self.steps)
+        if self.watcher is None:
+            self._update_all(self._of_all, lr, norm)
+        else:
+            for unit, updates in zip(self._units, self._of_unit, strict=True):
+                self.watcher.is_read(unit.buffers)
+                self._update_all(updates, lr, norm)
+                self.watcher.is_written(unit.buffers)
+        for unit in self._units:
+            if unit.buffers.zero == 0:
+                unit.buffers.refresh()
+
+    def _update_all(self, updates: tuple[Update, Update], lr: float, norm: float) -> None:
+        """What weight decay is for, and the rest."""
         h = self.hyper
         # The fused kernel divides gradients by grad_scale, so that clipping costs no pass of its own.
         scale = self._count.new_tensor(max(norm / h.clip_norm, 1.0))
-        for (params, grads, first, second), decay in ((self._decayed, h.weight_decay), (self._plain, 0.0)):
+        for (params, grads, first, second), decay in zip(updates, (h.weight_decay, 0.0), strict=True):
             if self._is_exact:
                 for tensors in zip(params, grads, first, second, strict=True):
                     # What an update makes and drops is as large as what is updated.
@@ -143,9 +165,6 @@ class AdamW:
                     grad_scale=scale,
                     found_inf=None,
                 )
-        for unit in self._units:
-            if unit.buffers.zero == 0:
-                unit.buffers.refresh()
 
     def _update(
         self, param: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float, scale: float
@@ -157,6 +176,20 @@ class AdamW:
         second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
         size = second.sqrt().mul_((1 - h.beta2**self.steps) ** -0.5).add_(h.eps)
         param.mul_(1 - lr * decay).sub_((first / size).mul_(lr / (1 - h.beta1**self.steps)))
+
+
+def _updates(units: Sequence[Owned]) -> tuple[Update, Update]:
+    """Of units, the parts that weight decay is for, and the others."""
+    decayed: Update = ([], [], [], [])
+    plain: Update = ([], [], [], [])
+    for b in (unit.buffers for unit in units):
+        border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
+        for lists, part in ((decayed, slice(0, border)), (plain, slice(border, None))):
+            tensors = [buffer[part] for buffer in (b.master, b.reduced, b.exp_avg, b.exp_avg_sq)]
+            if tensors[0].numel():
+                for entry, tensor in zip(lists, tensors, strict=True):
+                    entry.append(tensor)
+    return decayed, plain
 
 
 def _square(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superstep.kernels.checksum import word_sum
 from superstep.state.piece import Kind, Piece
 
 BLOCK = 1024
@@ -48,7 +49,7 @@ def part_of(piece: Piece) -> Part:
 def bit_sums(pieces: Sequence[Piece]) -> Tensor:
     """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the device that holds them."""
     device = pieces[0].values.device if pieces else None
-    sums = [piece.values.detach().view(torch.int32).sum(dtype=torch.int64) for piece in pieces]
+    sums = [word_sum(piece.values) for piece in pieces]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 

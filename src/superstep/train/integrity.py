@@ -2,13 +2,14 @@
 
     step s                                  step s + 1
     ... update ─ check ──────────────────── at rest? ─ update ...
-                  │                          │
-                  copies on other ranks      this rank's own sums of s: nothing has written to them since
-                  have the same sums
+         │        │                          │          │
+         │        copies on other ranks      │          each unit still has these sums when it is read
+         │        have the same sums         nothing has written to the state since
+         the sums of each unit, as it is written (``train.state_sums``): the check finds them still
 
 Ranks that hold the same part of a tensor compare the sums of its bits. Where they differ, most of them are right; where
 there are two, the steps are done again, and the one that is farther from what comes out then was wrong. What one rank
-alone holds can only be held against its own sums: between two steps it changes where memory does, on that rank.
+alone holds can only be compared with its own sums: between two updates it changes where memory does, on that rank.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from superstep.state.fingerprint import (
 )
 from superstep.state.piece import STATE, Kind, Piece
 from superstep.train.peers import RankPeers
+from superstep.train.state_sums import StateSums
 
 KINDS: tuple[Kind, ...] = (*STATE, "gradient")
 MOST_TIMES = 3
@@ -83,16 +85,28 @@ class Integrity:
         self._pieces: list[Piece] = []
         self._shared: list[Part] = []
         self._holders: dict[Part, list[int]] = {}
-        self._at_rest: torch.Tensor | None = None
+        self._sums: StateSums | None = None
         self._passed: deque[int] = deque((0, 0), maxlen=2)
         self._pending: Corruption | None = None
         self._times = 0
         self._found: Corruption | None = None
 
     def begin(self, step: int) -> None:
-        """The state after a step is taken for good, from where training goes on."""
+        """The state after a step is taken for good, from where training goes on. Every rank calls this together."""
         self._passed.extend((step, step))
-        self._at_rest = None
+        if self.every is not None:
+            self._look()
+            self._own.take()
+
+    def forget(self) -> None:
+        """Another state is loaded: what was known of the one before says nothing of it."""
+        if self._sums is not None:
+            self._sums.forget()
+
+    def watch(self, *, is_due: bool) -> None:
+        """Before a step: whether the state after it is looked at."""
+        if self._sums is not None:
+            self._sums.is_wanted = is_due
 
     @property
     def aim(self) -> int:
@@ -141,13 +155,17 @@ class Integrity:
             of_kind = [n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner]
             vector[len(place) + number] = salted[of_kind].sum()
         summed = sum_over(vector, self._engine.mesh.world)
+        prints = dict(zip(KINDS, map(written, summed[len(place) :].tolist()), strict=True))
+        state = sums[: len(self._state)]
+        wrong = self._changed(step, self._own.changed(state))
+        if wrong is not None:
+            return prints, wrong
         # Copies that are all alike sum to a multiple of each; 64 bits wrap around for both sides alike.
         is_wrong = (summed[slots] != count * sums[at]).any().to(torch.int64).view(1)
-        prints = dict(zip(KINDS, map(written, summed[len(place) :].tolist()), strict=True))
         if int(sum_over(is_wrong, self._engine.mesh.world)):
             return prints, self._suspect(step, pieces)
         self._passed.append(step)
-        self._at_rest = sums[: len([piece for piece in pieces if piece.kind != "gradient"])]
+        self._own.take(state)
         return prints, None
 
     def gradient(self) -> str:
@@ -165,20 +183,41 @@ class Integrity:
         """Why the step to come may not be taken: the state has changed since it was checked after ``step``. Every rank
         calls this together.
         """
-        if self._at_rest is None:
+        if self._sums is None or not self._sums.are_known:
             return ""
-        state = [piece for piece in self._pieces if piece.kind != "gradient"]
-        changed = (bit_sums(state) != self._at_rest).tolist()
-        self._at_rest = None
+        found = self._changed(step + 1, self._sums.changed(bit_sums(self._state)))
+        if found is None:
+            return ""
+        self._found = found
+        return f"{found.what} changed in the memory of {ranks_text(found.ranks)} since step {step}"
+
+    def _changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
+        """Which ranks' state something else than an update has changed, up to or in a step. Every rank calls this
+        together.
+
+        Args:
+            step: in which that is seen.
+            changed: of each of this rank's pieces.
+        """
         wrong = torch.zeros(self._peers.size, dtype=torch.int64, device=self._engine.mesh.device.torch)
-        wrong[self._peers.rank] = any(changed)
+        wrong[self._peers.rank] = changed.any()
         ranks = tuple(torch.nonzero(sum_over(wrong, self._engine.mesh.world)).flatten().tolist())
         if not ranks:
-            return ""
-        named = [f"{piece.kind} of {piece.name}" for piece, is_so in zip(state, changed, strict=True) if is_so]
+            return None
+        pieces = zip(self._state, changed.tolist(), strict=True)
+        named = [f"{piece.kind} of {piece.name}" for piece, is_so in pieces if is_so]
         what = _listed([name for names in self._peers.gather(named) for name in names])
-        self._found = Corruption(step=step + 1, what=what, ranks=ranks, how="at rest")
-        return f"{what} changed in the memory of {ranks_text(ranks)} since step {step}"
+        self._own.forget()
+        return Corruption(step=step, what=what, ranks=ranks, how="at rest")
+
+    @property
+    def _state(self) -> list[Piece]:
+        return [piece for piece in self._pieces if piece.kind != "gradient"]
+
+    @property
+    def _own(self) -> StateSums:
+        assert self._sums is not None, "looked for with the pieces"
+        return self._sums
 
     @property
     def has_found(self) -> bool:
@@ -204,6 +243,9 @@ class Integrity:
                 for part in parts:
                     self._holders.setdefault(part, []).append(rank)
             self._shared = sorted(part for part, ranks in self._holders.items() if len(ranks) > 1)
+            if self.every is not None:
+                self._sums = StateSums(self._state, self._engine.trained_buffers())
+                self._engine.optimizer.watcher = self._sums
         return self._pieces
 
     def _suspect(self, step: int, pieces: Sequence[Piece]) -> Corruption:

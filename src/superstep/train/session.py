@@ -163,6 +163,7 @@ class Session:
         """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
         if self._lesson is not None and not self._lesson.is_remembered(self):
             self.begin()
+        self.integrity.forget()
         position = load(checkpoint, self._engine.pieces(STATE), self._peers)
         if self.run.config.lora is not None:
             self._stands_on(resume_base(self.run, self._engine, self._peers, checkpoint))
@@ -202,6 +203,7 @@ class Session:
         is_damaged = self._peers.gather(self.copies.snapshots.is_damaged(step))
         if any(is_damaged):
             raise Damaged(f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}")
+        self.integrity.forget()
         position = self.copies.snapshots.fill(step)
         self._engine.loaded(step)
         return position
@@ -244,6 +246,7 @@ class Session:
             Fault: what torch raised, with the instruction that it was raised in.
         """
         self._record = recorder_for(self._device, is_kept=self.is_saved(step))
+        self.integrity.watch(is_due=self.integrity.is_due(step, is_saved=self.is_saved(step)))
         try:
             rehearsed = None
             if sample is not None and self._lesson is None and self._rehearsal.is_due(step):

@@ -1,4 +1,5 @@
-// The checksum of 32-bit words, taken alone or while they are copied: the sum of word i · (2 i + 1), modulo 2^64.
+// The checksum of 32-bit words, taken alone or while they are copied: the sum of word i · (2 i + 1), modulo 2^64. And
+// their plain sum.
 
 #include <algorithm>
 #include <cstdint>
@@ -41,6 +42,12 @@ extern "C" {
 
 int64_t superstep_checksum(const int32_t* words, int64_t count, int64_t first) {
   return checksum(words, count, first, Nothing{});
+}
+
+int64_t superstep_word_sum(const int32_t* words, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += words[i];
+  return total;
 }
 
 int64_t superstep_copy_summed(int32_t* into, const int32_t* words, int64_t count, int64_t first) {

@@ -1,0 +1,82 @@
+"""The sums of the bits of one rank's state, as its updates write them: what nothing else may change.
+
+    update of unit u          is_read: has it changed since?    is_written: these are its sums now
+
+Sums are taken unit by unit: between what an update writes and its sum, or a comparison and what the update reads, lies
+no more than the update of one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from superstep.runtime.buffers import UnitBuffers
+from superstep.state.fingerprint import bit_sums
+from superstep.state.piece import Piece
+
+
+class StateSums:
+    """Of one rank; a watcher of its optimizer.
+
+    Args:
+        pieces: of the state that it trains: views of the buffers.
+        buffers: of every unit that the optimizer updates.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buffers: Iterable[UnitBuffers]) -> None:
+        self._pieces = pieces
+        self._of: dict[int, list[int]] = {}
+        for b in buffers:
+            own = {tensor.untyped_storage().data_ptr() for tensor in (b.master, b.exp_avg, b.exp_avg_sq)}
+            self._of[id(b)] = [n for n, p in enumerate(pieces) if p.values.untyped_storage().data_ptr() in own]
+        self._sums: Tensor | None = None
+        self._has_changed: Tensor | None = None
+        self.is_wanted = False
+        """Whether the sums of what the next update writes are."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is something to compare with."""
+        return self._sums is not None
+
+    def take(self, sums: Tensor | None = None) -> None:
+        """The state is what it is to be; its sums, where they are known already."""
+        self._sums = bit_sums(self._pieces) if sums is None else sums.clone()
+        self._has_changed = None
+
+    def forget(self) -> None:
+        """The state is written to from elsewhere."""
+        self._sums = self._has_changed = None
+
+    def changed(self, sums: Tensor) -> Tensor:
+        """Which pieces were changed by something else, bool [pieces]; none where nothing is known.
+
+        Args:
+            sums: of the pieces as they are now.
+        """
+        found = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
+        return found if self._sums is None else found | (sums != self._sums)
+
+    def is_read(self, buffers: UnitBuffers) -> None:
+        """An update is about to read a unit."""
+        at = self._of[id(buffers)]
+        if self._sums is not None and at:
+            changed = torch.zeros_like(self._sums, dtype=torch.bool)
+            changed[at] = self._now(at) != self._sums[at]
+            self._has_changed = changed if self._has_changed is None else self._has_changed | changed
+
+    def is_written(self, buffers: UnitBuffers) -> None:
+        """An update has written a unit."""
+        at = self._of[id(buffers)]
+        if not self.is_wanted:
+            self._sums = None
+        elif at:
+            if self._sums is None:
+                self._sums = bit_sums(self._pieces)
+            self._sums[at] = self._now(at)
+
+    def _now(self, at: Sequence[int]) -> Tensor:
+        return bit_sums([self._pieces[n] for n in at])
