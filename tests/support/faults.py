@@ -2,7 +2,8 @@
 
 ``FAULTS`` is the table: what is wrong, on which layout and in which dtype, and what ``prove`` names first: the kind of
 the first wrong value; *loop* where the training loop does something else than the proof's own steps, *restart* where it
-does so only after a restart, or *rerun* where two runs of the same steps differ.
+does so only after a restart, or *rerun* where two runs of the same steps differ; *stream*, *validation* and *sampler*
+where these are not what plain code makes of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import plant_data
+import plant_reading
 import plant_seams
 import plant_sums
 import small
@@ -31,6 +33,7 @@ class Fault:
         first: what ``prove`` names first, or several of which any will do.
         compute: the dtype.
         model: fields of the model that differ.
+        data: fields of the data that differ.
         says: what a hint holds.
         everywhere: whether it is there where batches are made, too, before any rank is launched.
     """
@@ -40,6 +43,7 @@ class Fault:
     first: str
     compute: str = "fp32"
     model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     says: str = ""
     everywhere: bool = False
 
@@ -47,7 +51,7 @@ class Fault:
     def config(self):
         """The run that it is planted in."""
         found = small.config(compute=self.compute, **self.plan)
-        return replace(found, model=replace(found.model, **self.model))
+        return replace(found, model=replace(found.model, **self.model), data=replace(found.data, **self.data))
 
 
 MOE = {"experts": 4, "router": "dropless", "ffn": 24, "balance_weight": 0.1}
@@ -245,7 +249,9 @@ FAULTS: dict[str, Fault] = {
         plant=plant_data.prefetch_skips, plan={"dp": 2, "zero": 2}, first="loop"
     ),
     "the loop reads another rank's rows": Fault(plant=plant_data.loop_reads_other_rows, plan={"dp": 2}, first="loop"),
-    "each rank shuffles by its own seed": Fault(plant=plant_data.own_order, plan={"dp": 2, "zero": 1}, first="loop"),
+    "each rank shuffles by its own seed": Fault(
+        plant=plant_data.own_order, plan={"dp": 2, "zero": 1}, first="stream", says="rank 1"
+    ),
     "another order after a restart": Fault(plant=plant_data.new_order_after_a_restart, plan={"tp": 2}, first="restart"),
     "the next step's learning rate": Fault(
         plant=plant_data.rate_of_the_next_step, plan={"dp": 2, "zero": 3}, first="loop"
@@ -283,7 +289,69 @@ FAULTS: dict[str, Fault] = {
         everywhere=True,
     ),
     "one token too many in the divisor": Fault(
-        plant=plant_data.count_of_tokens, plan={"dp": 2}, first="loss", everywhere=True
+        plant=plant_data.count_of_tokens,
+        plan={"dp": 2},
+        first="stream",
+        says="valid tokens are counted",
+        everywhere=True,
+    ),
+    # What all ranks, the proof's own steps among them, read alike; validation; the sampler.
+    "padding counted as tokens that have a loss": Fault(
+        plant=plant_reading.padding_counted, plan={"dp": 2}, first="stream", says="padded: the batch at sample 0"
+    ),
+    "the same where rows are padded": Fault(
+        plant=plant_reading.padding_counted,
+        plan={"dp": 2},
+        data={"packed": False},
+        first="stream",
+        says="valid tokens are counted",
+        everywhere=True,
+    ),
+    "ranks read each other's rows, all alike": Fault(
+        plant=plant_reading.rotated_rows, plan={"dp": 2}, first="stream", says="row 0 of the batch: the token"
+    ),
+    "the target behind the next token": Fault(
+        plant=plant_reading.shifted_target,
+        plan={"dp": 2},
+        first="stream",
+        says="the target of place 0",
+        everywhere=True,
+    ),
+    "documents that start one token late": Fault(
+        plant=plant_reading.late_starts,
+        plan={"dp": 2},
+        data={"document_mask": True},
+        first="stream",
+        says="start of the document",
+        everywhere=True,
+    ),
+    "an order of each rank's own from the second epoch on": Fault(
+        plant=plant_reading.own_order_later, plan={"dp": 2}, first="stream", says="rank 1"
+    ),
+    "a padded piece that begins one token late": Fault(
+        plant=plant_reading.late_pieces, plan={"tp": 2}, first="stream", says="padded", everywhere=True
+    ),
+    "validation without its last batch": Fault(
+        plant=plant_reading.last_batch_skipped, plan={"dp": 2}, first="validation"
+    ),
+    "validation on the training text": Fault(
+        plant=plant_reading.validated_on_training, plan={"tp": 2}, first="validation"
+    ),
+    "validation of one rank's rows": Fault(plant=plant_reading.own_rows_validated, plan={"dp": 2}, first="validation"),
+    "a mean of the batches' means": Fault(
+        plant=plant_reading.mean_of_means, plan={"dp": 2}, data={"packed": False}, first="validation"
+    ),
+    "top-p that keeps one token too few": Fault(
+        plant=plant_reading.top_p_keeps_one_less, plan={"dp": 2}, first="sampler", says="number of tokens to draw from"
+    ),
+    "the temperature multiplied": Fault(
+        plant=plant_reading.temperature_multiplied, plan={"dp": 2}, first="sampler", says="temperature 0.7"
+    ),
+    "the same noise at each position": Fault(
+        plant=plant_reading.same_noise, plan={"dp": 2}, first="sampler", says="the token is"
+    ),
+    "a server that reads the logits of the row before": Fault(
+        plant=plant_reading.row_before, plan={"dp": 2}, first="sampler", says="of the saved checkpoint"
     ),
     "another gradient each time": Fault(plant=plant_data.another_each_time, plan={"dp": 2, "zero": 1}, first="rerun"),
 }

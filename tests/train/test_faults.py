@@ -19,14 +19,14 @@ def make_case(tmp_path_factory):
     """What ``superstep prove`` makes of a run, on random documents; the references of runs alike are made once."""
     root = tmp_path_factory.mktemp("faults")
     corpus = write_corpus(root / "corpus", vocab=VOCAB)
-    made: dict[tuple[str, bool], Cases] = {}
+    made: dict[tuple[str, str, str], Cases] = {}
 
     def make(fault: Fault, *, reruns: bool):
         if fault.everywhere:
             with fault.plant():
                 folder = root / f"planted {len(list(root.iterdir()))}"
                 return Cases(folder, corpus, steps=2).case(resolve(fault.config), reruns=reruns)
-        key = fault.compute, bool(fault.model)
+        key = fault.compute, str(fault.model), str(fault.data)
         cases = made.setdefault(key, Cases(root / str(len(made)), corpus, steps=2))
         return cases.case(resolve(fault.config), reruns=reruns)
 
@@ -44,24 +44,31 @@ def _prove_each(rank, world, names, cases):
     return found
 
 
-AGAIN = ("rerun", "restart", "loop")
-"""What only a second run can show."""
+BESIDE = ("stream", "validation", "sampler")
+"""What is held against plain code, beside the steps."""
+
+AGAIN = ("rerun", "restart", "loop", *BESIDE)
+"""What only a second run can show, or is looked at where there is one."""
 
 
 def _first(verdict):
     """What was named first, as ``Fault.first`` has it."""
+    if verdict.stream:
+        return "stream"
     if verdict.first is not None:
         return verdict.first.kind
     if verdict.again.is_rerun_same is False:
         return "rerun"
     if verdict.again.is_restart_same is False:
         return "restart" if verdict.again.first.startswith("after the restart") else "loop"
-    return "nothing"
+    if verdict.validation is not None and verdict.validation.is_wrong:
+        return "validation"
+    return "sampler" if verdict.sampler else "nothing"
 
 
 def _told(verdict):
     first = [verdict.first.describe()] if verdict.first else []
-    return [*first, *verdict.hints, verdict.again.first]
+    return [*verdict.wrong_beside, *first, *verdict.hints, verdict.again.first]
 
 
 def _caught(pool, make_case, names):
@@ -99,6 +106,9 @@ REPRESENTATIVE = (
     "another gradient each time",
     "gradients of linears 5% too large, in bf16 on any number of ranks",
     "the same with experts",
+    "padding counted as tokens that have a loss",
+    "validation without its last batch",
+    "top-p that keeps one token too few",
 )
 """One of each kind; all that there are take a few minutes."""
 
@@ -127,7 +137,7 @@ def test_the_table_has_every_kind_of_layout_and_dtype():
     for axis in ("pp", "dp", "cp", "tp", "ep", "replicas"):
         assert max(getattr(plan.mesh, axis) for plan in plans) > 1, axis
     assert {fault.compute for fault in FAULTS.values()} == {"fp32", "bf16"}
-    assert {fault.first for fault in FAULTS.values()} >= {"moment", "norm", "update", "restart", "loop", "rerun"}
+    assert {fault.first for fault in FAULTS.values()} >= {"moment", "norm", "update", *AGAIN}
 
 
 @pytest.mark.long
@@ -135,7 +145,7 @@ def test_the_table_has_every_kind_of_layout_and_dtype():
 def test_the_same_layouts_without_a_fault_are_proven(pool, make_case, names):
     faults = [FAULTS[name] for name in names if not FAULTS[name].everywhere]
     for compute in ("fp32", "bf16"):
-        plans = {str(fault.plan | fault.model): fault for fault in faults if fault.compute == compute}
+        plans = {str(fault.plan | fault.model | fault.data): fault for fault in faults if fault.compute == compute}
         cases = [make_case(fault, reruns=number % 4 == 0) for number, fault in enumerate(plans.values())]
         for world in (2, 4):
             here = [case for case in cases if case.run.plan.mesh.world == world]

@@ -17,15 +17,18 @@ def verdict_lines(case: Case, verdict: Verdict) -> Iterator[str]:
     """One layout's: the worst tensor of each kind first."""
     again = verdict.again
     wide = max(44, *(len(worst.name) + 1 for worst in verdict.worst))
-    yield f"{'':2}{'':10}{'worst tensor':{wide}}{'difference':>12}{'allowed':>10}"
+    yield f"{'':2}{'':12}{'worst tensor':{wide}}{'difference':>12}{'allowed':>10}"
     against = verdict.worst[0].against
     for worst in verdict.worst:
         if worst.against != against:
             against = worst.against
             yield f"  beside {against} in bf16"
         yield _row(worst, wide)
-    yield f"  {'rerun':10}{HELD[again.is_rerun_same]}"
-    yield f"  {'restart':10}{HELD[again.is_restart_same]}"
+    yield f"  {'rerun':12}{HELD[again.is_rerun_same]}"
+    yield f"  {'restart':12}{HELD[again.is_restart_same]}"
+    yield f"  {'stream':12}{_beside(verdict.stream)}"
+    yield f"  {'validation':12}{_validated(verdict.validation)}"
+    yield f"  {'sampler':12}{_beside(verdict.sampler)}"
     yield from _wrong(verdict)
     yield "Compared:"
     yield from (f"  - {line}" for line in seen(case, verdict))
@@ -75,8 +78,19 @@ def sweep_lines(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> Iterator[
     )
 
 
+def _beside(found: str | None) -> str:
+    return "not asked" if found is None else "WRONG" if found else "as plain code has it"
+
+
+def _validated(found: Difference | None) -> str:
+    if found is None:
+        return "not asked"
+    return f"{'WRONG: ' if found.is_wrong else ''}{found.relative:.1e} of {found.allowed:.0e}"
+
+
 def _wrong(verdict: Verdict) -> Iterator[str]:
     """The first that is wrong, and what can be said of it."""
+    yield from (f"  wrong: {text}" for text in verdict.wrong_beside)
     if verdict.first is not None:
         yield f"  first wrong: {verdict.first.describe()}"
         yield from (f"    {hint}" for hint in verdict.hints)
@@ -87,7 +101,7 @@ def _wrong(verdict: Verdict) -> Iterator[str]:
 def _row(worst: Difference, wide: int) -> str:
     name = worst.name or f"step {worst.step}"
     mark = "✗" if worst.is_wrong else " "
-    return f"{mark:2}{worst.kind:10}{name:{wide}}{worst.relative:>12.1e}{worst.allowed:>10.0e}"
+    return f"{mark:2}{worst.kind:12}{name:{wide}}{worst.relative:>12.1e}{worst.allowed:>10.0e}"
 
 
 def _largest(verdict: Verdict) -> float:

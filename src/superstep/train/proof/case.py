@@ -9,17 +9,23 @@ from pathlib import Path
 from superstep.data.stream import Batch
 from superstep.data.tokens import open_corpus
 from superstep.numerics.loss import IGNORE
-from superstep.plan.config import PlanConfig, TrainConfig
+from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, launch_on
 from superstep.train.batches import stream_of
 from superstep.train.model import resolved, units_of
 from superstep.train.proof.close import Verdict, has_same_roundings, prove, reference, write_one_rank, write_reference
 from superstep.train.proof.ragged import documents_begun, ragged_batches
+from superstep.train.proof.reference import reference_validation
+from superstep.train.proof.stream import plain_split
 
 DECAY = 20.0
 """Weight decay while proving: against first weights of 0.02 it makes 0.4 of what Adam makes, where 0.1 would make a
 tenth of what an update may differ by."""
+
+
+MOST_VALIDATED = 2
+"""Batches of a validation while proving: of two it shows where one is left out, or counts for more than its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class Case:
         one_rank: of the files of one rank of the engine in bf16; None in fp32.
         corpus: the folder of token files.
         reruns: whether it runs again, through the training loop and a restart.
+        validation: what the reference says of the held-out text, with the first weights.
     """
 
     run: Resolved
@@ -43,6 +50,7 @@ class Case:
     one_rank: Path | None
     corpus: Path
     reruns: bool
+    validation: float
 
 
 class Cases:
@@ -58,23 +66,28 @@ class Cases:
         self._root = root
         self._corpus = corpus
         self._steps = steps
-        self._clips: dict[Path, float] = {}
+        self._known: dict[Path, tuple[float, float]] = {}
 
     def case(self, run: Resolved, *, reruns: bool) -> Case:
         """The case of a layout. Writes the files of its references, where that is not done yet."""
         config = run.config
-        train = replace(config.train, steps=max(config.train.steps, self._steps))
+        validated = min(config.train.eval_batches, MOST_VALIDATED)
+        train = replace(config.train, steps=max(config.train.steps, self._steps), eval_batches=validated)
         if train.weight_decay > 0:
             train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
         batches = ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
         kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
         folder = self._root / kind
-        if folder not in self._clips:
+        if folder not in self._known:
             folder.mkdir(parents=True)
             model = units_of(run) if run.decoder is None or config.lora is not None else run.decoder
             clipped = write_reference(model, train, batches, folder, clips=True)
-            self._clips[folder] = clipped.clip_norm
-        train = replace(train, clip_norm=self._clips[folder])
+            self._known[folder] = (
+                clipped.clip_norm,
+                reference_validation(model, train.seed, self._held_out(config, train)),
+            )
+        clip_norm, validation = self._known[folder]
+        train = replace(train, clip_norm=clip_norm)
         lowered = replace(run, config=replace(config, train=train))
         return Case(
             run=lowered,
@@ -84,7 +97,13 @@ class Cases:
             one_rank=self._one_rank(lowered, batches, folder),
             corpus=self._corpus,
             reruns=reruns,
+            validation=validation,
         )
+
+    def _held_out(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
+        """What a validation goes over: as many global batches as are asked for, or as there are."""
+        plain, size = plain_split(config, open_corpus(self._corpus), "validation"), train.batch_sequences
+        return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
 
     def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
         """In bf16: what the engine gives on one rank, at the same microbatch."""
@@ -108,6 +127,7 @@ def prove_case(world: World, case: Case) -> Verdict:
         reruns=case.reruns,
         one_rank=case.one_rank,
         corpus=case.corpus,
+        validation=case.validation,
     )
 
 
@@ -138,6 +158,16 @@ def seen(case: Case, verdict: Verdict) -> Iterator[str]:
         yield "a second run by the training loop over its own stream, saved and resumed on the way: batches and bits"
     elif verdict.again.is_rerun_same is not None:
         yield "a second run by the training loop over its own stream: batches and bits"
+    if verdict.stream is not None:
+        yield (
+            "the stream with plain code: tokens, targets, documents, the order, each rank's rows and the count of "
+            "valid tokens; packed, masked and padded"
+        )
+    if verdict.validation is not None:
+        yield f"the validation loss over {train.eval_batches} batches of the held-out text, with one process in fp32"
+    if verdict.sampler is not None:
+        served = ", and answers of a server of the saved checkpoint" if verdict.again.served is not None else ""
+        yield f"the sampler with plain code: what top-k, top-p, min-p and temperature leave, and the draw{served}"
 
 
 def unseen(case: Case) -> Iterator[str]:
@@ -152,8 +182,9 @@ def unseen(case: Case) -> Iterator[str]:
         yield f"{below}. That is much: tp, cp and ep round otherwise in bf16; prove it in fp32 too, or with --exact"
     yield f"what begins after step {len(case.batches)} (--steps), or needs larger sizes than these"
     if not case.reruns or len(case.batches) < 2:
-        yield "the second run and the restart: not asked" if not case.reruns else "a restart: --steps 1 leaves none"
+        left_out = "the second run, the restart, the stream, validation and the sampler: not asked"
+        yield left_out if not case.reruns else "a restart: --steps 1 leaves none"
     else:
         yield "a restart on another layout (--exact has that), a race that showed in neither run"
-    yield "the model's own code and the order of samples: the reference runs the same modules on the same batches"
-    yield "validation, sampling, and the text behind the token files"
+    yield "the model's own code: the reference runs the same modules"
+    yield "the text behind the token files"

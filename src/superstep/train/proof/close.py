@@ -30,6 +30,8 @@ from superstep.train.proof.blame import hints
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.reference import reference_steps, unit_steps
 from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hashed, piece_bits
+from superstep.train.proof.sampler import draw_fault
+from superstep.train.proof.stream import stream_fault
 from superstep.train.schedule import rate
 
 TIMEOUT = timedelta(seconds=120)
@@ -45,6 +47,9 @@ class Verdict:
         first: the first value that is wrong, in the order of ``KINDS`` within each step; None if none is.
         hints: what is told of it: one factor that all gradients share, the instructions that made it.
         again: what a second run gave, and one that was stopped and resumed.
+        stream: what the stream reads otherwise than plain code, in words; None where it was not asked.
+        validation: the loss on the held-out text beside the reference's; None likewise.
+        sampler: what is drawn, or told of a draw, otherwise than by plain code; None likewise.
     """
 
     compared: int
@@ -52,6 +57,9 @@ class Verdict:
     first: Difference | None
     hints: tuple[str, ...]
     again: Again
+    stream: str | None = None
+    validation: Difference | None = None
+    sampler: str | None = None
 
     @property
     def is_deterministic(self) -> bool | None:
@@ -61,7 +69,14 @@ class Verdict:
     @property
     def is_proven(self) -> bool:
         """Whether everything held."""
-        return self.first is None and self.again.is_same
+        return self.first is None and self.again.is_same and not any(self.wrong_beside)
+
+    @property
+    def wrong_beside(self) -> tuple[str, ...]:
+        """What is wrong beside the steps, in words."""
+        is_off = self.validation is not None and self.validation.is_wrong
+        told = self.validation.describe() if self.validation is not None and is_off else ""
+        return tuple(text for text in (self.stream, told, self.sampler) if text)
 
 
 def write_reference(
@@ -123,6 +138,7 @@ def prove(  # noqa: PLR0913
     specs: Sequence[UnitSpec] | None = None,
     one_rank: Path | None = None,
     corpus: Path | None = None,
+    validation: float | None = None,
 ) -> Verdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
@@ -137,13 +153,40 @@ def prove(  # noqa: PLR0913
         reruns: run once more, which must give the same bits.
         specs: the units of a model that the run's configuration does not name.
         corpus: the token files that the batches are from. With them the second run is one of the training loop, over
-            its own stream, and is stopped, saved and resumed on the way.
+            its own stream, and is stopped, saved and resumed on the way; and stream and sampler are held against plain
+            code.
+        validation: what the reference says of the held-out text of that corpus, with the first weights.
     """
     specs = specs or units_of(run)
     has_order = _has_order(world, run)
     yardsticks = list(_yardsticks(run, folder, one_rank))
     with world.device.deterministic() if has_order else nullcontext():
-        return _judged(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
+        beside = _beside(world, run, corpus) if reruns and corpus is not None else (None, None)
+        verdict = _judged(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
+    stream, drawn = beside
+    sampler = drawn if verdict.again.served is None else drawn or verdict.again.served
+    return replace(
+        verdict, stream=stream, sampler=sampler, validation=_validated(verdict.again, validation, yardsticks)
+    )
+
+
+def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
+    """What the stream reads and what the sampler draws otherwise than plain code: the first that any rank finds."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
+    try:
+        mine = stream_fault(run, mesh, corpus)
+    finally:
+        mesh.destroy()
+    return next(filter(None, gather(mine)), ""), gather(draw_fault() if world.rank == 0 else "")[0]
+
+
+def _validated(again: Again, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
+    """The validation loss beside the reference's."""
+    if again.validation is None or wanted is None:
+        return None
+    relative = abs(again.validation - wanted) / (abs(wanted) or 1e-30)
+    allowed = yardsticks[0].allowed.of("loss", is_first=True)
+    return Difference(step=0, kind="validation loss", name="", relative=relative, allowed=allowed)
 
 
 def _has_order(world: World, run: Resolved) -> bool:

@@ -28,6 +28,9 @@ from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.train.schedule import rate
 
+Forward = Callable[[Tensor, Now, Mapping[str, Any]], Tensor]
+Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
@@ -63,19 +66,24 @@ def reference_steps(
             that is given stays, and ``weights`` multiply the cross entropy.
         clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it is at work.
     """
+    forward, specs = _decoder(shape, train.seed)
+    yield from _steps(forward, specs, _nats, train, batches, clips=clips)
+
+
+def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
     exchange = Local()
     model = Decoder(shape)
     specs = list(parameters(model, units(shape)).values())
     with torch.no_grad():
         for spec, param in specs:
-            param.copy_(initial(spec, param.shape, train.seed))
+            param.copy_(initial(spec, param.shape, seed))
 
     def forward(tokens: Tensor, now: Now, sight: Mapping[str, Any]) -> Tensor:
         exchange.now = now
         logits: Tensor = model(tokens, exchange=exchange, **sight)
         return logits
 
-    yield from _steps(forward, specs, _nats, train, batches, clips=clips)
+    return forward, specs
 
 
 def unit_steps(
@@ -84,16 +92,33 @@ def unit_steps(
     """The same for units of anyone's: each row's input goes through them one after the other. What a loss of their own
     divides by, the batch says. Where units have adapters, nothing else is trained.
     """
-    model = Row(specs, train.seed)
-    parts = list(model.parts.values())
+    forward, parts = _row(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
-    loss_sum = specs[-1].loss or _nats
+    yield from _steps(forward, trained, specs[-1].loss or _nats, train, batches, clips=clips)
+
+
+def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
+    model = Row(specs, seed)
 
     def forward(x: Tensor, now: Now, sight: Mapping[str, Any]) -> Tensor:
         out: Tensor = model(x, **sight)
         return out
 
-    yield from _steps(forward, trained, loss_sum, train, batches, clips=clips)
+    return forward, list(model.parts.values())
+
+
+@torch.no_grad()
+def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
+    """Nats per target that counts over some batches, with the first weights."""
+    forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _row(model, seed)
+    loss_sum = _nats if isinstance(model, ModelShape) else model[-1].loss or _nats
+    nats, count = 0.0, 0
+    for batch in batches:
+        for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
+            now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=seed, step=None)
+            nats += float(loss_sum(forward(tokens[None], now, _sight(batch, number)), targets[None]))
+            count += int((targets != IGNORE).sum())
+    return nats / count
 
 
 def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -112,8 +137,8 @@ def _divisor(batch: Batch, *, is_counted: bool) -> float:
 
 
 def _steps(
-    forward: Callable[[Tensor, Now, Mapping[str, Any]], Tensor],
-    specs: Sequence[tuple[ParamSpec, nn.Parameter]],
+    forward: Forward,
+    specs: Parts,
     loss_sum: Callable[[Tensor, Tensor], Tensor],
     train: TrainConfig,
     batches: Sequence[Batch],
@@ -137,8 +162,7 @@ def _steps(
         # Row by row: nothing of how a layout splits the batch is repeated here.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
             now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
-            sight = {} if batch.starts_BS is None else _documents(batch.starts_BS[number].tolist())
-            out = forward(tokens[None], now, sight)
+            out = forward(tokens[None], now, _sight(batch, number))
             nats = loss_sum(out, targets[None]) if weights is None else _nats(out, targets[None], weights[number])
             row = nats / divisor
             row.backward()
@@ -164,6 +188,11 @@ def _steps(
             exp_avg={name: x.clone() for spec, state in moments for name, x in spec.views(state["exp_avg"])},
             exp_avg_sq={name: x.clone() for spec, state in moments for name, x in spec.views(state["exp_avg_sq"])},
         )
+
+
+def _sight(batch: Batch, number: int) -> Mapping[str, Any]:
+    """What a row's tokens see."""
+    return {} if batch.starts_BS is None else _documents(batch.starts_BS[number].tolist())
 
 
 def _documents(starts: Sequence[int]) -> dict[str, Any]:

@@ -4,8 +4,8 @@
     second run    Session, Stream, Prefetcher    step 0   step 1    the same hashes; saved between the two
                   a new Session, loaded                   step 1    the same hashes
 
-So the data cursor, the checkpoint, the count of steps behind the learning rate, and what each rank consumes are in the
-proof.
+Before its first step the second run validates; what it has saved is served. So the data cursor, the checkpoint, the
+count of steps behind the learning rate, and what each rank consumes are in the proof.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from pathlib import Path
 from torch import Tensor
 
 from superstep.data.stream import Batch
+from superstep.data.tokens import open_corpus
 from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, gather
 from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE, Piece
-from superstep.train.loop import steps
+from superstep.train.loop import evaluate, steps
 from superstep.train.meter import Rate
 from superstep.train.proof.ragged import Ragged
+from superstep.train.proof.sampler import PROMPTS, can_serve, served_fault
+from superstep.train.proof.stream import plain_split
 from superstep.train.run_folder import RunFolder
 from superstep.train.session import Session
 
@@ -49,11 +52,15 @@ class Again:
         is_rerun_same: whether it gave the same bits; None where it was not asked.
         is_restart_same: whether the steps after a restart did; None where there was none.
         first: the first that differs, in words.
+        validation: the loss on the held-out text before the first step; None where there was no training loop.
+        served: what a server of the checkpoint tells otherwise than a plain decoder, in words; None where none did.
     """
 
     is_rerun_same: bool | None = None
     is_restart_same: bool | None = None
     first: str = ""
+    validation: float | None = None
+    served: str | None = None
 
     @property
     def is_same(self) -> bool:
@@ -106,19 +113,22 @@ def go_again(
     folder = Path(gather(tempfile.mkdtemp(prefix="superstep-restart-") if world.rank == 0 else "")[0])
     try:
         stop = (count + 1) // 2
-        rerun = _first(_differing(_loop(world, run, folder, corpus, range(count), stop), before, _shown(before, 0)))
+        found, validation = _loop(world, run, folder, corpus, range(count), stop)
+        rerun = _first(_differing(found, before, _shown(before, 0)))
         resumed = ""
         if not rerun and stop < count:
-            found = _loop(world, run, folder, corpus, range(stop, count), stop)
+            found, _ = _loop(world, run, folder, corpus, range(stop, count), stop)
             resumed = _first(_differing(found, before, _shown(before, stop)))
         if not rerun and not resumed:
-            return Again(is_rerun_same=True, is_restart_same=True if stop < count else None)
+            served = _served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
+            restart = True if stop < count else None
+            return Again(is_rerun_same=True, is_restart_same=restart, validation=validation, served=served)
         # Was it a race, or does the training loop do something else than the proof's own steps?
         by_itself = _reran(straight(), before)
         if not by_itself.is_rerun_same:
             return by_itself
         first = f"in the training loop, {rerun}" if rerun else f"after the restart, {resumed}"
-        return Again(is_rerun_same=True, is_restart_same=False, first=first)
+        return Again(is_rerun_same=True, is_restart_same=False, first=first, validation=validation)
     finally:
         # Every rank has told what it found, and so has read what it needs; one that failed waits for none.
         if world.rank == 0:
@@ -149,9 +159,22 @@ def _first(mine: list[tuple[int, int, str]]) -> str:
     return min((part[0] for part in gather(mine[:1]) if part), default=(0, 0, ""))[2]
 
 
-def _loop(world: World, run: Resolved, folder: Path, corpus: Path, wanted: range, stop: int) -> Bits:
+def _served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -> str | None:
+    """What rank 0's server of a checkpoint tells wrongly, on every rank; None where it cannot be asked."""
+    if not can_serve(run):
+        return None
+    fault = ""
+    if world.rank == 0:
+        plain = plain_split(run.config, open_corpus(corpus), "validation")
+        fault = served_fault(run, checkpoint, [tokens for tokens, _, _ in plain.rows(0, PROMPTS)])
+    return gather(fault)[0]
+
+
+def _loop(
+    world: World, run: Resolved, folder: Path, corpus: Path, wanted: range, stop: int
+) -> tuple[Bits, float | None]:
     """What the training loop gives for these steps: from the start, leaving a checkpoint of ``stop`` finished steps; or
-    from that.
+    from that. And from the start, the validation loss before them.
     """
     gc.collect()  # an engine is a ring of references: else the one before it would still be held
     rate = Rate(flops_per_token=None, peak_flops=None)
@@ -159,6 +182,7 @@ def _loop(world: World, run: Resolved, folder: Path, corpus: Path, wanted: range
     found: Bits = {}
     try:
         position = session.load(checkpoint_at(session.folder.checkpoints, stop)) if wanted.start else Position()
+        validation = None if wanted.start else evaluate(session, position).loss
         seen: list[Batch] = []
         running = steps(session, position, seen.append)
         for step, done in zip(wanted, islice(running, len(wanted)), strict=False):
@@ -172,4 +196,4 @@ def _loop(world: World, run: Resolved, folder: Path, corpus: Path, wanted: range
         running.close()
     finally:
         session.close()
-    return found
+    return found, validation

@@ -1,0 +1,155 @@
+"""prove: the sampler against plain code: which tokens may be drawn, which one is, and what is told of it.
+
+The rule of a draw is held against a few lines of plain Python on random logits. Then a server of the checkpoint that
+the proof has saved draws tokens, and their log-probabilities are held against a decoder of plain torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.hf import load_weights
+from superstep.model.unit import global_tensors
+from superstep.plan.resolve import Resolved
+from superstep.serve.compute.draw import Seen, draw, totals_of
+from superstep.serve.config import ServeConfig
+from superstep.serve.load import open_engine
+from superstep.serve.offline import generate
+from superstep.serve.request import Sampling
+
+SAMPLINGS = (
+    Sampling(temperature=0.0),
+    Sampling(seed=1),
+    Sampling(seed=2, temperature=0.7),
+    Sampling(seed=3, top_k=5),
+    Sampling(seed=4, top_p=0.9, temperature=1.5),
+    Sampling(seed=5, min_p=0.05),
+    Sampling(seed=6, top_k=40, top_p=0.8, min_p=0.01, temperature=0.9),
+)
+ROWS, VOCAB = 16, 101
+"""Of random logits."""
+
+NEAR = 1e-4
+"""Nats by which log-probabilities of fp32 may differ; they are rounded to 1e-6, and the model's sums to 1e-5."""
+
+NEAR_BF16 = 0.1
+"""The same of a model in bf16, whose logits of size 4 have a spacing of 0.03."""
+
+PROMPTS, TOKENS = 4, 8
+"""Answers of the served checkpoint, and tokens of each."""
+
+
+class PlainDraw(NamedTuple):
+    """What a draw must be.
+
+    Attributes:
+        token: its id.
+        kept: tokens that could have been drawn.
+        logprob: of the model's distribution.
+        drawn_logprob: of the one that was drawn from.
+    """
+
+    token: int
+    kept: int
+    logprob: float
+    drawn_logprob: float
+
+
+def plain_draw(logits: Sequence[float], how: Sampling, position: int) -> PlainDraw:
+    """A draw as its documentation says it: top-k first, of those top-p, of those min-p, then the largest sum of score
+    and Gumbel noise, which is a hash of seed, position and token.
+    """
+    logprobs = _log_softmax(dict(enumerate(logits)))
+    if how.temperature == 0.0:
+        token = max(range(len(logits)), key=lambda v: logits[v])
+        return PlainDraw(token, 1, logprobs[token], 0.0)
+    scores = {v: logit / how.temperature for v, logit in enumerate(logits)}
+    order = sorted(scores, key=lambda v: -scores[v])[: how.top_k or None]
+    share = {v: math.exp(logp) for v, logp in _log_softmax({v: scores[v] for v in order}).items()}
+    kept, before = [], 0.0
+    for v in order:
+        if before < how.top_p and share[v] >= how.min_p * share[order[0]]:
+            kept.append(v)
+        before += share[v]
+    noisy = {v: scores[v] + _gumbel(how.seed, position, v) for v in kept}
+    token = max(noisy, key=lambda v: noisy[v])
+    return PlainDraw(token, len(kept), logprobs[token], _log_softmax({v: scores[v] for v in kept})[token])
+
+
+def _log_softmax(scores: dict[int, float]) -> dict[int, float]:
+    largest = max(scores.values())
+    total = largest + math.log(sum(math.exp(score - largest) for score in scores.values()))
+    return {v: score - total for v, score in scores.items()}
+
+
+def _gumbel(seed: int, position: int, token: int) -> float:
+    """Minus log of minus log of a number in (0, 1): MurmurHash3's finalizer of a key and a token."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little")
+    word = (token * 0x9E3779B97F4A7C15 + key) % 2**64
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 1):
+        word = ((word ^ (word >> 33)) * factor) % 2**64
+    return -math.log(-math.log(((word >> 11) + 0.5) / 2**53))
+
+
+def draw_fault() -> str:
+    """What is drawn otherwise than plain code does, in words; empty where nothing is."""
+    logits_RV = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
+    for how in SAMPLINGS:
+        for position, (logits_V, totals) in enumerate(zip(logits_RV, totals_of(logits_RV), strict=True)):
+            told = draw(logits_V, totals, how, Seen((), ()), position)
+            wanted = plain_draw(logits_V.tolist(), how, position)
+            found = (
+                ("token", told.token, wanted.token, 0.0),
+                ("number of tokens to draw from", told.kept or VOCAB, wanted.kept, 0.0),
+                ("log-probability", told.logprob, wanted.logprob, NEAR),
+                ("log-probability after temperature and cuts", told.drawn_logprob, wanted.drawn_logprob, NEAR),
+            )
+            for name, ours, plain, allowed in found:
+                if not abs(ours - plain) <= allowed:
+                    asked = f"temperature {how.temperature}, top_k {how.top_k}, top_p {how.top_p}, min_p {how.min_p}"
+                    return f"the sampler, with {asked}: the {name} is {ours:g}, not {plain:g}"
+    return ""
+
+
+def can_serve(run: Resolved) -> bool:
+    """Whether a checkpoint of the run can be held against a plain decoder, row by row."""
+    return run.decoder is not None and run.decoder.moe is None and run.config.lora is None
+
+
+def served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[int]]) -> str:
+    """What a server of a checkpoint tells otherwise than a plain decoder, in words; empty where nothing is.
+
+    Args:
+        run: of ``can_serve``.
+        checkpoint: of its weights.
+        texts: tokens to begin with.
+    """
+    compute = run.config.numerics.compute
+    serve = ServeConfig(context_tokens=run.config.data.sequence_tokens, requests=PROMPTS, compute=compute)
+    engine = open_engine(checkpoint, serve)
+    prompts = [list(text[: max(1, len(text) - TOKENS)]) for text in texts[:PROMPTS]]
+    asked = [Sampling(seed=n, max_tokens=TOKENS, ignore_eos=True) for n in range(len(prompts))]
+    answers = generate(engine, prompts, asked)
+    engine.end()
+    decoder = Decoder(run.shape)
+    load_weights(checkpoint, global_tensors(decoder, units(run.shape)))
+    allowed = NEAR if compute == "fp32" else NEAR_BF16
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logprobs_SV = decoder(torch.tensor([prompt + answer.ids]))[0].log_softmax(-1)
+        for place, told in enumerate(answer.tokens, len(prompt)):
+            plain = float(logprobs_SV[place - 1, told.token])
+            if not abs(told.logprob - plain) <= allowed:
+                return (
+                    f"the sampler of the saved checkpoint: token {place} (id {told.token}) has log-probability "
+                    f"{told.logprob:g}, and {plain:g} by a plain decoder; {allowed:g} is allowed"
+                )
+    return ""

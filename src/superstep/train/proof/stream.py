@@ -1,0 +1,89 @@
+"""prove: the stream of a run against plain code, on each rank, whatever the proof's own batches are.
+
+    cursor 0, the batch behind it, the batch in which an epoch ends      training: packed, masked, padded
+    cursor 0, the batch behind it                                        validation: the same
+
+All three kinds of rows are read from the run's token files, also those that the run has not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.data.stream import Batch
+from superstep.data.tokens import SPLITS, Corpus, SplitName, open_corpus
+from superstep.numerics.loss import IGNORE
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved
+from superstep.runtime.mesh import Mesh
+from superstep.train.batches import rows, stream_of
+from superstep.train.proof.plain_stream import PlainSplit, Row
+
+KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
+"""Of rows: ``data.packed`` and ``data.document_mask``."""
+
+
+def plain_split(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSplit:
+    """A split as the run reads it."""
+    return PlainSplit(
+        split=corpus.train if split == "train" else corpus.validation,
+        data=config.data,
+        padding=corpus.manifest.end_of_text,
+        seed=config.train.seed if split == "train" else None,
+    )
+
+
+def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
+    """What this rank reads otherwise than plain code does, in words; empty where nothing is."""
+    corpus, place, mine = open_corpus(folder), run.plan.mesh.at(mesh.rank).dp, rows(run.plan, mesh)
+    for split in SPLITS:
+        for kind, (is_packed, is_masked) in KINDS.items():
+            data = replace(run.config.data, packed=is_packed, document_mask=is_masked)
+            config = replace(run.config, data=data)
+            plain = plain_split(config, corpus, split)
+            if not plain.count:
+                continue
+            size = config.train.batch_sequences
+            share = size // run.plan.mesh.dp
+            stream = stream_of(config, corpus, split)
+            for sample in _samples(plain.count, size, is_shuffled=split == "train"):
+                wanted = plain.rows(sample, size)
+                fault = next(_faults(stream.batch(sample, mine), wanted, place * share, share), "")
+                if fault:
+                    return f"the {split} stream, {kind}: the batch at sample {sample}: rank {mesh.rank}: {fault}"
+    return ""
+
+
+def _samples(count: int, size: int, *, is_shuffled: bool) -> list[int]:
+    """Cursors of the batches that are looked at."""
+    return [0, size, *([max(0, count - size // 2)] if is_shuffled else ())]
+
+
+def _faults(batch: Batch, wanted: list[Row], first: int, share: int) -> Iterator[str]:
+    """What is wrong with a rank's rows of a batch.
+
+    Args:
+        batch: the rows.
+        wanted: those of the whole batch.
+        first: the number of the first that is this rank's.
+        share: how many are.
+    """
+    counted = sum(target != IGNORE for _, targets, _ in wanted for target in targets)
+    if batch.valid_tokens != counted:
+        yield f"{batch.valid_tokens} valid tokens are counted, and {counted} targets have a loss"
+    if len(batch.tokens_BS) != share:
+        yield f"{len(batch.tokens_BS)} rows are read, and {share} are its own"
+    for row, (tokens, targets, starts) in enumerate(wanted[first : first + share]):
+        for name, found, plain in (
+            ("token", batch.tokens_BS, tokens),
+            ("target", batch.targets_BS, targets),
+            ("start of the document", batch.starts_BS, starts),
+        ):
+            if found is None:
+                continue
+            at = next((n for n, (a, b) in enumerate(zip(found[row].tolist(), plain, strict=True)) if a != b), None)
+            if at is not None:
+                said = f"the {name} of place {at} is {int(found[row, at])}, not {plain[at]}"
+                yield f"row {first + row} of the batch: {said}"
