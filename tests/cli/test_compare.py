@@ -34,6 +34,13 @@ def made(root, config, **told):
     return root
 
 
+def spoil(run, number):
+    """Change a byte of a line."""
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[number - 1] = lines[number - 1].replace(b'"event":', b'"event"\xba', 1)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+
+
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -43,6 +50,27 @@ def runs(tmp_path, monkeypatch):
     made(tmp_path / "one", CONFIG, steps=200)
     made(tmp_path / "same", CONFIG, steps=200)
     made(tmp_path / "other", other, steps=200, seed=2, worse=0.3)
+
+
+@pytest.mark.parametrize("verb", [["compare", "one", "same"], ["view", "same", "--text"], ["doctor", "same"]])
+def test_a_damaged_line_is_told_and_a_torn_last_one_is_not(runs, tmp_path, capsys, verb):
+    with (tmp_path / "one" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "st')
+    spoil(tmp_path / "same", 7)
+    (tmp_path / "same" / "program.txt").write_text("")
+    main(verb)
+    said = capsys.readouterr().err.splitlines()
+    assert "same/metrics.jsonl: line 7 cannot be read, and what it told is left out" in said[0]
+    assert not any("one/metrics.jsonl" in line for line in said)
+
+
+def test_a_damaged_line_is_told_on_the_page(runs, tmp_path):
+    spoil(tmp_path / "one", 9)
+    leave_report(RunFolder(root=tmp_path / "one"))
+    (run,) = unpacked(data_of(tmp_path / "one" / "report.html")["runs"])["runs"]
+    step, kind, text = run["events"][0]
+    assert (step, kind) == (0, "damaged")
+    assert "line 9 cannot be read" in text
 
 
 def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):

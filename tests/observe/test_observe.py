@@ -15,7 +15,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from reported import ROUTERS, STARTED, STEP
 from superstep.errors import Fault
 from superstep.observe.events import Evaluated, Fanout, Resumed, RunFinished, Saved
-from superstep.observe.jsonl import JsonLines, drop_after, line, read
+from superstep.observe.growing import Growing
+from superstep.observe.jsonl import JsonLines, damage, drop_after, line, read
 from superstep.observe.tensorboard import TensorBoard, record
 
 
@@ -109,6 +110,42 @@ def test_a_torn_last_line_spoils_nothing(tmp_path):
     write_all(JsonLines(path), steps(2, 2))
     assert [found["step"] for found in read(path)] == [1, 2]
     assert path.read_bytes().startswith(line(STEP))
+
+
+def _damaged(path, at=2, count=4):
+    texts = [line(replace(STEP, step=step)) for step in range(1, count + 1)]
+    texts[at - 1] = texts[at - 1].replace(b'"step":', b'"step"\xba', 1)
+    path.write_bytes(b"".join(texts))
+    return texts
+
+
+def test_a_damaged_line_is_told_by_its_number_and_kept_when_a_run_goes_on(tmp_path):
+    path = tmp_path / "m.jsonl"
+    texts = _damaged(path)
+    said = f"{path}: line 2 cannot be read, and what it told is left out; put it back from a copy."
+    assert damage(path) == said
+    with path.open("ab") as file:
+        file.write(line(replace(STEP, step=5))[:-20])
+    assert damage(path) == said, "a last line may be under way"
+    sink = JsonLines(path)
+    sink.write(Resumed(step=3, path=""))
+    sink.close()
+    assert path.read_bytes().startswith(b"".join(texts[:3]) + b'{"event": "resumed"')
+    assert damage(path) == said
+    with path.open("ab") as file:
+        file.write(b"\n" * 12)
+    assert "13 lines cannot be read (2, 5, 6, 7, 8, 9, 10, 11, 12, 13, ...)" in damage(path)
+
+
+def test_a_damaged_line_is_told_of_a_file_that_grows(tmp_path):
+    path = tmp_path / "m.jsonl"
+    grown = Growing(path)
+    texts = _damaged(path, at=3)
+    path.write_bytes(b"".join(texts[:2]) + texts[2][:30])
+    assert [len(grown.read()), grown.damage()] == [2, ""]
+    path.write_bytes(b"".join(texts))
+    assert len(grown.read()) == 3
+    assert grown.damage() == damage(path) != ""
 
 
 def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.cli.arguments.compare import read
-from superstep.cli.report import run_told, settings_of
+from superstep.cli.report import run_told, say_damage, settings_of
 from superstep.observe.page.compare import Comparison, compared
 from superstep.observe.page.report import report_page
 from superstep.train.run_folder import RunFolder, write_whole
@@ -19,6 +19,8 @@ def main(argv: Sequence[str]) -> int:
     paths, options = read(argv)
     folders = [RunFolder(root=path) for path in paths]
     runs = [run_told(folder) for folder in folders]
+    for folder in folders:
+        say_damage(folder.metrics)
     comparisons = [
         compared(
             (runs[0].name, run.name),

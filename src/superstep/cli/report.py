@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from superstep.errors import StateError, SuperstepError, UserError
 from superstep.observe.doctor.box import read_box
 from superstep.observe.events import Event, RunFinished, RunStopped
-from superstep.observe.jsonl import read
+from superstep.observe.jsonl import damage, read
 from superstep.observe.page.report import RunTold, report_page
 from superstep.observe.trace import load_trace
 from superstep.plan.toml import read_config
@@ -76,8 +78,15 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timel
         ran=ran,
         predicted=predicted,
         fault=_fault(folder),
+        damage=damage(folder.metrics),
         facts=facts(),
     )
+
+
+def say_damage(path: Path) -> None:
+    """Say which lines of a metrics.jsonl cannot be read, where some cannot."""
+    if path.is_file() and (text := damage(path)):
+        print(f"superstep: {text}", file=sys.stderr, flush=True)
 
 
 def _fault(folder: RunFolder) -> str:

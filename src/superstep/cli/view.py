@@ -17,7 +17,7 @@ from superstep.cli.figures import bytes_text, seconds_text
 from superstep.cli.moving import Seen, page_path, write_page, write_svg, write_trace
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
-from superstep.cli.report import recorded, run_told
+from superstep.cli.report import recorded, run_told, say_damage
 from superstep.cli.rolled import is_rolled, rolled
 from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
@@ -99,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
+    say_damage(folder.metrics)
     if options.program:
         _say(write_program(program_of(folder)))
     elif options.router:

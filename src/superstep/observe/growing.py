@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from superstep.observe.jsonl import parsed
+from superstep.observe.jsonl import damage_text, parsed
 
 
 class Growing:
@@ -24,6 +24,8 @@ class Growing:
         self._lines: list[dict[str, Any]] = []
         self._file: tuple[int, int] | None = None
         self._read_bytes = 0
+        self._count = 0
+        self._damaged: list[int] = []
         self._lock = threading.Lock()
 
     def read(self) -> list[dict[str, Any]]:
@@ -33,11 +35,22 @@ class Growing:
                 self._read(file.fileno())
             return list(self._lines)
 
+    def damage(self) -> str:
+        """Which of the lines that were read so far are damaged; empty where none is."""
+        with self._lock:
+            return damage_text(self._path, self._damaged)
+
     def _read(self, handle: int) -> None:
         told = os.fstat(handle)
         if self._file != (told.st_dev, told.st_ino) or told.st_size < self._read_bytes:
             self._lines, self._read_bytes, self._file = [], 0, (told.st_dev, told.st_ino)
+            self._count, self._damaged = 0, []
         piece = os.pread(handle, told.st_size - self._read_bytes, self._read_bytes)
         whole, end, _ = piece.rpartition(b"\n")
         self._read_bytes += len(whole) + len(end)
-        self._lines += [found for text in whole.splitlines() if (found := parsed(text)) is not None]
+        for text in whole.split(b"\n") if end else ():
+            self._count += 1
+            if (found := parsed(text)) is None:
+                self._damaged.append(self._count)
+            else:
+                self._lines.append(found)

@@ -4,7 +4,8 @@
     {"event": "saved", "step": 12, "path": "runs/demo/checkpoints/12", ...}
 
 A killed run leaves at most its last line torn. A resumed run first drops that line and the lines of the steps
-that it will do again, so that the file reads as if the run had never stopped; so does one that goes back.
+that it will do again, so that the file reads as if the run had never stopped; so does one that goes back. Any other
+line that cannot be read is damaged: it stays where it is, is passed over, and ``damage`` says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from superstep.observe.append_file import AppendFile
 from superstep.observe.events import Event, Resumed, RolledBack, RunStarted, Warned
 
 _TAIL_BYTES = 2**20
+
+MOST_NAMED = 10
+"""Lines that cannot be read and are named."""
 
 
 class JsonLines:
@@ -44,7 +49,7 @@ class JsonLines:
         self._warn = warn
         self._most_bytes = most_waiting_bytes
         self._file = self._opened()
-        if _is_torn(path):
+        if _has_no_end(path):
             self._file.append(b"\n")
 
     def write(self, event: Event) -> None:
@@ -92,11 +97,33 @@ def _finite(value: object) -> object:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's objects, in order; torn lines are passed over."""
+    """The file's objects, in order; lines that cannot be read are passed over, and told by ``damage``."""
     with path.open("rb") as file:
         for text in file:
             if (found := parsed(text)) is not None:
                 yield found
+
+
+def damage(path: Path) -> str:
+    """Which lines of the file cannot be read, in a line; empty where all can. A last line without its end is none of
+    them: it may be under way.
+    """
+    with path.open("rb") as file:
+        numbers = [n for n, text in enumerate(file, start=1) if text.endswith(b"\n") and parsed(text) is None]
+    return damage_text(path, numbers)
+
+
+def damage_text(path: Path, numbers: Sequence[int]) -> str:
+    """What is said of lines that cannot be read, by their numbers from 1 on."""
+    if not numbers:
+        return ""
+    named = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
+    if len(numbers) == 1:
+        return f"{path}: line {named} cannot be read, and what it told is left out; put it back from a copy."
+    return (
+        f"{path}: {len(numbers)} lines cannot be read ({named}), and what they told is left out; put them back from a "
+        "copy."
+    )
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -111,7 +138,7 @@ def last_line(path: Path) -> dict[str, Any]:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step``, and torn lines; the others keep their bytes.
+    """Drop the lines of steps after ``step``, and a torn last line; the others keep their bytes.
 
     The kept lines go to a file beside it, which takes its name once it is safe on disk: a crash leaves either
     the old file or the new one.
@@ -124,7 +151,8 @@ def drop_after(path: Path, step: int) -> None:
         with path.open("rb") as old, beside.open("wb") as new:
             for text in old:
                 found = parsed(text)
-                if found is not None and found.get("step", 0) <= step:
+                is_damaged = found is None and text.endswith(b"\n")
+                if is_damaged or (found is not None and found.get("step", 0) <= step):
                     new.write(text if text.endswith(b"\n") else text + b"\n")
             new.flush()
             os.fsync(new.fileno())
@@ -142,11 +170,25 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether the last line lacks its end."""
-    with path.open("rb") as file:
-        length = file.seek(0, os.SEEK_END)
-        if length == 0:
-            return False
-        file.seek(length - 1)
-        return file.read(1) != b"\n"
+def _has_no_end(path: Path) -> bool:
+    """Whether the last line lacks its end alone; one that was torn is cut off.
+
+    Raises:
+        Fault: it cannot be.
+    """
+    try:
+        with path.open("rb+") as file:
+            length = file.seek(0, os.SEEK_END)
+            if length == 0:
+                return False
+            file.seek(length - 1)
+            if file.read(1) == b"\n":
+                return False
+            file.seek(0)
+            last = deque(file, maxlen=1).pop()
+            if parsed(last) is not None:
+                return True
+            file.truncate(length - len(last))
+    except OSError as error:
+        raise disk_fault(error, path) from error
+    return False

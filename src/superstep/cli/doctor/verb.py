@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from superstep.cli.arguments.doctor import read
 from superstep.cli.doctor.text import page
+from superstep.cli.report import say_damage
 from superstep.errors import StateError
 from superstep.observe.doctor.diagnose import Verdict, diagnose
 from superstep.observe.doctor.seen import RunSeen
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     path, options = read(argv)
     folder = RunFolder(root=path)
     require_run(folder)
+    say_damage(folder.metrics)
     found = examined(folder)
     if found is None:
         if options.json:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from superstep.cli.report import say_damage
 from superstep.errors import ConfigError, StateError
 from superstep.observe.jsonl import read
 from superstep.plan.resolve import resolve
@@ -41,6 +42,7 @@ def _of_directory(path: Path) -> Run:
         raise StateError(
             f"'{path}' is no run directory: it lacks run.toml or metrics.jsonl. Name each folder that train wrote."
         )
+    say_damage(folder.metrics)
     params = _size(folder)
     tokens: dict[int, int] = {}
     losses: dict[int, float | None] = {}

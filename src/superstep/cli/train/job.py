@@ -29,8 +29,9 @@ from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
 from superstep.errors import Fault
-from superstep.observe.events import Fanout, Resumed, RunStarted, Sink
+from superstep.observe.events import Fanout, Resumed, RunStarted, Sink, Warned
 from superstep.observe.goodput import Counted, spent_s
+from superstep.observe.jsonl import damage
 from superstep.observe.trackers import Tracker
 from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
@@ -281,6 +282,8 @@ def _train(world: World, job: Job) -> bool:
                 sink.write(resumed)
             elif had_begun:
                 sink.write(Resumed(step=position.step, path=""))
+            if text := damage(job.folder.metrics):
+                sink.write(Warned(step=position.step, text=text))
         # Whoever may be taken to hang, before it has done the step once, is given a multiple of that.
         world.heart.expect(gather(predicted_step_s)[0] or 0.0)
         position = train(session, position, sink)

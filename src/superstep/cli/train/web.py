@@ -98,6 +98,7 @@ class Report:
             samples=self._samples.read(),
             settings=settings,
             ran=recorded(self._folder),
+            damage=self._growing.damage(),
             facts=facts(),
         )
 

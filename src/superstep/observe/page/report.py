@@ -36,6 +36,7 @@ class RunTold:
         ran: a step that it recorded.
         predicted: the same step before it ran, where that is known.
         fault: why it broke off, where it has.
+        damage: which of the lines cannot be read, where some cannot.
         facts: more that is to be said, hardware and versions say.
     """
 
@@ -46,6 +47,7 @@ class RunTold:
     ran: Timeline | None = None
     predicted: Timeline | None = None
     fault: str = ""
+    damage: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,6 +94,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
     }
     if "predicted" not in spent and started.get("predicted_spent_s"):
         spent["predicted"] = started["predicted_spent_s"]
+    damaged = [[0, "damaged", run.damage]] if run.damage else []
     return {
         "name": run.name,
         "started": started,
@@ -100,7 +103,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "steps": len(steps),
         "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
         "router": _router([line for line in lines if line["event"] == "router"]),
-        "events": [list(event) for event in _events(lines, run.fault)],
+        "events": [*damaged, *(list(event) for event in _events(lines, run.fault))],
         "totals": _totals(lines, steps, "sampling" if is_sampled else "data"),
         "spent": spent,
         "waited": "its sampling" if is_sampled else "its wait for data",
