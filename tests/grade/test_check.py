@@ -148,7 +148,9 @@ def test_the_verb_says_what_is_weak_and_exits_with_1(tmp_path, capsys):
     assert "No task has a solution" in said
     path.write_text(YES_OR_NO.format(answer='"yes" if index % 2 else "no"', solution="answer"), encoding="utf-8")
     assert main(argv) == 0
-    assert "held: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held: " in said
+    assert "\nThe memory of programs is bounded by " in f"\n{said}"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from superstep.grade.config import GradeConfig, checked
 from superstep.grade.patience import Patience
 from superstep.grade.sandbox import room
 from superstep.grade.sandbox.bubblewrap import Seen, command
-from superstep.grade.sandbox.process import Bounds, Ended, resident_bytes, run_bounded
+from superstep.grade.sandbox.memory import resident_bytes
+from superstep.grade.sandbox.process import Bounds, Ended, run_bounded
 from superstep.grade.sandbox.room import Call, interpreter, open_sandbox, read_answers
 from superstep.grade.sandbox.seccomp import (
     AARCH64,
@@ -52,7 +53,7 @@ def test_numbers_are_those_of_the_kernels_header(machine):
     text = header.read_text(encoding="utf-8")
     numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", text)}
     own = machine.kills | machine.fails | {"clone": machine.clone, "socketpair": machine.socketpair}
-    own |= {"clone3": machine.clone3, "ioctl": machine.ioctl}
+    own |= {"clone3": machine.clone3, "ioctl": machine.ioctl, "mmap": machine.mmap}
     assert {name: n for name, n in own.items() if numbers.get(name, n) != n} == {}
     assert len(set(own) & set(numbers)) > 60
 
@@ -75,6 +76,10 @@ def test_the_filter_ends_who_breaks_out_and_refuses_the_rest(machine):
     assert says(machine.clone, (1 << 28) | (5 << 32)) == KILL
     assert says(machine.socketpair, 1) == ALLOW
     assert says(machine.socketpair, 2) == ERRNO | 1
+    assert says(machine.mmap, 0, 4096, 3, 0x22) == ALLOW  # private
+    assert says(machine.mmap, 0, 4096, 3, 0x01) == ALLOW  # of a file
+    assert says(machine.mmap, 0, 4096, 3, 0x21) == ERRNO | 1
+    assert says(machine.mmap, 0, 4096, 3, 0x100021) == ERRNO | 1
     assert says(machine.ioctl, 0, 0x5412) == ERRNO | 1
     assert says(machine.ioctl, 0, 0x5401) == ALLOW
     others = set(range(machine.last + 1)) - {*machine.kills.values(), *machine.fails.values(), machine.clone3}

@@ -23,7 +23,8 @@ from typing import Any
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig, checked
 from superstep.grade.lines import LineProcess, unanswered
-from superstep.grade.sandbox.room import open_sandbox
+from superstep.grade.sandbox.cgroup import remove_left_groups
+from superstep.grade.sandbox.room import MemoryBound, open_sandbox
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict, from_told, grader_error
 
@@ -34,7 +35,11 @@ COMMAND = (sys.executable, "-P", "-m", "superstep.grade.worker")
 
 
 class Pool:
-    """Graders of one environment. May be used from any thread."""
+    """Graders of one environment. May be used from any thread.
+
+    Attributes:
+        memory_bound: what holds candidates' programs to their memory.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class Pool:
             ConfigError: the file or the sandbox cannot be used.
         """
         self.config = checked(config)
-        open_sandbox(config)
+        self.memory_bound: MemoryBound = open_sandbox(config).memory_bound
         self._retried = retried or (lambda verdict: None)
         self.workers = config.workers or len(os.sched_getaffinity(0))
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
@@ -94,6 +99,8 @@ class Pool:
         self._threads.shutdown(cancel_futures=True)
         for worker in self._all:
             worker.close()
+        if self.memory_bound == "cgroup":
+            remove_left_groups()  # of graders that were killed
 
     def __enter__(self) -> Pool:
         return self

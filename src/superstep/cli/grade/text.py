@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from superstep.grade.attacks.check import Report, Weakness
+from superstep.grade.sandbox.room import MemoryBound
 
 MEANT = {
     "scores": "is paid {score:g}",
@@ -14,6 +15,12 @@ MEANT = {
     "varies": "is right and is graded in two ways",
 }
 
+
+BOUNDS: dict[MemoryBound, str] = {
+    "cgroup": "by a cgroup",
+    "watched": "by looks at their processes, since no cgroup can be made here",
+}
+"""How the memory of candidates' programs is bounded."""
 
 WORST_FIRST = tuple(MEANT)
 MOST = 20
@@ -32,6 +39,7 @@ def report_lines(path: Path, report: Report) -> Iterator[str]:
         yield f"      ... and {len(found) - MOST} more"
     if not report.has_solutions:
         yield "No task has a solution, so it was not seen whether right answers score; give Task(solution=...)."
+    yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
     if found:
         yield f"{path} is WEAK: {_counted(len(found))}, {tried}."

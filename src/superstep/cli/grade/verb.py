@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.grade import CheckOptions, ServeOptions, read
-from superstep.cli.grade.text import report_lines
+from superstep.cli.grade.text import BOUNDS, report_lines
 from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import Metrics
 from superstep.grade.attacks.check import check
@@ -40,6 +40,7 @@ def _serve(path: Path, options: ServeOptions) -> int:
 
 def _told(path: Path, pool: Pool, host: str, port: int) -> None:
     kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
+    kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
     print(f"Grading {path} at http://{host}:{port}/grade, {pool.workers} at a time; programs run {kept}.", flush=True)
 
 

@@ -93,6 +93,7 @@ async def batch(request: Request, service: Service) -> Response:
 async def health(request: Request, service: Service) -> Response:
     """200 as long as there is anybody to answer it."""
     told = {"status": "ready", "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
+    told["memory_bound"] = service.pool.memory_bound
     return JSONResponse(told)
 
 

@@ -17,6 +17,7 @@ from superstep.grade.attacks.attack import Attack
 from superstep.grade.attacks.programs import programs
 from superstep.grade.environment import Environment
 from superstep.grade.pool import Pool
+from superstep.grade.sandbox.room import MemoryBound
 from superstep.grade.task import Task, answered
 from superstep.grade.verdict import Verdict
 
@@ -58,6 +59,7 @@ class Report:
     graded: int
     weaknesses: tuple[Weakness, ...]
     has_solutions: bool
+    memory_bound: MemoryBound
 
 
 def check(
@@ -94,7 +96,14 @@ def check(
         tell(index + 1, tasks)
     weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name])]
     solved = list(_of_solutions(made, pool, seed))
-    return Report(len(attacks), tasks, min(graded, total), (*weak, *solved), any(t.solution is not None for t in made))
+    return Report(
+        attacks=len(attacks),
+        tasks=tasks,
+        graded=min(graded, total),
+        weaknesses=(*weak, *solved),
+        has_solutions=any(task.solution is not None for task in made),
+        memory_bound=pool.memory_bound,
+    )
 
 
 def _made(environment: Environment, index: int, seed: int) -> Task:

@@ -2,7 +2,7 @@
 
 It has namespaces of its own (processes, network, IPC, mounts, users, names), no capability, and may make no further
 user namespace. Its files are the system's programs and the interpreter, read-only, and one folder of its own, in
-memory and of limited size. There is no /proc and no /sys, no device but five harmless ones, and no environment but what
+memory and of limited size. There is no /proc and no /sys, no device but four harmless ones, and no environment but what
 stands here.
 """
 
@@ -21,7 +21,8 @@ FOLDER = "/tmp"
 PACKAGES = "/packages"
 """Where packages that candidates may import are seen."""
 
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: what is mapped of it is memory that processes share, which outlives what is seen of it."""
 MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders at the root, which most systems have as links into /usr."""
 

@@ -32,6 +32,7 @@ KINDS = {
     "core_bytes": resource.RLIMIT_CORE,
     "locked_bytes": resource.RLIMIT_MEMLOCK,
     "queue_bytes": resource.RLIMIT_MSGQUEUE,
+    "signals": resource.RLIMIT_SIGPENDING,
 }
 
 

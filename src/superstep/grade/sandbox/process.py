@@ -7,13 +7,15 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from superstep.grade.patience import Patience
+from superstep.grade.sandbox.cgroup import Group
+from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
 from superstep.runtime.pulse import Pulse, is_stopped
 
 Limit = Literal["timeout", "memory", "output"]
@@ -32,11 +34,16 @@ PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What it may take; see ``GradeConfig``."""
+    """What it may take; see ``GradeConfig``.
+
+    Attributes:
+        group: in which the kernel counts its memory; without one it is looked at every LOOK_S alone.
+    """
 
     seconds: float
     memory_bytes: int
     output_bytes: int
+    group: Group | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def run_bounded(
     uid: int | None = None,
     fds: Sequence[int] = (),
     folder: Path | None = None,
-    is_ours: bool = False,
+    inside: str | None = None,
 ) -> Ended:
     """Runs a command to its end, in a session of its own and without an environment.
 
@@ -83,8 +90,9 @@ def run_bounded(
         uid: the user and group that it runs as, where that is another.
         fds: open files that it has besides.
         folder: where it runs.
-        is_ours: whether what runs in it cannot reach the command's own process: a signal that stops this is then none
-            of its doing. Else it may stop itself, and its time passes.
+        inside: where the command makes a sandbox, the folder in memory that is mounted in it. What runs there cannot
+            reach the command's own process: a signal that stops this is then none of its doing. Else it may stop
+            itself, and its time passes.
 
     Raises:
         StoppedError: the command's own process was stopped.
@@ -103,8 +111,9 @@ def run_bounded(
         cwd=folder,
         env={},
         start_new_session=True,
+        preexec_fn=None if bounds.group is None else bounds.group.join,
     )
-    watched = _Watched(child, given, bounds, is_ours=is_ours)
+    watched = _Watched(child, given, bounds, inside)
     limit: Limit | None = None
     try:
         limit = watched.follow()
@@ -116,13 +125,15 @@ def run_bounded(
 class _Watched:
     """A process and its pipes, followed to the end."""
 
-    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, *, is_ours: bool) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, inside: str | None) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
         self._patience = Patience(bounds.seconds)
         self._pulse = Pulse()
-        self._looked_at = [child.pid] if is_ours else []
+        self._inside = inside
+        self._looked_at = [] if inside is None else [child.pid]
+        self._kills = 0 if bounds.group is None else bounds.group.kills()
         self._select = selectors.DefaultSelector()
         for pipe, events, into in (
             (child.stdin, selectors.EVENT_WRITE, None),
@@ -147,9 +158,19 @@ class _Watched:
             if now - looked >= LOOK_S:
                 looked = now
                 self._require_going(self._pulse.look(self._looked_at) is not None)
-                if resident_bytes(self._child.pid) > self._bounds.memory_bytes:
+                if self._is_too_large():
                     return "memory"
-        return None
+        return "memory" if self._was_killed_for_memory() else None
+
+    def _is_too_large(self) -> bool:
+        pid = self._child.pid
+        taken_bytes = resident_bytes(pid) if self._inside is None else boxed_bytes(pid, self._inside)
+        return taken_bytes > self._bounds.memory_bytes or self._was_killed_for_memory()
+
+    def _was_killed_for_memory(self) -> bool:
+        """Whether the kernel has ended some of its processes, of which the others may not know."""
+        group = self._bounds.group
+        return group is not None and group.kills() > self._kills
 
     def _require_going(self, has_stopped: bool) -> None:
         if has_stopped:
@@ -212,31 +233,3 @@ class _Watched:
 def _close(pipe: IO[bytes]) -> None:
     with suppress(BrokenPipeError):
         pipe.close()
-
-
-def resident_bytes(pid: int) -> int:
-    """The memory that a process and all below it have to themselves, or share with each other.
-
-    What is shared is counted for each of them: a bound is passed a little early rather than not at all.
-    """
-    return sum(_own_bytes(each) for each in tree(pid))
-
-
-def tree(pid: int) -> Iterator[int]:
-    """A process and all below it, as far as they are there."""
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        yield one
-        with suppress(OSError):
-            for task in os.listdir(f"/proc/{one}/task"):
-                waiting += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
-
-
-def _own_bytes(pid: int) -> int:
-    found = 0
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                found += 1024 * int(line.split()[1])
-    return found

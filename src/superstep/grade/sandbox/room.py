@@ -17,12 +17,15 @@ from typing import Any, Literal, Protocol
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
-from superstep.grade.sandbox.bubblewrap import PACKAGES, PYTHON_FLAGS, UID, Seen, command
+from superstep.grade.sandbox.bubblewrap import FOLDER, PACKAGES, PYTHON_FLAGS, UID, Seen, command
+from superstep.grade.sandbox.cgroup import Group, make_group
 from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, StoppedError, run_bounded
 from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
 from superstep.grade.verdict import line
 
 How = Literal["done", "timeout", "memory", "violation"]
+MemoryBound = Literal["cgroup", "watched"]
+"""The kernel counts what a program takes, or we look at it many times a second."""
 
 INSIDE = Path(__file__).with_name("inside.py")
 READY = b"ready\n"
@@ -32,6 +35,9 @@ SHELL_SIGNAL = 128
 """As shells and bubblewrap have it, a process that a signal ended has this status, and the signal's number more."""
 
 OPEN_FILES = 64
+WAITING_SIGNALS = 256
+"""Each takes memory of the kernel's, and so does each timer."""
+
 SOURCE_BYTES = 1 << 20
 """The longest program that is run."""
 
@@ -63,7 +69,12 @@ class Answers:
 
 
 class Sandbox(Protocol):
-    """Something that runs programs of candidates."""
+    """Something that runs programs of candidates, one at a time."""
+
+    @property
+    def memory_bound(self) -> MemoryBound:
+        """What holds them to their memory."""
+        ...
 
     def calls(self, source: str, calls: Sequence[Call]) -> Answers:
         """Runs a source and then functions of it; each record is ``{"value"}`` or ``{"raised"}``."""
@@ -83,7 +94,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     packages = _packages(config)
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
-        return Kept(config, None, python)
+        return Kept(config, None, python, group=make_group(config.memory_bytes, config.processes, None))
     found = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if found is None:
         raise ConfigError(
@@ -94,7 +105,8 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     machine = MACHINES.get(platform.machine())
     calls = None if machine is None else filter_bytes(machine)
     seen = Seen(bwrap=Path(found), python=python, prefix=prefix, packages=packages)
-    kept = Kept(config, seen, python, calls)
+    group = make_group(config.memory_bytes + config.disk_bytes, config.processes, _uid())
+    kept = Kept(config, seen, python, calls, group)
     if probe:
         kept.probe()
     return kept
@@ -109,12 +121,19 @@ class Kept:
         seen: what they see of this machine.
         python: their interpreter.
         filter: of system calls; None where this kind of processor has no list of them.
+        group: that the kernel holds to its memory; None where none can be made.
     """
 
     config: GradeConfig
     seen: Seen | None
     python: Path
     filter: bytes | None = None
+    group: Group | None = None
+
+    @property
+    def memory_bound(self) -> MemoryBound:
+        """See ``Sandbox``."""
+        return "watched" if self.group is None else "cgroup"
 
     def calls(self, source: str, calls: Sequence[Call]) -> Answers:
         """See ``Sandbox``."""
@@ -157,7 +176,7 @@ class Kept:
             "limits": self._limits(),
         }
         given = json.dumps(job).encode()
-        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes)
+        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group)
         try:
             ended = self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
         except (StillThereError, StoppedError) as error:
@@ -174,6 +193,7 @@ class Kept:
             "core_bytes": 0,
             "locked_bytes": 0,
             "queue_bytes": 0,
+            "signals": WAITING_SIGNALS,
         }
         # In a user namespace of its own it counts the program's processes; elsewhere all of the user's.
         return found | ({} if self.seen is None else {"processes": self.config.processes + 1})
@@ -188,9 +208,9 @@ class Kept:
                 argv,
                 given,
                 bounds,
-                uid=UID if os.geteuid() == 0 else None,
+                uid=_uid(),
                 fds=() if fd is None else (fd,),
-                is_ours=True,
+                inside=FOLDER,
             )
         finally:
             if fd is not None:
@@ -236,6 +256,11 @@ def _limited(limit: Literal["timeout", "memory", "output"], config: GradeConfig)
             return "memory", (), f"more than {config.memory_bytes >> 20} MiB"
         case "output":
             return "violation", (), f"more than {config.output_bytes} bytes of output"
+
+
+def _uid() -> int | None:
+    """The user that the sandbox is started as, where that is another."""
+    return UID if os.geteuid() == 0 else None
 
 
 def _held(data: bytes) -> int:

@@ -2,7 +2,8 @@
 
 No library is needed: a filter is a list of 8-byte instructions. ``bwrap --seccomp`` loads it just before it starts the
 interpreter. What only somebody who breaks out calls ends the process (SIGSYS); what a library may try and do
-without fails with an error. Calls that are newer than this list fail as if the kernel did not have them.
+without fails with an error, and so does what makes memory that cannot be seen from outside
+(``memory.py``). Calls that are newer than this list fail as if the kernel did not have them.
 
 Numbers are those of Linux's ``unistd.h``; see seccomp(2) for the form.
 """
@@ -17,15 +18,18 @@ ERRNO = 0x00050000
 ALLOW = 0x7FFF0000
 EPERM, ENOSYS = 1, 38
 
-LOAD, EQUAL, ABOVE, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
-"""Load a word, jump where it is equal, above, at least, has one of some bits; and the verdict."""
+LOAD, MASK, EQUAL, ABOVE, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
+"""Load a word, keep some of its bits, jump where it is equal, above, at least, has one of some bits; the verdict."""
 
-NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24
+NUMBER, ARCH, FIRST, SECOND, FOURTH = 0, 4, 16, 24, 40
 """Where in the kernel's ``seccomp_data`` these words are; of an argument, its lower half."""
 
 NEW_NAMESPACE = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
 AF_UNIX = 1
+SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED and MAP_ANONYMOUS: memory that stays where no process has it in its tables any more."""
+
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 """Type into the terminal of somebody else."""
 
@@ -42,7 +46,7 @@ class Machine:
         last: the newest call that is known here.
         kills: calls that end the process.
         fails: calls that fail.
-        clone, clone3, socketpair, ioctl: calls whose arguments decide.
+        clone, clone3, socketpair, ioctl, mmap: calls whose arguments decide.
     """
 
     arch: int
@@ -53,12 +57,14 @@ class Machine:
     clone3: int
     socketpair: int
     ioctl: int
+    mmap: int
 
 
 _NEW_KILLS = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433}
 _NEW_KILLS |= {"pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443}
 _NEW_FAILS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "process_madvise": 440}
 _NEW_FAILS |= {"memfd_secret": 447, "set_mempolicy_home_node": 450}
+_NEW_FAILS |= {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
 """Since 2019 the numbers are the same everywhere."""
 
 X86_64 = Machine(
@@ -106,6 +112,13 @@ X86_64 = Machine(
         "socket": 41,
         "personality": 135,
         "memfd_create": 319,
+        "setxattr": 188,
+        "lsetxattr": 189,
+        "fsetxattr": 190,
+        "setsockopt": 54,
+        "vmsplice": 278,
+        "inotify_init": 253,
+        "inotify_init1": 294,
         "shmget": 29,
         "shmat": 30,
         "shmctl": 31,
@@ -136,6 +149,7 @@ X86_64 = Machine(
     clone3=435,
     socketpair=53,
     ioctl=16,
+    mmap=9,
 )
 
 AARCH64 = Machine(
@@ -181,6 +195,12 @@ AARCH64 = Machine(
         "socket": 198,
         "personality": 92,
         "memfd_create": 279,
+        "setxattr": 5,
+        "lsetxattr": 6,
+        "fsetxattr": 7,
+        "setsockopt": 208,
+        "vmsplice": 75,
+        "inotify_init1": 26,
         "shmget": 194,
         "shmat": 196,
         "shmctl": 195,
@@ -210,6 +230,7 @@ AARCH64 = Machine(
     clone3=435,
     socketpair=199,
     ioctl=29,
+    mmap=222,
 )
 
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
@@ -236,6 +257,8 @@ def filter_program(machine: Machine) -> list[Instruction]:
     found += _argument(
         machine.ioctl, SECOND, [*_where(EQUAL, TIOCSTI, ERRNO | EPERM), *_where(EQUAL, TIOCLINUX, ERRNO | EPERM)]
     )
+    shared = [(MASK, 0, 0, SHARED_ANONYMOUS), *_where(EQUAL, SHARED_ANONYMOUS, ERRNO | EPERM)]
+    found += _argument(machine.mmap, FOURTH, shared)
     return [*found, _return(ALLOW)]
 
 
@@ -256,6 +279,8 @@ def decide(program: list[Instruction], *, arch: int, number: int, arguments: tup
         match code:
             case 0x20:
                 word = data.get(k, 0)
+            case 0x54:
+                word &= k
             case 0x06:
                 return k
             case _:
