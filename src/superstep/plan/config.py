@@ -132,6 +132,9 @@ class TrainConfig:
     """The largest global gradient norm; larger gradients are scaled down to it."""
     skip: tuple[str, ...] = ()
     """Batches to leave out, as `STEP:BATCHES`: after so many steps, so many batches are not trained on."""
+    loss: str | None = None
+    """A Python file with a function `loss(logp)`: each token's loss from the log-probability of its target; none is the
+    cross entropy. Validation tells the cross entropy either way."""
     seed: int = 0
     """Of the first values and of the sample order."""
     eval_every: int = 100

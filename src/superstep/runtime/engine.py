@@ -15,6 +15,7 @@ from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import OutOfRange, exact_loss_sum, require_exact_loss
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.numerics.own_loss import OwnLoss, load_loss
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
 from superstep.program.compile import compile_evaluation, compile_step
@@ -119,6 +120,8 @@ class Engine(Holding):
         moe = run.decoder.moe if run.decoder else None
         self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
         self._temperature = temperature
+        loss = config.train.loss
+        self._objective: Objective = CROSS_ENTROPY if loss is None else OwnLoss(load_loss(loss))
         self._is_training = False
         self._count = plan.microbatches
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
@@ -169,7 +172,7 @@ class Engine(Holding):
         valid_tokens: int,
         lr: float,
         divisor: float | None = None,
-        objective: Objective = CROSS_ENTROPY,
+        objective: Objective | None = None,
         inspect: Callable[[], None] | None = None,
         judge: Judge | None = None,
         record: Recorder | None = None,
@@ -183,7 +186,8 @@ class Engine(Holding):
             valid_tokens: of the whole global batch.
             lr: the learning rate.
             divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
-            objective: what is made of a target's log-probability and of the microbatches' streams.
+            objective: what is made of a target's log-probability and of the microbatches' streams; None means what
+                ``train.loss`` says.
             inspect: called when the gradients are final, before the update.
             judge: asked before it with what all ranks know; where it says why, none makes the update. Without it a
                 sum that leaves its exact range is a fault, with it a reason.
@@ -197,7 +201,7 @@ class Engine(Holding):
         self._stop = stop or Stop()
         self._lr, self._inspect, self._judge, self._is_training = lr, inspect, judge, True
         self._divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
-        self._watch = self._watching(objective, microbatches)
+        self._watch = self._watching(objective or self._objective, microbatches)
         for _, b in self._each():
             if not b.is_frozen:
                 b.zero_gradient()

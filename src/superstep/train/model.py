@@ -17,6 +17,7 @@ from superstep.model.low_rank import adapt
 from superstep.model.meta import on_meta
 from superstep.model.source import load_units
 from superstep.model.unit import GIVEN, UnitSpec
+from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
@@ -33,10 +34,17 @@ def resolved(config: RunConfig, world: int | None = None) -> Resolved:
         ConfigError: as ``resolve`` does; the file cannot be used; or its units do not run as they are, or cut.
     """
     source = config.model.source
+    if config.train.loss is not None:
+        load_loss(config.train.loss)  # refused before any rank is launched
     if source is None:
         run = resolve(config, world)
         return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
     specs = load_units(config)
+    if config.train.loss is not None and specs[-1].loss is not None:
+        raise ConfigError(
+            f"train.loss = '{config.train.loss}', and {source} gives its last unit '{specs[-1].name}' a loss of its "
+            "own; leave one of them out."
+        )
     run = resolve(config, world, outline_of(specs, source))
     rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
     between = passed(specs, rows, torch.float32, source)

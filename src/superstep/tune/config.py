@@ -9,7 +9,7 @@ from typing import Literal
 
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, StateConfig, TrainConfig
-from superstep.tune.recipe import Recipe, Usual, read
+from superstep.tune.recipe import Recipe, Usual, read, refuse_own_loss
 
 TooLong = Literal["refuse", "drop", "truncate"]
 History = Literal["refuse", "split"]
@@ -75,6 +75,7 @@ def check_recipe(kind: Literal["sft", "dpo"], config: TuneConfig) -> None:
     """
     if kind == "dpo":
         _check_dpo(config.dpo)
+        refuse_own_loss(config.train, "tune dpo")
     epochs = config.sft.epochs
     if epochs is None:
         return

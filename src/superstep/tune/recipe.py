@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from superstep.plan.config import ModelConfig, RunConfig
+from superstep.errors import ConfigError
+from superstep.plan.config import ModelConfig, RunConfig, TrainConfig
 from superstep.plan.toml import build, literal, read_tables, write_fields
 
 RECIPE = "recipe.toml"
@@ -56,3 +57,13 @@ def write(recipe: Recipe) -> str:
         if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
             lines += [f"[{each.name}]", *write_fields(section), ""]
     return "\n".join(lines)
+
+
+def refuse_own_loss(train: TrainConfig, verb: str) -> None:
+    """See that a verb whose loss is its own is given no other.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if train.loss is not None:
+        raise ConfigError(f"train.loss = '{train.loss}': superstep {verb} has a loss of its own; leave train.loss out.")

@@ -24,11 +24,13 @@ from superstep.model.decoder import Decoder, flash
 from superstep.model.exchange import Local, Now
 from superstep.model.unit import ParamSpec, Row, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
+from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.train.schedule import rate
 
 Forward = Callable[[Tensor, Now, Mapping[str, Any]], Tensor]
+UnitLoss = Callable[[Tensor, Tensor], Tensor]
 Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 
 
@@ -67,7 +69,7 @@ def reference_steps(
         clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it is at work.
     """
     forward, specs = _decoder(shape, train.seed)
-    yield from _steps(forward, specs, _nats, train, batches, clips=clips)
+    yield from _steps(forward, specs, token_losses(train), train, batches, clips=clips)
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
@@ -94,7 +96,7 @@ def unit_steps(
     """
     forward, parts = _row(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
-    yield from _steps(forward, trained, specs[-1].loss or _nats, train, batches, clips=clips)
+    yield from _steps(forward, trained, specs[-1].loss or token_losses(train), train, batches, clips=clips)
 
 
 def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
@@ -111,7 +113,8 @@ def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
 def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
     """Nats per target that counts over some batches, with the first weights."""
     forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _row(model, seed)
-    loss_sum = _nats if isinstance(model, ModelShape) else model[-1].loss or _nats
+    own = None if isinstance(model, ModelShape) else model[-1].loss
+    loss_sum = own or TokenLosses()
     nats, count = 0.0, 0
     for batch in batches:
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
@@ -121,12 +124,29 @@ def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batc
     return nats / count
 
 
-def _nats(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The cross entropy of every target that counts, fp32 each, times its weight, summed in fp64."""
-    each = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
-    if weights is not None:
-        each = each * weights.flatten().where(targets.flatten() != IGNORE, 0.0)
-    return each.double().sum()
+class TokenLosses:
+    """The loss of every target that counts, fp32 each, times its weight, summed in fp64.
+
+    Args:
+        function: of their log-probabilities; None is the cross entropy.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        counts = targets.flatten() != IGNORE
+        each = F.cross_entropy(logits.flatten(0, -2).float()[counts], targets.flatten()[counts], reduction="none")
+        if self._function is not None:
+            each = self._function(-each)
+        if weights is not None:
+            each = each * weights.flatten()[counts]
+        return each.double().sum()
+
+
+def token_losses(train: TrainConfig) -> TokenLosses:
+    """What ``train.loss`` says, or the cross entropy."""
+    return TokenLosses(None if train.loss is None else load_loss(train.loss))
 
 
 def _divisor(batch: Batch, *, is_counted: bool) -> float:
@@ -139,7 +159,7 @@ def _divisor(batch: Batch, *, is_counted: bool) -> float:
 def _steps(
     forward: Forward,
     specs: Parts,
-    loss_sum: Callable[[Tensor, Tensor], Tensor],
+    loss_sum: TokenLosses | UnitLoss,
     train: TrainConfig,
     batches: Sequence[Batch],
     *,
@@ -157,14 +177,19 @@ def _steps(
     clip_norm = train.clip_norm
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        divisor, weights = _divisor(batch, is_counted=loss_sum is _nats), batch.streams.get("weights")
+        divisor = _divisor(batch, is_counted=isinstance(loss_sum, TokenLosses))
+        weights = batch.streams.get("weights")
         loss = 0.0
         # Row by row: nothing of how a layout splits the batch is repeated here.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
             now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
             out = forward(tokens[None], now, _sight(batch, number))
-            nats = loss_sum(out, targets[None]) if weights is None else _nats(out, targets[None], weights[number])
-            row = nats / divisor
+            if weights is None:
+                total = loss_sum(out, targets[None])
+            else:
+                assert isinstance(loss_sum, TokenLosses), "a unit's own loss knows nothing of weights"
+                total = loss_sum(out, targets[None], weights[number])
+            row = total / divisor
             row.backward()
             loss += float(row.detach())
         # What the loss does not depend on has a gradient too.

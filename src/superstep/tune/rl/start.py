@@ -11,7 +11,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.model.named import shape_of
 from superstep.train.run_folder import RunFolder
 from superstep.train.weights_folder import weights_of
-from superstep.tune.recipe import RECIPE
+from superstep.tune.recipe import RECIPE, refuse_own_loss
 from superstep.tune.rl.config import RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
 
 
@@ -72,6 +72,7 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         ConfigError: it is; names the field.
     """
     check_rl(rl, rollout)
+    refuse_own_loss(config.train, "tune rl")
     if rl.window and config.numerics.exact:
         raise ConfigError(
             f"rl.window = {rl.window} with numerics.exact = true: what a step takes would depend on the clock; set "

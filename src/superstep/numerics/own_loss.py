@@ -1,0 +1,125 @@
+"""A loss that a user wrote: from the log-probability of each target to the loss of each token, in a file of his own.
+
+The file has a function ``loss(logp)``. It is given log-probabilities in a row, fp32 [T], and gives as many losses, in
+torch; autograd finds the derivative. A token's loss depends on its own number alone, so that it is the same however a
+layout splits the tokens.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.errors import ConfigError
+from superstep.numerics.objective import Streams
+from superstep.plan.own_file import run_file
+
+FUNCTION = "loss"
+PROBED = 64
+"""Log-probabilities that a function is tried with, of probabilities from e^-20 to nearly 1."""
+
+SAME = 1e-5
+"""How far a token's loss alone may lie from its loss among others, relative: a vector may round otherwise."""
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """An objective (``numerics.objective``) out of a function of log-probabilities, times the stream ``weights``.
+
+    Attributes:
+        function: fp32 [T] to as many losses.
+    """
+
+    function: Function
+    reads: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+
+    def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
+        """Each token's loss and its derivative."""
+        with torch.enable_grad():
+            leaf_T = logp_T.detach().requires_grad_()
+            loss_T = self.function(leaf_T)
+            (slope_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
+        if "weights" in streams:
+            loss_T, slope_T = loss_T * streams["weights"], slope_T * streams["weights"]
+        return loss_T.detach(), slope_T
+
+    def watch(self, logp_T: Tensor, streams: Streams) -> Mapping[str, Tensor]:
+        """Nothing: the loss says it all."""
+        return {}
+
+
+def load_loss(source: str) -> Function:
+    """The function ``loss`` of the file ``train.loss``, tried once.
+
+    Raises:
+        ConfigError: the file cannot be run, has no such function, or that gives something else than a loss per token;
+            names file and line.
+    """
+    path = Path(source)
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"train.loss = '{source}' is no Python file; name one with a function loss(logp).")
+    try:
+        module = run_file(path, f"superstep_loss_{path.stem}")
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"train.loss: {_place(path, error)} cannot be run: {_told(error)}") from error
+    function: Function | None = getattr(module, FUNCTION, None)
+    if not callable(function):
+        raise ConfigError(
+            f"train.loss: {path} has no function loss(logp); write one that gives the loss of each token from the "
+            "log-probability of its target, such as return -logp."
+        )
+    logp_T = torch.linspace(-20.0, -1e-3, PROBED)
+    try:
+        with torch.enable_grad():
+            leaf_T = logp_T.clone().requires_grad_()
+            loss_T = function(leaf_T)
+        alone = function(logp_T[7:8])
+    except Exception as error:
+        raise ConfigError(f"train.loss: {_place(path, error)}: loss(logp) fails: {_told(error)}") from error
+    if (fault := _fault(leaf_T, loss_T, alone)) is not None:
+        line = getattr(getattr(function, "__code__", None), "co_firstlineno", 1)
+        raise ConfigError(f"train.loss: {path}:{line}: loss(logp) {fault}")
+    return function
+
+
+def _fault(leaf_T: Tensor, loss_T: object, alone: object) -> str | None:
+    """What is wrong with the losses of some tokens, and what is expected."""
+    wanted = f"return a torch.float32 of shape [{PROBED}], a loss for each of the {PROBED} log-probabilities."
+    if not isinstance(loss_T, Tensor) or not isinstance(alone, Tensor):
+        return f"gives a {type(loss_T).__name__}; {wanted}"
+    if loss_T.shape != leaf_T.shape or loss_T.dtype != torch.float32:
+        return f"gives a {loss_T.dtype} of shape {list(loss_T.shape)}; {wanted}"
+    if not loss_T.requires_grad:
+        return "has no derivative by logp; compute the losses of it, by torch and without detach()."
+    (slope_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
+    if not (loss_T.isfinite().all() and slope_T.isfinite().all()):
+        at = int((~(loss_T.isfinite() & slope_T.isfinite())).nonzero()[0])
+        return (
+            f"gives no number, or has no finite derivative, at logp = {float(leaf_T[at].detach()):.4g}; bound it there."
+        )
+    if alone.shape != (1,) or not torch.allclose(alone, loss_T[7:8].detach(), rtol=SAME, atol=SAME):
+        return "looks at several tokens at once, which layouts split; compute each loss of its own logp alone."
+    return None
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """File and line where an error was raised, of the user's own file."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{path}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _told(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}".rstrip(": ") + "."
