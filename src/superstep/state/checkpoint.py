@@ -6,6 +6,7 @@
         optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
         config.json              of the model, for other loaders
         tokenizer.json
+        run.json                 whose it is (train.identity)
         manifest.json            the position, and hashes of all the rest and of itself
 
 Ranks write their own slices into the same files; where they do so through several page caches, no two of them write

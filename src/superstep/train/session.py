@@ -40,6 +40,8 @@ from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.course import Course
 from superstep.train.hf_files import hf_files
+from superstep.train.identity import FILE as IDENTITY
+from superstep.train.identity import identity_of, identity_text, require_same_run
 from superstep.train.integrity import Integrity, ranks_text
 from superstep.train.lesson import Epochs, Lesson, weigh
 from superstep.train.meter import Meter, Rate
@@ -59,7 +61,8 @@ MESH_TIMEOUT = timedelta(minutes=10)
 def _beside(run: Resolved, corpus: Path) -> dict[str, str]:
     """The text files of a checkpoint, which rank 0 writes. They are made before the first step, as they may fail."""
     files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
-    return files | {"corpus.json": (corpus / "corpus.json").read_text(encoding="utf-8")}
+    corpus_text = (corpus / "corpus.json").read_text(encoding="utf-8")
+    return files | {"corpus.json": corpus_text, IDENTITY: identity_text(identity_of(run, corpus))}
 
 
 class Session:
@@ -164,6 +167,7 @@ class Session:
         if self._lesson is not None and not self._lesson.is_remembered(self):
             self.begin()
         self.integrity.forget()
+        require_same_run(checkpoint, identity_of(self.run, self._corpus.folder))
         position = load(checkpoint, self._engine.pieces(STATE), self._peers)
         if self.run.config.lora is not None:
             self._stands_on(resume_base(self.run, self._engine, self._peers, checkpoint))

@@ -51,6 +51,7 @@ from superstep.state.verify import newest, verify
 from superstep.train import rundir
 from superstep.train.beside import ToldBeside
 from superstep.train.hold import hold, sharing
+from superstep.train.identity import identity_of, require_same_run
 from superstep.train.last_words import leaving_words
 from superstep.train.lesson import Lesson
 from superstep.train.loop import train
@@ -192,6 +193,8 @@ def prepared_job(
             checkpoint = newest(folder.checkpoints)
         if checkpoint is not None:  # what was left of the run before may have come to its end only now
             checkpoint = newest(folder.checkpoints)
+        if checkpoint is not None:
+            require_same_run(checkpoint, identity_of(run))
         step = 0 if checkpoint is None else read_position(checkpoint).step
         corpus = None if length is None else tokens(run, folder, checkpoint)
         if length is not None and corpus is not None:

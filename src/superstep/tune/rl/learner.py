@@ -26,6 +26,8 @@ from superstep.state.start import fill
 from superstep.state.verify import drop_old
 from superstep.train.base import begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of
+from superstep.train.identity import FILE as IDENTITY
+from superstep.train.identity import identity_of, identity_text, require_same_run
 from superstep.train.model import model_alone, shapes_of, units_of
 from superstep.train.peers import RankPeers, tensor_shapes
 from superstep.train.publish import publish
@@ -63,7 +65,8 @@ class Learner:
         self.peers = RankPeers(world.rank, world.size)
         self._world = world
         self._folder = folder
-        self._beside = dict(beside)
+        self._identity = identity_of(run)
+        self._beside = {**beside, IDENTITY: identity_text(self._identity)}
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
         self._temperature = temperature
         self._engine = Engine(run, units_of(run), self._mesh, heart=world.heart, temperature=temperature)
@@ -74,6 +77,7 @@ class Learner:
     def begin(self, checkpoint: Path | None, start: Path | None) -> None:
         """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these."""
         if checkpoint is not None:
+            require_same_run(checkpoint, self._identity)
             self.position = load(checkpoint, self._engine.pieces(STATE), self.peers)
         if self.run.config.lora is not None:
             self._stand_on(checkpoint, start)
