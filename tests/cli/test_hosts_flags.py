@@ -31,6 +31,7 @@ def test_they_say_which_host_this_is_and_where_host_0_is_asked(place):
     assert (hosts.number, hosts.count, hosts.meet) == (1, 2, ("10.0.0.1", 29400))
     assert hosts.secret == SECRET["SUPERSTEP_SECRET"].encode()
     (place / "secret").write_text("another one of sixteen bytes\n")
+    (place / "secret").chmod(0o600)
     assert read(["run.toml", *TWO, "--secret-file", "secret"]).hosts.secret == b"another one of sixteen bytes"
     assert read(["run.toml"]).hosts is None
 
@@ -69,6 +70,15 @@ def test_what_is_wrong_is_told_in_a_line(flags, says, place, monkeypatch, capsys
         monkeypatch.delenv(name, raising=False)
     assert main(["train", "run.toml", "--plan.dp", "2", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606])
+def test_a_secret_that_others_may_read_is_none(mode, place, capsys):
+    (place / "a secret").write_text("another one of sixteen bytes\n")
+    (place / "a secret").chmod(mode)
+    assert main(["train", "run.toml", *TWO, "--secret-file", "a secret"]) == 2
+    told = f"--secret-file = a secret may be used by others than its owner (mode {mode:04o}); chmod 600 'a secret'"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("secret", "says"), [(None, "several hosts need a secret"), ("short", "has 5 bytes")])

@@ -5,14 +5,16 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from superstep.kernels.checksum import checksum
+from superstep.runtime.hosts import door as doors
 from superstep.runtime.hosts import wire as wires
 from superstep.runtime.hosts.copying import Rate, Spoilt, Void, receive, send
-from superstep.runtime.hosts.door import Door, Refused, knock
+from superstep.runtime.hosts.door import WAITING, Door, Refused, knock
 from superstep.runtime.hosts.lead import unlike
 from superstep.runtime.hosts.messages import SILENT_S, Hello, Silence
 from superstep.runtime.hosts.wire import MOST_BYTES, Kind, Stranger, Unlike, answer, ask
@@ -149,6 +151,70 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
         door.close()
     with pytest.raises(OSError, match=r"refused|gone"):
         knock(door.address, SECRET, HELLO)
+
+
+def _welcome(wire, hello):
+    wire.say({"say": "welcome"})
+    wire.hear()
+
+
+def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
+    """However many: who came first loses his place to the next, and guests have other places."""
+    monkeypatch.setattr(wires, "GREETING_S", 60.0)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    strangers = [socket.create_connection(door.address) for _ in range(WAITING + 5)]
+    try:
+        for each in strangers[5:]:
+            each.sendall(wires.MAGIC[:1])
+        strangers[0].settimeout(10)
+        assert strangers[0].recv(1) == b"", "the first has had to leave"
+        inside = [knock(door.address, SECRET, HELLO) for _ in range(5)]
+        more = [socket.create_connection(door.address) for _ in range(WAITING)]
+        for wire in inside:
+            wire.say({"say": "still here"})
+        for each in more:
+            each.close()
+    finally:
+        for each in strangers:
+            each.close()
+        door.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
+    """Byte by byte, each of them soon enough: before the secret is shown, and after."""
+    monkeypatch.setattr(wires, "GREETING_S", 0.4)
+    monkeypatch.setattr(doors, "GREETING_S", 0.4)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    try:
+        sock = ask(door.address, SECRET)._socket if is_known else socket.create_connection(door.address)
+        drops = struct.pack("<IBQ", 1000, 1, 0) + bytes(30) if is_known else wires.MAGIC + bytes(wires.NONCE)
+        sent = 0
+        with suppress(ConnectionError):  # once it was hung up
+            for drop in drops:
+                sock.sendall(bytes([drop]))
+                sent += 1
+                time.sleep(0.1)
+        assert sent < len(drops)
+    finally:
+        sock.close()
+        door.close()
+
+
+def test_guests_have_a_bound_too(monkeypatch):
+    monkeypatch.setattr(doors, "GUESTS", 2)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    try:
+        first, _ = [knock(door.address, SECRET, HELLO) for _ in range(2)]
+        with pytest.raises(OSError, match=r"gone|reset"):
+            knock(door.address, SECRET, HELLO)
+        first.close()
+        until_s = time.monotonic() + 10
+        while door.guests == 2 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        knock(door.address, SECRET, HELLO)
+    finally:
+        door.close()
 
 
 @pytest.mark.parametrize(

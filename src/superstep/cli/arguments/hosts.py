@@ -4,6 +4,8 @@ their number, and a page that is served while it trains."""
 from __future__ import annotations
 
 import os
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +139,24 @@ def _secret(file: str | None, environment: Mapping[str, str]) -> bytes:
     if file is None and SECRET not in environment:
         raise ConfigError(f"several hosts need a secret that nobody else knows; {mend}")
     try:
-        found = environment[SECRET].encode() if file is None else Path(file).read_bytes().strip()
+        found = environment[SECRET].encode() if file is None else _read_private(Path(file))
     except OSError as error:
         raise UserError(f"--secret-file = {file} cannot be read ({error.strerror}); {mend}") from error
     if len(found) < FEWEST_BYTES:
         raise ConfigError(f"the run's secret has {len(found)} bytes, and {FEWEST_BYTES} is the fewest; {mend}")
     return found
+
+
+def _read_private(file: Path) -> bytes:
+    """What is in a file that its owner alone may read.
+
+    Raises:
+        ConfigError: others may.
+    """
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"--secret-file = {file} may be used by others than its owner (mode {mode:04o}); chmod 600 "
+            f"{shlex.quote(str(file))}"
+        )
+    return file.read_bytes().strip()

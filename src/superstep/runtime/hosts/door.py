@@ -1,11 +1,19 @@
-"""The door: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in."""
+"""The door: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in.
+
+    comes                                a place among strangers, for three seconds; where all are taken, the one who
+                                         came first loses his
+    proves that it knows the secret      a place among guests
+    says hello in three seconds more     is let in
+
+So strangers, however slow and many, keep nobody out who knows the secret: to show that takes two round trips.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 from superstep.errors import UserError
@@ -13,8 +21,13 @@ from superstep.runtime.hosts.messages import Address, Hello
 from superstep.runtime.hosts.wire import GREETING_S, Stranger, Wire, answer, ask
 
 WAITING = 64
-"""How many may be at the door at once; more are turned away unheard."""
+"""How many strangers may be at the door at once."""
 
+GUESTS = 1024
+"""How many may be inside at once, and about to be; a host has three connections to another at most."""
+
+TOLD = 16
+"""How many addresses of strangers are told of, each once."""
 
 MEANINGLESS = (KeyError, TypeError, ValueError)
 """What is raised over a message that says something else than it should."""
@@ -41,18 +54,27 @@ class Door:
         self, at: Address, secret: bytes, enters: Callable[[Wire, Hello], None], tell: Callable[[str], None]
     ) -> None:
         self._secret, self._enters, self._tell = secret, enters, tell
-        self._room = threading.Semaphore(WAITING)
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, str] = {}
+        self._guests: set[Wire] = set()
+        self._told: set[str] = set()
         self._socket = socket.create_server(at, backlog=WAITING)
         self.address: Address = self._socket.getsockname()[:2]
-        self._open: set[Wire] = set()
         threading.Thread(target=self._listen, name="superstep-door", daemon=True).start()
+
+    @property
+    def guests(self) -> int:
+        """How many have shown that they know the secret, and are here."""
+        with self._lock:
+            return len(self._guests)
 
     def close(self) -> None:
         """Let nobody in any more, and end what came through it."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._socket)
         self._socket.close()
-        for wire in list(self._open):
+        with self._lock:
+            guests = list(self._guests)
+        for wire in guests:
             wire.close()
 
     def _listen(self) -> None:
@@ -61,30 +83,57 @@ class Door:
                 sock, (there, *_) = self._socket.accept()
             except OSError:
                 return
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
+            with self._lock:
+                if len(self._strangers) >= WAITING:
+                    _hang_up(next(iter(self._strangers)))  # its thread finds the end of it, and leaves
+                self._strangers[sock] = there
             threading.Thread(target=self._meet, args=(sock, there), name="superstep-guest", daemon=True).start()
 
     def _meet(self, sock: socket.socket, there: str) -> None:
         try:
             try:
                 wire = answer(sock, self._secret)
-                wire.limit(GREETING_S)
-                hello = Hello(**wire.hear())
-                wire.limit(None)
             finally:
-                self._room.release()
+                with self._lock:
+                    del self._strangers[sock]
+            with self._inside(wire):
+                self._enters(wire, Hello(**wire.hear(within_s=GREETING_S)))
         except Stranger:
-            self._tell(f"{there} does not know the secret of this run, and was turned away.")
-        except (OSError, TypeError):  # a scan of ports, say
+            self._tell_of(there)
+        except (OSError, *MEANINGLESS):  # a scan of ports, say
             sock.close()
-        else:
-            self._open.add(wire)
-            with suppress(OSError, *MEANINGLESS):
-                self._enters(wire, hello)
+
+    @contextmanager
+    def _inside(self, wire: Wire) -> Iterator[None]:
+        """Within the block the wire has a place.
+
+        Raises:
+            ConnectionRefusedError: there is none.
+        """
+        with self._lock:
+            if len(self._guests) >= GUESTS:
+                raise ConnectionRefusedError("all places are taken")
+            self._guests.add(wire)
+        try:
+            yield
+        finally:
             wire.close()
-            self._open.discard(wire)
+            with self._lock:
+                self._guests.discard(wire)
+
+    def _tell_of(self, there: str) -> None:
+        with self._lock:
+            is_new = there not in self._told and len(self._told) < TOLD
+            if is_new:
+                self._told.add(there)
+        if is_new:
+            self._tell(f"{there} does not know the secret of this run, and was turned away.")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake who waits for the socket."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def knock(at: Address, secret: bytes, hello: Hello) -> Wire:
@@ -96,14 +145,12 @@ def knock(at: Address, secret: bytes, hello: Hello) -> Wire:
     """
     wire = ask(at, secret)
     try:
-        wire.limit(GREETING_S)
         wire.say(asdict(hello))
-        heard = wire.hear()
+        heard = wire.hear(within_s=GREETING_S)
         if heard.get("say") == "refused":
             raise Refused(str(heard.get("why")))
         if heard.get("say") != "welcome":
             raise ConnectionRefusedError(str(heard.get("why")))
-        wire.limit(None)
     except BaseException:
         wire.close()
         raise

@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -32,7 +33,7 @@ MOST_BYTES = 2**20
 """Of one payload; a longer one is refused before there is room for it."""
 
 GREETING_S = 3.0
-"""How long the other side may take to show that it knows the secret."""
+"""How long the other side may take, for all of it, to show that it knows the secret, and again to say hello."""
 
 SEND_S = 10.0
 """How long it may take nothing of what is sent."""
@@ -92,27 +93,30 @@ class Wire:
             for part in (head, payload, proof):
                 self._socket.sendall(part)
 
-    def receive(self) -> tuple[Kind, bytes]:
+    def receive(self, until_s: float | None = None) -> tuple[Kind, bytes]:
         """The next frame.
 
+        Args:
+            until_s: when all of it must have come, by ``time.monotonic``; None waits for ever.
+
         Raises:
-            OSError: the connection is gone, or what came over it is not authentic.
+            OSError: the connection is gone, or what came over it is late or not authentic.
         """
-        head = _exactly(self._socket, _HEAD.size)
+        head = _exactly(self._socket, _HEAD.size, until_s)
         length, kind, number = _HEAD.unpack(head)
         if length > MOST_BYTES:
             raise ConnectionError(f"a frame claims {length} bytes, and {MOST_BYTES} is the most")
-        payload = _exactly(self._socket, length)
-        proof = _exactly(self._socket, PROOF)
+        payload = _exactly(self._socket, length, until_s)
+        proof = _exactly(self._socket, PROOF, until_s)
         is_right = hmac.compare_digest(proof, _proof(self._receives, head, payload))
         if not is_right or number != self._received or kind not in tuple(Kind):
             raise ConnectionError("a frame is not what the other side sent")
         self._received += 1
         return Kind(kind), payload
 
-    def hear(self) -> dict[str, Any]:
-        """The next message; raises OSError as ``receive`` does, and where it is none."""
-        kind, payload = self.receive()
+    def hear(self, within_s: float | None = None) -> dict[str, Any]:
+        """The next message; raises OSError as ``receive`` does, where it is none, and where it takes longer."""
+        kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
         try:
             found = json.loads(payload) if kind is Kind.MESSAGE else None
         except ValueError as error:
@@ -120,11 +124,6 @@ class Wire:
         if not isinstance(found, dict):
             raise ConnectionError("a frame is no message")
         return found
-
-    def limit(self, seconds: float | None) -> None:
-        """How long ``receive`` waits before it raises OSError; None means for ever."""
-        # Python's own time limit would hold for what another thread sends, too.
-        _set_limit(self._socket, socket.SO_RCVTIMEO, seconds or 0.0)
 
     def close(self) -> None:
         """End the connection; a thread that receives is woken."""
@@ -141,11 +140,14 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
         Unlike: what listens there speaks something else.
         OSError: nobody listens there, or does not answer in time.
     """
+    until_s = time.monotonic() + timeout_s
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
+        sock.settimeout(None)
+        _set_limit(sock, socket.SO_SNDTIMEO, SEND_S)
         ours = secrets.token_bytes(NONCE)
         sock.sendall(MAGIC + ours)
-        answer = _exactly(sock, len(MAGIC) + NONCE + PROOF)
+        answer = _exactly(sock, len(MAGIC) + NONCE + PROOF, until_s)
         _require_magic(answer)
         theirs, proof = answer[len(MAGIC) : len(MAGIC) + NONCE], answer[-PROOF:]
         if not hmac.compare_digest(proof, _proof(secret, b"answers", ours + theirs)):
@@ -159,13 +161,14 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
 
 def answer(sock: socket.socket, secret: bytes) -> Wire:
     """Make a connection that was accepted a wire; raises as ``ask``, and closes it then."""
+    until_s = time.monotonic() + GREETING_S
     try:
-        sock.settimeout(GREETING_S)
-        question = _exactly(sock, len(MAGIC) + NONCE)
+        _set_limit(sock, socket.SO_SNDTIMEO, SEND_S)
+        question = _exactly(sock, len(MAGIC) + NONCE, until_s)
         _require_magic(question)
         theirs, ours = question[len(MAGIC) :], secrets.token_bytes(NONCE)
         sock.sendall(MAGIC + ours + _proof(secret, b"answers", theirs + ours))
-        if not hmac.compare_digest(_exactly(sock, PROOF), _proof(secret, b"asks", theirs + ours)):
+        if not hmac.compare_digest(_exactly(sock, PROOF, until_s), _proof(secret, b"asks", theirs + ours)):
             raise Stranger("the other side has another secret")
         return _wire(sock, secret, theirs + ours, asks=False)
     except BaseException:
@@ -174,9 +177,7 @@ def answer(sock: socket.socket, secret: bytes) -> Wire:
 
 
 def _wire(sock: socket.socket, secret: bytes, nonces: bytes, *, asks: bool) -> Wire:
-    sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _set_limit(sock, socket.SO_SNDTIMEO, SEND_S)
     keys = [_proof(secret, name, nonces) for name in (b"key of who asks", b"key of who answers")]
     return Wire(sock, *(keys if asks else reversed(keys)))
 
@@ -197,10 +198,16 @@ def _proof(key: bytes, *parts: bytes | memoryview) -> bytes:
     return made.digest()
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
+    """So many bytes, all of which must have come by then."""
     found = bytearray(count)
     view, at = memoryview(found), 0
     while at < count:
+        left_s = 0.0 if until_s is None else until_s - time.monotonic()
+        if until_s is not None and left_s <= 0:
+            raise TimeoutError("the other side takes too long")
+        # Python's own time limit would hold for what another thread sends, too. Zero is none.
+        _set_limit(sock, socket.SO_RCVTIMEO, max(left_s, 1e-3) if until_s is not None else 0.0)
         came = sock.recv_into(view[at:])
         if came == 0:
             raise ConnectionResetError("the other side has gone")
