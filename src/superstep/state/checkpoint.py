@@ -211,7 +211,9 @@ class _Saving:
                 folders.discard(self.partial)
 
     def _unwritable(self, error: Exception) -> Fault:
-        what = "the checkpoint cannot be written, and older ones are untouched"
+        what = "the checkpoint cannot be written"
+        with suppress(OSError):  # whose disk may be what is wrong
+            what += ", and older ones are untouched" if folders.checkpoints(self.folder.parent) else ""
         if isinstance(error, OSError):
             return DiskFault(f"{what}: {disk_fault(error, self.partial).message}")
         return Fault(f"{what}: {type(error).__name__}: {error}")

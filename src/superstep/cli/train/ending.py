@@ -1,4 +1,4 @@
-"""What is said when a run is ended from outside: by what, the newest checkpoint, and how to go on from it."""
+"""What is said when a run ends before its last step: by what, the newest checkpoint, and how to go on from it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 
+from superstep.errors import Fault
 from superstep.runtime.stop import STOPPED
 from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
@@ -14,13 +15,18 @@ INTERRUPTED = 130
 
 
 def ended(error: BaseException, folder: RunFolder, verb: str = "train") -> int | None:
-    """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else."""
+    """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else. A
+    fault of a run that has begun says how to go on, wherever it is told.
+    """
     match error:
         case KeyboardInterrupt():
             return _told("interrupted", folder, INTERRUPTED, verb)
         case SystemExit(code=code) if code == STOPPED:
             has_begun = folder.config.is_file()
             return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED, verb)
+        case Fault() if folder.config.is_file():
+            error.adding(how_to_go_on(folder, verb))
+            return None
         case _:
             return None
 

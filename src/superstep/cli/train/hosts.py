@@ -316,7 +316,10 @@ def _is_complete(run: Resolved) -> bool:
 def _ending(over: Over, here: _Here) -> int:
     """The exit status."""
     if over.cause is not None:
-        raise raised(over.cause)
+        error = raised(over.cause)
+        if here.job is not None:
+            ended(error, here.job.folder, here.job.verb)
+        raise error
     if here.is_stopped and here.job is not None:
         return stopped(here.job.folder, here.job.verb)
     if here.job is not None:

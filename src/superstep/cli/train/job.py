@@ -234,7 +234,7 @@ def rank_of_torchrun(world: World, job: Job | None) -> int:
         return 0
     try:
         is_stopped = rank(world, job)
-    except (KeyboardInterrupt, SystemExit) as error:
+    except (KeyboardInterrupt, SystemExit, Fault) as error:
         if world.rank == 0 and (status := ended(error, job.folder, job.verb)) is not None:
             return status
         raise
