@@ -6,7 +6,8 @@
         ├── or sees that a rank is stopped or hangs, which reports nothing, and waits for nobody
         └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
 
-SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them.
+SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them. Ranks that a thread beside
+the main one has launched leave it to that.
 
 What a rank writes to stderr goes to a file, from its first line on: where one rank fails, torch and Gloo print pages
 about the connections that break, and the launcher says the cause in one line. A rank ends with its launcher, however
@@ -233,7 +234,9 @@ def _start(
     seat = party.seat(number, store)
     ours, theirs = context.Pipe()
     heart = page(f"{party.name}:{seat.rank}")
-    place = place_at(store.with_name(f"stderr-{nth}"), None if heart is None else heart.handle)
+    # Of a launcher in another thread the main one is told to end, and ends the launch.
+    heeds = threading.current_thread() is threading.main_thread()
+    place = place_at(store.with_name(f"stderr-{nth}"), None if heart is None else heart.handle, heeds_signals=heeds)
     process = context.Process(  # type: ignore[attr-defined]
         target=_serve,
         args=(theirs, place, seat, kind, store.parent, first + nth),

@@ -175,6 +175,8 @@ class Place:
         stderr: a file to be made.
         sockets: the folder of the seed's socket, which the launcher removes at its end, if it comes to one.
         heart: a descriptor of the page where the rank tells what it does, if there is one.
+        heeds_signals: whether SIGTERM and SIGHUP, which a whole process group may be sent, are the rank's own to act
+            on; else they are left to the launcher.
     """
 
     environment: dict[str, str]
@@ -182,11 +184,13 @@ class Place:
     stderr: Path
     sockets: Path
     heart: int | None = None
+    heeds_signals: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Descriptors are handed on where a process is started, and no numbers of them."""
         heart = None if self.heart is None else reduction.DupFd(self.heart)
-        return _received, (self.environment, reduction.DupFd(self.stdout), self.stderr, self.sockets, heart)
+        stdout = reduction.DupFd(self.stdout)
+        return _received, (self.environment, stdout, self.stderr, self.sockets, heart, self.heeds_signals)
 
     def take(self) -> None:
         """Make it this process's own."""
@@ -198,6 +202,9 @@ class Place:
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         os.environ.clear()  # noqa: TID251
         os.environ.update(self.environment)  # noqa: TID251
+        if not self.heeds_signals:
+            for number in IGNORED:  # the seed has blocked them: none gets through before
+                signal.signal(number, signal.SIG_IGN)
         heed_all()
 
 
@@ -207,12 +214,19 @@ def _received(
     stderr: Path,
     sockets: Path,
     heart: Any,  # noqa: ANN401 - as stdout's
+    heeds_signals: bool,
 ) -> Place:
-    page = None if heart is None else heart.detach()
-    return Place(environment=environment, stdout=stdout.detach(), stderr=stderr, sockets=sockets, heart=page)
+    return Place(
+        environment=environment,
+        stdout=stdout.detach(),
+        stderr=stderr,
+        sockets=sockets,
+        heart=None if heart is None else heart.detach(),
+        heeds_signals=heeds_signals,
+    )
 
 
-def place_at(stderr: Path, heart: int | None = None) -> Place:
+def place_at(stderr: Path, heart: int | None = None, *, heeds_signals: bool = True) -> Place:
     """What this process has now; what the rank writes to stderr goes to a file."""
     return Place(
         environment=dict(os.environ),  # noqa: TID251 - a rank's is its launcher's, as any child's
@@ -220,6 +234,7 @@ def place_at(stderr: Path, heart: int | None = None) -> Place:
         stderr=stderr,
         sockets=Path(util.get_temp_dir()),
         heart=heart,
+        heeds_signals=heeds_signals,
     )
 
 
