@@ -104,6 +104,14 @@ def test_only_who_has_the_token_is_answered(told):
         assert TOKEN not in page, "a page that is saved gives nobody the token"
 
 
+def test_a_page_whose_name_was_made_to_lead_here_is_refused(told):
+    with serving(Report(told.folder).shown()) as served:
+        for host in ("evil.example", f"evil.example:{served.port}", "127.0.0.1.evil.example"):
+            status, text = answer(served, f"/?token={TOKEN}", {"Host": host})
+            assert (status, text) == (421, "the Host header is not of this server; use localhost.\n")
+        assert answer(served, f"/?token={TOKEN}", {"Host": f"localhost:{served.port}"})[0] == 200
+
+
 def test_the_numbers_are_what_prometheus_reads(told):
     with serving(Report(told.folder).shown()) as served:
 

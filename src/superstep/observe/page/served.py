@@ -4,8 +4,9 @@
     GET /events     server-sent events: what the page shows, anew whenever there is more of it
     GET /metrics    numbers for Prometheus
 
-The token is part of the page's address, ?token=...; a program may send it as "Authorization: Bearer ..." instead. Each
-request has a thread of its own and reads what lies on disk, so that whoever tells of the run waits for nobody here.
+The token is part of the page's address, ?token=...; a program may send it as "Authorization: Bearer ..." instead. The
+Host header is to have a name of loopback. Each request has a thread of its own and reads what lies on disk, so that
+whoever tells of the run waits for nobody here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from socketserver import TCPServer
 from urllib.parse import parse_qs, urlsplit
 
 from superstep.errors import ConfigError
+from superstep.observe.host_header import LOCALHOST, Hosts
 from superstep.observe.prometheus import TYPE
 
 LOOPBACK = "127.0.0.1"
@@ -163,6 +165,8 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one request."""
         asked, served = urlsplit(self.path), self.server.served
+        if not Hosts(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
+            return self._say(421, "text/plain", f"the Host header is not of this server; use {LOCALHOST}.\n")
         given = parse_qs(asked.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
         if not served.is_allowed(given[0]):
             return self._say(403, "text/plain", _NO_TOKEN)

@@ -1,0 +1,49 @@
+"""The Host header of a request, held against the names of a server.
+
+A page of somebody else's can have its own name lead to this machine (DNS rebinding), and the browser then lets it read
+what a server here answers. It cannot change the name that the browser sends along.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOCALHOST = "localhost"
+HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", re.IGNORECASE)
+"""A name or an address, and a port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The names that a server answers to.
+
+    Attributes:
+        address: that it listens on.
+        names: by which it is known besides.
+    """
+
+    address: str = LOCALHOST
+    names: Sequence[str] = ()
+
+    def accept(self, headers: Sequence[str]) -> bool:
+        """Whether a request with these Host headers, of which there is to be one, is for this server. On an address
+        that others reach, without names, any is.
+        """
+        found = HEADER.fullmatch(headers[0]) if len(headers) == 1 else None
+        if found is None:
+            return False
+        if not self.names and not _is_loopback(self.address):
+            return True
+        name = found[1].strip("[]").lower()
+        return _is_loopback(name) or name in (self.address, *(known.lower() for known in self.names))
+
+
+def _is_loopback(name: str) -> bool:
+    """Whether a name or an address leads to the machine that it is used on, whatever a name server says."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == LOCALHOST
