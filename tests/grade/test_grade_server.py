@@ -21,6 +21,7 @@ from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import Metrics
 from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
+from superstep.serve.api.guard import Entrance
 from superstep.serve.api.limits import Limits
 
 TASKS = Path(__file__).with_name("trying_tasks.py")
@@ -32,7 +33,7 @@ def client():
     metrics = Metrics()
     config = GradeConfig(sandbox="none", workers=2, retries=1, timeout_s=2, grader_timeout_s=3)
     with Pool(TASKS, config, retried=metrics.retried, is_heard=False) as pool:
-        yield TestClient(make_app(pool, metrics, limits=Limits(body_bytes=1 << 16), queue=40))
+        yield TestClient(make_app(pool, metrics, limits=Limits(body_bytes=1 << 16), queue=40), "http://localhost")
 
 
 def test_an_answer_gets_its_verdict(client):
@@ -107,6 +108,21 @@ def test_health_and_numbers(client):
     client.post("/grade", json={"index": 2, "seed": 3, "answer": "raise"})
     client.post("/grade", json={})
     assert [now - then for now, then in zip(map(number, NUMBERS), before, strict=True)] == [1, 1, 0, 1, 2, 1, 0]
+
+
+def test_names_of_others_are_refused_and_a_server_that_drains_says_so(tmp_path):
+    metrics, entrance = Metrics(), Entrance()
+    with Pool(TASKS, GradeConfig(sandbox="none", workers=1), is_heard=False) as pool:
+        client = TestClient(make_app(pool, metrics, entrance=entrance), "http://localhost")
+        answer = client.post("/grade", json={"index": 2, "answer": "4"}, headers={"host": "evil.example"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (421, "unknown_host")
+        assert client.get("/health").json()["status"] == "ready"
+        entrance.drain.begin(600)
+        answer = client.post("/grade", json={"index": 2, "answer": "4"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert 'superstep:grade_requests_refused_total{status="503"} 1.0' in metrics.text().decode()
 
 
 NUMBERS = (

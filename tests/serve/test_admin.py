@@ -74,7 +74,7 @@ def answers(engine, folder, *asked, admin=True):
     app = make_app(Scripted(info, lambda request: [], adapters=("tone",)), PlainWords(tokenizer), admin=key)
 
     async def all_of_them():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return [await client.request(method, path, **given) for method, path, given in asked]
 
     return asyncio.run(all_of_them())

@@ -284,7 +284,7 @@ def read_status(connection: socket.socket) -> int:
     return int(told.split(b" ", 2)[1])
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def test_a_large_body_is_refused_before_it_is_read(setting):
@@ -318,7 +318,7 @@ def test_a_full_queue_says_when_to_come_again(setting):
     body = json.dumps({"prompt": [1], "n": 2}).encode()
     for connection in waiting:
         connection.sendall(
-            b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
             + f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -343,7 +343,7 @@ def test_a_client_that_vanishes_takes_its_requests_back(setting, path, stream, p
     body = json.dumps(SOUND[path] | {"n": 3, "stream": stream}).encode()
     connection = setting.connect()
     connection.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n".encode()
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
         + f"Content-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
@@ -368,7 +368,9 @@ def test_half_of_the_clients_vanish_at_random_and_the_others_lose_nothing(settin
         body = json.dumps({"prompt": [number], "stream": True, "sampling": {"max_tokens": 40}}).encode()
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", setting.server.port)
-            head = b"POST /generate HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            head = (
+                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            )
             writer.write(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             try:
                 if (size := leaves_at[number]) is not None:

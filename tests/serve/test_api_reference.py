@@ -12,6 +12,7 @@ from scripted import Scripted
 from superstep.serve.api import admin, native
 from superstep.serve.api.admin import ADMIN_ROUTES
 from superstep.serve.api.app import ROUTES
+from superstep.serve.api.drain import Drain
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.openai import chat_fields, completions
 from superstep.serve.messages import Standing
@@ -53,7 +54,7 @@ def test_fields_of_the_native_endpoint():
 def test_metrics():
     tokenizer = small_tokenizer()
     info = Info(name="m", vocab=300, context_tokens=9, version="", end_of_text=(tokenizer.end_of_text,))
-    metrics = Metrics(Scripted(info, lambda request: []))
+    metrics = Metrics(Scripted(info, lambda request: []), Drain())
     metrics.end("stop")
     metrics.refuse(400)
     told = set(re.findall(r"^# TYPE (\S+) ", metrics.text().decode(), flags=re.MULTILINE))

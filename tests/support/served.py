@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from starlette.applications import Starlette
 
-from superstep.serve.api.server import LOOPBACK, listen, make_server
+from superstep.serve.api.connection import ConnectionLimits
+from superstep.serve.api.server import LOOPBACK, Server, listen, make_server
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,24 @@ class Served:
 
     port: int
     loop: asyncio.AbstractEventLoop
+    server: Server
 
     @property
     def url(self) -> str:
         """Of its root."""
         return f"http://{LOOPBACK}:{self.port}"
 
+    @property
+    def connections(self) -> int:
+        """That are open."""
+        return len(self.server.server_state.connections)
+
 
 @contextmanager
-def served(app: Starlette) -> Iterator[Served]:
+def served(app: Starlette, limits: ConnectionLimits | None = None) -> Iterator[Served]:
     """Runs until the block ends."""
     listening = listen(LOOPBACK, 0)
-    server = make_server(app)
+    server = make_server(app, limits)
     loops: list[asyncio.AbstractEventLoop] = []
     running = threading.Event()
 
@@ -43,7 +50,7 @@ def served(app: Starlette) -> Iterator[Served]:
     thread.start()
     try:
         assert running.wait(30)
-        yield Served(listening.getsockname()[1], loops[0])
+        yield Served(listening.getsockname()[1], loops[0], server)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.serve import Options, read
+from superstep.cli.port import Port, opened
 from superstep.cli.served_model import ServedModel, find_model
 from superstep.cli.serving import serve_config
 from superstep.errors import ConfigError
 from superstep.runtime.device import choose
 from superstep.serve.adapters import check_names, folders_of
 from superstep.serve.api.app import make_app
-from superstep.serve.api.server import serve
 from superstep.serve.api.steered import Admin
 from superstep.serve.config import plan_of
 from superstep.serve.host import Host
@@ -29,6 +29,11 @@ KEY = "SUPERSTEP_ADMIN_KEY"
 def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
+    with opened(options) as port:
+        return _serve(path, options, port)
+
+
+def _serve(path: Path, options: Options, port: Port) -> int:
     model = find_model(path)
     config = serve_config(model.run, options)
     shape = plan_of(model.folder, config).shape
@@ -49,11 +54,10 @@ def main(argv: Sequence[str]) -> int:
         info = host.open()
         exact = ", with the bits of training" if config.exact else ""
         _say(f"{info.name}: {config.compute}, contexts of {info.context_tokens} tokens{exact}, weights {info.version}.")
-        app = make_app(host, words, admin=_admin(model, options, host, key))
-        serve(app, host=options.host, port=options.port, ready=_told)
+        _say(f"Answering at {port.url} (chat in a browser), {port.url}/v1 (OpenAI's clients).")
+        return port.serve(make_app(host, words, admin=_admin(model, options, host, key), entrance=port.entrance))
     finally:
         host.close()
-    return 0
 
 
 def _admin(model: ServedModel, options: Options, host: Host | Replicas, key: str | None) -> Admin | None:
@@ -89,10 +93,6 @@ def admin_key(asked: str | None, found: str | None) -> str | None:
     if not re.fullmatch(r"[!-~]+", told):
         raise ConfigError(f"{where} must be one word of printable ASCII characters, as a header carries it.")
     return told
-
-
-def _told(host: str, port: int) -> None:
-    _say(f"Answering at http://{host}:{port} (chat in a browser), http://{host}:{port}/v1 (OpenAI's clients).")
 
 
 def _say(text: str) -> None:

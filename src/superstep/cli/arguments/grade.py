@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from superstep.cli.arguments.port import PortOptions, check_port
 from superstep.cli.arguments.serve import read_model
 from superstep.cli.options import asks_for_help
 from superstep.errors import ConfigError, did_you_mean
@@ -21,11 +22,9 @@ COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.worke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(PortOptions):
     """Where to answer."""
 
-    host: str = "127.0.0.1"
-    """The address to listen on; the ordinary one is seen by this machine alone."""
     port: int = 8100
     """The port to listen on; 0 takes a free one."""
     grade: GradeConfig = field(default_factory=GradeConfig)
@@ -64,12 +63,11 @@ def read(argv: Sequence[str]) -> tuple[Path, ServeOptions | CheckOptions]:
     )
     checked(options.grade)
     match options:
-        case ServeOptions(port=port) if not 0 <= port <= 65535:
-            raise ConfigError(f"--port = {port} must be from 0 to 65535.")
+        case ServeOptions():
+            check_port(options)
         case CheckOptions(tasks=tasks) if not 1 <= tasks <= 1000:
             raise ConfigError(f"--tasks = {tasks} must be from 1 to 1000.")
-        case _:
-            return Path(file), options
+    return Path(file), options
 
 
 def usage() -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from superstep.cli.arguments.port import PortOptions, check_port
 from superstep.cli.options import read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
@@ -79,13 +80,9 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(PortOptions):
     """Where to answer, and how."""
 
-    host: str = "127.0.0.1"
-    """The address to listen on; the ordinary one is seen by this machine alone."""
-    port: int = 8000
-    """The port to listen on; 0 takes a free one."""
     name: str | None = None
     """What clients call the model; none takes the folder's name."""
     plan: PlanOptions = field(default_factory=PlanOptions)
@@ -104,8 +101,7 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
     model, options = read_model(
         Options(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
+    check_port(options)
     check_least(options.plan, options.serve)
     return Path(model), options
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from superstep.cli.arguments.port import PortOptions, check_port
 from superstep.cli.arguments.serve import NumericsOptions, read_model
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind
@@ -19,13 +20,9 @@ COMMON = ("port", "host", "name", "key", "state", "numerics.compute", "numerics.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(PortOptions):
     """Where to answer, and how."""
 
-    host: str = "127.0.0.1"
-    """The address to listen on; the ordinary one is seen by this machine alone."""
-    port: int = 8000
-    """The port to listen on; 0 takes a free one."""
     name: str | None = None
     """What clients call the model, beside its folder's path; none takes the folder's name."""
     key: str | None = None
@@ -64,8 +61,7 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
     model, options = read_model(
         Options(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
     )
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port = {options.port} must be from 0 to 65535.")
+    check_port(options)
     for name in ("most_rank", "models", "adapters", "batch_tokens"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} = {getattr(options, name)} must be at least 1.")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from superstep.cli.arguments.grade import CheckOptions, ServeOptions, read
 from superstep.cli.grade.text import BOUNDS, report_lines
+from superstep.cli.port import opened
 from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import Metrics
 from superstep.grade.attacks.check import check
 from superstep.grade.environment import load_environment
 from superstep.grade.pool import Pool
-from superstep.serve.api.server import serve
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,17 +31,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(path: Path, options: ServeOptions) -> int:
-    load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
     metrics = Metrics()
-    with Pool(path, options.grade, retried=metrics.retried) as pool:
-        serve(make_app(pool, metrics), host=options.host, port=options.port, ready=lambda h, p: _told(path, pool, h, p))
-    return 0
-
-
-def _told(path: Path, pool: Pool, host: str, port: int) -> None:
-    kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
-    kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
-    print(f"Grading {path} at http://{host}:{port}/grade, {pool.workers} at a time; programs run {kept}.", flush=True)
+    with opened(options) as port:
+        load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
+        with Pool(path, options.grade, retried=metrics.retried) as pool:
+            kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
+            kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
+            print(f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {kept}.", flush=True)
+            return port.serve(make_app(pool, metrics, entrance=port.entrance))
 
 
 def _check(path: Path, options: CheckOptions) -> int:

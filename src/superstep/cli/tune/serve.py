@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.tune_serve import Options, read
+from superstep.cli.port import Port, opened
 from superstep.cli.served_model import ServedModel, find_model
 from superstep.cli.serving import kernels_folder
 from superstep.errors import ConfigError
 from superstep.runtime.device import Device, choose
-from superstep.serve.api.server import serve
 from superstep.tune.tinker.app import make_app
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.opened import open_service
@@ -25,21 +25,22 @@ KEY = "TINKER_API_KEY"
 def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
+    with opened(options) as port:
+        return _serve(path, options, port)
+
+
+def _serve(path: Path, options: Options, port: Port) -> int:
     model, key = find_model(path), key_of(options.key, os.environ.get(KEY))
     config = tinker_config(model, options)
     _say(f"Loading {config.folder}.")
     service = open_service(config, Device(choose(options.device, 1)), tell=lambda line: print(line, file=sys.stderr))
     exact = ", sampled with the bits of training" if config.exact else ""
     _say(f"{config.name}: {config.compute}, sequences of {service.config.context_tokens} tokens{exact}.")
-
-    def ready(host: str, port: int) -> None:
-        _say(f"TINKER_BASE_URL=http://{host}:{port} {KEY}={'tml-any' if key is None else '...'}")
-
+    _say(f"TINKER_BASE_URL={port.url} {KEY}={'tml-any' if key is None else '...'}")
     try:
-        serve(make_app(service, key=key), host=options.host, port=options.port, ready=ready)
+        return port.serve(make_app(service, key=key, entrance=port.entrance))
     finally:
         service.desk.close()
-    return 0
 
 
 def tinker_config(model: ServedModel, options: Options) -> TinkerConfig:

@@ -28,6 +28,8 @@ from superstep.grade.api.metrics import Metrics
 from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
+from superstep.serve.api.drain import Drain
+from superstep.serve.api.guard import Entrance
 from superstep.serve.api.limits import Limits, Queue, read_json
 from superstep.serve.api.refusals import Refused
 from superstep.serve.api.strict import read_model
@@ -38,6 +40,9 @@ QUEUE = 4096
 
 GONE_STATUS = 499
 
+OPEN_PATHS = ("/health", "/metrics")
+"""Answered also while the server drains."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -47,6 +52,7 @@ class Service:
     metrics: Metrics
     limits: Limits
     queue: Queue
+    drain: Drain
 
     async def verdicts(self, items: list[Item], rollouts: list[Rollout]) -> list[Verdict]:
         """The verdict of each; all wait for the same graders."""
@@ -61,9 +67,25 @@ class Service:
         return verdict
 
 
-def make_app(pool: Pool, metrics: Metrics, *, limits: Limits | None = None, queue: int = QUEUE) -> Starlette:
-    """The application of one pool of graders."""
-    service = Service(pool, metrics, limits or Limits(), Queue(queue))
+def make_app(
+    pool: Pool,
+    metrics: Metrics,
+    *,
+    limits: Limits | None = None,
+    queue: int = QUEUE,
+    entrance: Entrance | None = None,
+) -> Starlette:
+    """The application of one pool of graders.
+
+    Args:
+        pool: the graders.
+        metrics: what is counted.
+        limits: of requests; the ordinary ones where there are none.
+        queue: grades that are under way or wait, at most.
+        entrance: what stands before it; None lets loopback names in.
+    """
+    limits, entrance = limits or Limits(), entrance or Entrance()
+    service = Service(pool, metrics, limits, Queue(queue), entrance.drain)
     routes = [
         Route(path, _endpoint(handler, service), methods=[method])
         for method, path, handler in (
@@ -73,7 +95,13 @@ def make_app(pool: Pool, metrics: Metrics, *, limits: Limits | None = None, queu
             ("GET", "/metrics", numbers),
         )
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+
+    def refuse(error: Refused) -> Response:
+        metrics.refused.labels(str(error.status)).inc()
+        return error.response()
+
+    before = entrance.middleware(refuse, limits, open_paths=OPEN_PATHS)
+    return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
 async def grade(request: Request, service: Service) -> Response:
@@ -91,10 +119,11 @@ async def batch(request: Request, service: Service) -> Response:
 
 
 async def health(request: Request, service: Service) -> Response:
-    """200 as long as there is anybody to answer it."""
-    told = {"status": "ready", "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
+    """200 as long as there is anybody to answer it, but for a server that drains."""
+    state = "draining" if service.drain.is_begun else "ready"
+    told = {"status": state, "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
     told["memory_bound"] = service.pool.memory_bound
-    return JSONResponse(told)
+    return JSONResponse(told, status_code=503 if service.drain.is_begun else 200)
 
 
 async def numbers(request: Request, service: Service) -> Response:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from superstep.errors import SuperstepError
 from superstep.serve.api.admin import ADMIN_ROUTES, with_key
 from superstep.serve.api.backend import Backend
+from superstep.serve.api.guard import Entrance
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.native import generate
@@ -48,7 +49,18 @@ GONE_STATUS = 499
 """What is noted of a request whose client went away. Nobody reads it."""
 
 
-def make_app(backend: Backend, words: Words, *, limits: Limits | None = None, admin: Admin | None = None) -> Starlette:
+OPEN_PATHS = ("/health", "/metrics")
+"""Answered also while the server drains."""
+
+
+def make_app(
+    backend: Backend,
+    words: Words,
+    *,
+    limits: Limits | None = None,
+    admin: Admin | None = None,
+    entrance: Entrance | None = None,
+) -> Starlette:
     """The application of one engine.
 
     Args:
@@ -56,21 +68,29 @@ def make_app(backend: Backend, words: Words, *, limits: Limits | None = None, ad
         words: the text part of its model.
         limits: of requests; the ordinary ones where there are none.
         admin: what paths for whoever runs the server need; None serves none of them.
+        entrance: what stands before it; None lets loopback names in.
     """
-    limits = limits or Limits()
+    limits, entrance = limits or Limits(), entrance or Entrance()
     service = Service(
         backend=backend,
         words=words,
         limits=limits,
         queue=Queue(limits.queue),
-        metrics=Metrics(backend),
+        metrics=Metrics(backend, entrance.drain),
+        drain=entrance.drain,
         began_s=int(time.time()),
         admin=admin,
     )
     guarded = [(method, path, with_key(handler)) for method, path, handler in ADMIN_ROUTES if admin is not None]
     served = (*ROUTES, *guarded)
     routes = [Route(path, _endpoint(handler, service), methods=[method]) for method, path, handler in served]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+
+    def refuse(error: Refused) -> Response:
+        service.metrics.refuse(error.status)
+        return error.response()
+
+    before = entrance.middleware(refuse, limits, open_paths=OPEN_PATHS)
+    return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
 def _endpoint(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:

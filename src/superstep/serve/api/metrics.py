@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from superstep.serve.api.backend import Backend
+from superstep.serve.api.drain import Drain
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -28,9 +29,9 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_00
 class Metrics:
     """What is counted of answers, and what the engine tells of itself when it is asked."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, drain: Drain) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineNumbers(backend))
+        self.registry.register(EngineNumbers(backend, drain))
         self._model = backend.info.name
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -137,8 +138,8 @@ class Tally(Collector):
 class EngineNumbers(Collector):
     """Asks the engine at the moment when somebody looks."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, drain: Drain) -> None:
+        self._backend, self._drain = backend, drain
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask an engine that may still be starting."""
@@ -146,13 +147,14 @@ class EngineNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers."""
+        is_ready = self._backend.health().is_ready and not self._drain.is_begun
         now, labels = self._backend.counters(), [self._backend.info.name]
         used = now.used_pages / now.pages if now.pages else 0.0
         for gauge, about, value in (
             ("vllm:num_requests_running", "Requests that are computed.", now.running),
             ("vllm:num_requests_waiting", "Requests that wait for room.", now.waiting),
             ("vllm:kv_cache_usage_perc", "Pages in use, as a share of 1.", used),
-            ("superstep:ready", "Whether requests are answered.", int(self._backend.health().is_ready)),
+            ("superstep:ready", "Whether requests are answered.", int(is_ready)),
         ):
             one = GaugeMetricFamily(gauge, about, labels=["model_name"])
             one.add_metric(labels, value)

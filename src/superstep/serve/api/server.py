@@ -1,41 +1,76 @@
-"""The server: an application on a port."""
+"""The server: an application on a port, until it is told to end."""
 
 from __future__ import annotations
 
+import asyncio
+import resource
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 
 from superstep.errors import ConfigError
+from superstep.runtime.stop import Stop
+from superstep.serve.api.connection import ConnectionLimits, connections_within
+from superstep.serve.api.drain import Drain
 
 LOOPBACK = "127.0.0.1"
 KEPT_S = 65
 """How long a connection without a request is kept: longer than clients keep theirs, who would else send into one that
 is just being closed."""
 
-LEAVING_S = 5
-"""How long answers under way may go on once the server was told to stop."""
+CLOSING_S = 5
+"""How long connections may take to close once all requests have been answered."""
+
+GRACE_S = 25.0
+"""How long answers under way may go on once the server was told to end: less than the 30 s of Kubernetes."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def make_server(app: Starlette) -> uvicorn.Server:
-    """A server that is not yet run. ``should_exit`` stops it from any thread."""
+class Server(uvicorn.Server):
+    """uvicorn's, whose signals are listened to elsewhere."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Not here."""
+        yield
+
+
+def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> Server:
+    """A server that is not yet run. ``should_exit`` stops it from any thread.
+
+    Args:
+        app: what answers.
+        limits: of connections; the ordinary ones where there are none. Half of the files that this process may open
+            are left to others.
+    """
+    limits = limits or ConnectionLimits()
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = replace(limits, count=min(limits.count, max(1, files // 2)))
     config = uvicorn.Config(
         app,
+        http=connections_within(limits),
         log_level="warning",
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
         timeout_keep_alive=KEPT_S,
-        timeout_graceful_shutdown=LEAVING_S,
+        timeout_graceful_shutdown=CLOSING_S,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on a port; port 0 is any free one.
+    """A socket on a port; port 0 is any free one. Clients who come before ``serve`` wait for it.
 
     Raises:
         ConfigError: the port is taken, or the host is not one of this machine's.
@@ -56,26 +91,84 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(
     app: Starlette,
+    listening: socket.socket,
     *,
-    host: str = LOOPBACK,
-    port: int = 8000,
-    ready: Callable[[str, int], None] | None = None,
-) -> None:
-    """Serves until the process is told to stop by SIGINT or SIGTERM.
+    drain: Drain,
+    grace_s: float = GRACE_S,
+    tell: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP; then drain. A second signal, a second later or more, ends the grace.
 
     Args:
         app: of ``make_app``.
-        host: to listen on; the ordinary one is seen by this machine alone.
-        port: to listen on; 0 for any free one.
-        ready: told host and port once clients can connect.
+        listening: of ``listen``; closed in the end.
+        drain: the one that the application has.
+        grace_s: how long requests under way may take then.
+        tell: given a line about those.
 
-    Raises:
-        ConfigError: the port cannot be listened on.
+    Returns:
+        The exit status: 0 where every request was answered, else 128 and the signal's number.
     """
-    listening = listen(host, port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(make_server(app), listening, _Ending(drain, grace_s, tell)))
+
+
+class _Ending:
+    """What signals do.
+
+    Attributes:
+        drain: of the server.
+        number: the first signal's; 0 where none came.
+    """
+
+    def __init__(self, drain: Drain, grace_s: float, tell: Callable[[str], None]) -> None:
+        self.drain = drain
+        self.number = 0
+        self._grace_s, self._tell, self._stop = grace_s, tell, Stop()
+
+    def hear(self, number: int) -> None:
+        """A signal has come."""
+        if self._stop.ask():
+            self.drain.hurry()
+        elif not self.number:
+            self.number = number
+            self.drain.begin(self._grace_s)
+            if self.drain.under_way:
+                self._tell(
+                    f"Shutting down: {len(self.drain.under_way)} requests under way have {self._grace_s:g} s; a second "
+                    "signal ends them now."
+                )
+
+
+async def _serve(server: Server, listening: socket.socket, ending: _Ending) -> int:
+    with _signals(ending.hear):
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        begun = asyncio.ensure_future(ending.drain.begun())
+        await asyncio.wait({serving, begun}, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        unfinished = await ending.drain.finish()
+        server.should_exit = True
+        await serving
+    return 128 + ending.number if unfinished else 0
+
+
+@contextmanager
+def _signals(hear: Callable[[int], None]) -> Iterator[None]:
+    """Within the block signals are heard on the event loop; those that are ignored, as nohup asks for, stay so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def came(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(hear, number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, came)
     try:
-        if ready is not None:
-            ready(host, listening.getsockname()[1])  # the socket listens: who connects now waits a moment
-        make_server(app).run(sockets=[listening])
+        yield
     finally:
-        listening.close()
+        for number in heard:
+            signal.signal(number, before[number])

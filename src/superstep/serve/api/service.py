@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from superstep.errors import did_you_mean
-from superstep.serve.api.backend import Backend
+from superstep.serve.api.backend import Backend, Health
+from superstep.serve.api.drain import Drain
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.refusals import Refused, shown
@@ -23,6 +24,7 @@ class Service:
         limits: of requests.
         queue: the places for answers.
         metrics: what is counted.
+        drain: of the server.
         began_s: when the server started, in seconds of the epoch; the age of its models.
         admin: what paths for whoever runs the server need; None where there are none.
     """
@@ -32,6 +34,7 @@ class Service:
     limits: Limits
     queue: Queue
     metrics: Metrics
+    drain: Drain
     began_s: int
     admin: Admin | None = None
 
@@ -39,6 +42,10 @@ class Service:
     def most_prompt_bytes(self) -> int:
         """Bytes of a text that cannot be more tokens than the context has room for: as many of its longest token."""
         return self.backend.info.context_tokens * self.words.longest_token_bytes
+
+    def health(self) -> Health:
+        """Whether requests are answered now."""
+        return Health(is_ready=False, state="draining") if self.drain.is_begun else self.backend.health()
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a client means by ``model``; empty for the model itself.

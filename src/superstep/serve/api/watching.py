@@ -11,7 +11,7 @@ from superstep.serve.api.service import Service
 
 async def health(request: Request, service: Service) -> Response:
     """200 where a request that comes now would be answered, 503 where not."""
-    now, info = service.backend.health(), service.backend.info
+    now, info = service.health(), service.backend.info
     told = {"status": now.state, "model": info.name, "version": info.version}
     return JSONResponse(told, status_code=200 if now.is_ready else 503)
 

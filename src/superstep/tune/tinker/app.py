@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from superstep.errors import SuperstepError, UserError
+from superstep.serve.api.guard import JSON, Entrance
+from superstep.serve.api.limits import Limits, read_body
+from superstep.serve.api.refusals import Refused
 from superstep.tune.tinker import bodies
 from superstep.tune.tinker.desk import Failed, Full, Outcome
 from superstep.tune.tinker.messages import read_forward_backward
@@ -31,7 +34,10 @@ ROOT = "/api/v1"
 POLL_S = 25.0
 """How long a request for a result is held; the SDK asks again after it."""
 
-BODY_BYTES = 64 << 20
+LIMITS = Limits(body_bytes=64 << 20)
+
+OPEN_PATHS = tuple(ROOT + path for path in ("/healthz", "/session_heartbeat", "/retrieve_future"))
+"""Answered also while the server drains: what was promised is fetched by them."""
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -48,25 +54,27 @@ NO_HEAD = (
 )
 
 
-class Refused(Exception):
-    """A request that is not answered."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def make_app(service: Service, *, key: str | None = None) -> Starlette:
+def make_app(service: Service, *, key: str | None = None, entrance: Entrance | None = None) -> Starlette:
     """The application.
 
     Args:
         service: which it drives.
         key: that clients must show; None asks for none.
+        entrance: what stands before it; None lets loopback names in.
     """
+    entrance = entrance or Entrance()
+
+    async def health(request: Request, service: Service) -> Response:
+        if entrance.drain.is_begun:
+            return JSONResponse({"status": "draining"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    served = (("GET", "/healthz", health), *ROUTES)
     routes = [
-        Route(ROOT + path, _endpoint(handler, service, key), methods=[method]) for method, path, handler in ROUTES
+        Route(ROOT + path, _endpoint(handler, service, key), methods=[method]) for method, path, handler in served
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_path})
+    before = entrance.middleware(_refusal_of, LIMITS, media=(JSON, PROTOBUF), open_paths=OPEN_PATHS)
+    return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
 def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[Request], Awaitable[Response]]:
@@ -74,10 +82,10 @@ def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[
         try:
             shown = request.headers.get("x-api-key", "")
             if key is not None and not hmac.compare_digest(shown.encode(), key.encode()):
-                raise Refused(401, "the key in X-API-Key is not this server's; set TINKER_API_KEY.")
+                raise Refused("the key in X-API-Key is not this server's; set TINKER_API_KEY.", status=401)
             return await handler(request, service)
         except Refused as error:
-            return _refusal(error.status, str(error))
+            return _refusal_of(error)
         except Unknown as error:
             return _refusal(404, str(error))
         except Full as error:
@@ -86,14 +94,17 @@ def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[
             return _refusal(400, str(error))
         except SuperstepError as error:
             return _refusal(500, str(error))
-        except ClientDisconnect:
-            return Response(status_code=499)
 
     return answer
 
 
 def _refusal(status: int, message: str) -> Response:
     return JSONResponse({"detail": message}, status_code=status)
+
+
+def _refusal_of(error: Refused) -> Response:
+    """In the form that Tinker's client reads."""
+    return JSONResponse({"detail": error.message}, status_code=error.status, headers=error.headers)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
@@ -103,13 +114,8 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _bytes(request: Request) -> bytes:
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refused(415, "compressed bodies are not read here; send them as they are.")
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > BODY_BYTES:
-            raise Refused(413, f"the body is larger than {BODY_BYTES >> 20} MiB; send less at once.")
-    return bytes(data)
+        raise Refused("compressed bodies are not read here; send them as they are.", status=415)
+    return await read_body(request, LIMITS)
 
 
 async def _body(request: Request, form: type[T]) -> T:
@@ -118,10 +124,6 @@ async def _body(request: Request, form: type[T]) -> T:
 
 def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
     return JSONResponse({"request_id": number, **more})
-
-
-async def _health(request: Request, service: Service) -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _client_config(request: Request, service: Service) -> Response:
@@ -172,7 +174,7 @@ async def _get_info(request: Request, service: Service) -> Response:
 async def _forward_backward(request: Request, service: Service) -> Response:
     kind = request.headers.get("content-type", "")
     if kind != PROTOBUF:
-        raise Refused(415, f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.")
+        raise Refused(f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.", status=415)
     data = await _bytes(request)
     return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
 
@@ -252,7 +254,6 @@ async def _delete_checkpoint(request: Request, service: Service) -> Response:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/healthz", _health),
     ("POST", "/client/config", _client_config),
     ("POST", "/client/dynamic_config", _dynamic_config),
     ("POST", "/telemetry", _telemetry),

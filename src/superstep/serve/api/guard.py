@@ -1,0 +1,121 @@
+"""What a request must be like before any handler sees it, of every server here.
+
+Host           a name of this server: a page of somebody else's, whose name is made to lead to this machine (DNS
+               rebinding), has another
+Content-Type   of a body, the one that is read here: a browser asks before it sends that from another origin
+size           of path and headers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from superstep.observe.host_header import LOCALHOST, Hosts
+from superstep.serve.api.drain import Drain, Draining, Refuse
+from superstep.serve.api.limits import CLOSE, Limits, read_body
+from superstep.serve.api.refusals import Refused, shown
+
+JSON = "application/json"
+BODILESS = ("GET", "HEAD", "OPTIONS")
+"""Methods of which no body is read."""
+
+HEAD_BYTES = 32 << 10
+"""The most bytes of a path and its headers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """What stands before a server's handlers.
+
+    Attributes:
+        hosts: the names that it answers to.
+        drain: of the server.
+    """
+
+    hosts: Hosts = field(default_factory=Hosts)
+    drain: Drain = field(default_factory=Drain)
+
+    def middleware(
+        self, refuse: Refuse, limits: Limits, *, media: Collection[str] = (JSON,), open_paths: Collection[str]
+    ) -> list[Middleware]:
+        """For Starlette, the outermost first.
+
+        Args:
+            refuse: makes a refusal a response.
+            limits: of a body that is refused once it was read.
+            media: types of bodies that are read.
+            open_paths: which are answered also while the server drains.
+        """
+        return [
+            Middleware(Draining, drain=self.drain, refuse=refuse, open_paths=open_paths),
+            Middleware(Guard, hosts=self.hosts, media=media, refuse=refuse, limits=limits),
+        ]
+
+
+class Guard:
+    """ASGI middleware: lets sound requests through.
+
+    Args:
+        app: what answers.
+        hosts, media, refuse, limits: see ``Entrance``.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Hosts, media: Collection[str], refuse: Refuse, limits: Limits) -> None:
+        self._app, self._hosts, self._media, self._refuse, self._limits = app, hosts, media, refuse, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        try:
+            _check_size(scope)
+            self._check_host(request)
+            await self._check_media(request)
+        except Refused as error:
+            await self._refuse(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_host(self, request: Request) -> None:
+        given = request.headers.getlist("host")
+        if not self._hosts.accept(given):
+            raise Refused(
+                f"host = {shown(', '.join(given))} is not a name of this server; use {LOCALHOST}, or start it with "
+                "--allowed-hosts.",
+                status=421,
+                param="host",
+                code="unknown_host",
+                headers=CLOSE,
+            )
+
+    async def _check_media(self, request: Request) -> None:
+        headers = request.headers
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if not has_body or request.method in BODILESS:
+            return
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in self._media:
+            await read_body(request, self._limits)  # a connection that is closed over what was sent loses the answer
+            raise Refused(
+                f"content-type is {shown(kind)}; send {' or '.join(self._media)}.", status=415, param="content-type"
+            )
+
+
+def _check_size(scope: Scope) -> None:
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
+    if size > HEAD_BYTES:
+        raise too_large_a_head()
+
+
+def too_large_a_head() -> Refused:
+    """Who sends more than ``HEAD_BYTES`` before a body."""
+    return Refused(
+        f"path and headers are over the limit of {HEAD_BYTES} bytes; send less.",
+        status=431,
+        code="head_too_large",
+        headers=CLOSE,
+    )
