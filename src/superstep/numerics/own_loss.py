@@ -102,10 +102,8 @@ def _fault(leaf_T: Tensor, loss_T: object, alone: object) -> str | None:
         return "has no derivative by logp; compute the losses of it, by torch and without detach()."
     (slope_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
     if not (loss_T.isfinite().all() and slope_T.isfinite().all()):
-        at = int((~(loss_T.isfinite() & slope_T.isfinite())).nonzero()[0])
-        return (
-            f"gives no number, or has no finite derivative, at logp = {float(leaf_T[at].detach()):.4g}; bound it there."
-        )
+        at = float(leaf_T.detach()[~(loss_T.isfinite() & slope_T.isfinite())][0])
+        return f"gives no number, or has no finite derivative, at logp = {at:.4g}; bound it there."
     if alone.shape != (1,) or not torch.allclose(alone, loss_T[7:8].detach(), rtol=SAME, atol=SAME):
         return "looks at several tokens at once, which layouts split; compute each loss of its own logp alone."
     return None

@@ -1,0 +1,129 @@
+"""Pages that say how to extend the source: their changes, applied to a copy of it, do what the pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def changed(page: str, folder: Path) -> Path:
+    """A copy of the package with the changes of a page: each of its diffs is of the file that was named last."""
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    found = list(re.finditer(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    assert found
+    for each in found:
+        name = re.findall(r"`(src/superstep/[\w/]+\.py)`", text[: each.start()])[-1]
+        lines = each[1].splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        path = folder / name
+        whole = path.read_text(encoding="utf-8")
+        assert whole.count(before) == 1, f"{page}: {name} has no such place, or several: {before}"
+        path.write_text(whole.replace(before, after), encoding="utf-8")
+    return source
+
+
+def run(script: str, source: Path, folder: Path) -> None:
+    """A script with the changed package. It is told both paths, and is a file: ranks import it by its name."""
+    file = folder / "followed.py"
+    file.write_text(script, encoding="utf-8")
+    path = os.pathsep.join((str(source), str(ROOT / "tests" / "support")))
+    command = [sys.executable, str(file), str(source), str(folder)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+SCHEDULE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import superstep
+assert str(superstep.__file__).startswith(sys.argv[1]), superstep.__file__
+
+import small
+from corpus import write_corpus
+from superstep.cost.program.memory import unit_bytes
+from superstep.observe.page.bubble import FORMULAS
+from superstep.plan.resolve import resolve
+from superstep.program.compile import compile_step
+from superstep.program.memory import high_water
+from superstep.runtime.launch import launch_on
+from superstep.train.proof.case import Cases, prove_case
+
+
+def main():
+    runs = {name: resolve(small.config(pp=2, microbatch=1, schedule=name)) for name in ("1f1b", "eager-1f1b")}
+    known, eager = (high_water(compile_step(run.plan), unit_bytes(run)) for run in runs.values())
+    assert eager[0].kept_bytes > known[0].kept_bytes, "one microbatch more is in flight"
+    assert eager[1].kept_bytes == known[1].kept_bytes
+    assert FORMULAS["eager-1f1b"] == FORMULAS["1f1b"]
+    folder = Path(sys.argv[2])
+    corpus = write_corpus(folder / "corpus", vocab=small.VOCAB)
+    case = Cases(folder / "references", corpus, steps=1).case(runs["eager-1f1b"], reruns=False)
+    verdict = launch_on("cpu", 2, prove_case, case)
+    assert verdict.is_proven, verdict.first and verdict.first.describe()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+FAMILY = """
+import sys
+from pathlib import Path
+
+import torch
+from transformers import SeedOssConfig, SeedOssForCausalLM
+
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.hf import load_weights
+from superstep.model.unit import global_tensors
+from superstep.plan.model.hf_config import from_hf_config
+from superstep.plan.model.hf_families import DEFAULTS
+
+folder = Path(sys.argv[2]) / "model"
+sizes = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+config = SeedOssConfig(
+    **sizes, num_key_value_heads=2, head_dim=32, attention_dropout=0.0, residual_dropout=0.0,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)
+torch.manual_seed(0)
+theirs = SeedOssForCausalLM(config).eval()
+for parameter in theirs.parameters():
+    torch.nn.init.normal_(parameter, std=0.2)
+theirs.save_pretrained(folder)
+shape = from_hf_config(folder / "config.json")
+assert shape.qkv_bias and shape.head_dim == 32
+ours = Decoder(shape)
+load_weights(folder, global_tensors(ours, units(shape)))
+tokens = torch.randint(160, (2, 24))
+with torch.no_grad():
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=2e-4)
+plain = SeedOssConfig()
+for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"):
+    assert DEFAULTS["seed_oss"][key] == getattr(plain, key), key
+"""
+
+
+@pytest.mark.multiproc
+def test_a_schedule_that_is_added_as_the_page_says_is_proven(tmp_path):
+    source = changed("add-a-schedule.md", tmp_path)
+    run(SCHEDULE, source, tmp_path)
+
+
+def test_a_family_that_is_added_as_the_page_says_has_the_logits_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    source = changed("add-a-model-family.md", tmp_path)
+    run(FAMILY, source, tmp_path)
