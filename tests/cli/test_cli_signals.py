@@ -105,7 +105,7 @@ ENDINGS = {
     "rank 0 is killed": (
         lambda terminal, ranks: ranks[0].kill(),
         1,
-        f"{KILLED} superstep doctor run says what every rank did (run/fault.json).\r\n",
+        f"{KILLED} superstep doctor run says what every rank did (run/fault.json). {GO_ON}\r\n",
     ),
     "Ctrl-C": (
         lambda terminal, ranks: os.write(terminal.stream, b"\x03"),
