@@ -18,6 +18,7 @@ from superstep.errors import StateError
 from superstep.state import verify as verifying
 from superstep.state.folders import checkpoints
 from superstep.train import hold as holding
+from superstep.train import saves
 from superstep.train.hold import hold, sharing
 from superstep.train.run_folder import RunFolder
 
@@ -103,11 +104,12 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(run, capsys):
         shutil.copytree(kept, run)
 
 
-def test_retention_keeps_the_last_whole_checkpoint(run, capsys):
+def test_retention_keeps_the_last_whole_checkpoint(run, monkeypatch, capsys):
     """The disk loses a bit of each checkpoint just after it was written: the older one stays, and the run stops."""
     shutil.rmtree(run / "checkpoints/step-000002")
     shutil.rmtree(run / "checkpoints/step-000004")
     inner = verifying.is_crowded
+    monkeypatch.setattr(saves, "PAUSES_S", ())
 
     def lossy(root, keep):
         _flip(run, f"{checkpoints(root)[-1].name}/model.safetensors")
@@ -116,8 +118,9 @@ def test_retention_keeps_the_last_whole_checkpoint(run, capsys):
     with mock.patch.object(verifying, "is_crowded", lossy):
         assert main(["train", *RESUME, "--state.keep", "1"]) == 1
     said = capsys.readouterr().err
-    assert "has other bits than were written, although it has just been written: the disk loses bits" in said
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-000006", "step-000008"]
+    assert "a checkpoint that has just been written is not whole, and is moved aside; older ones are untouched" in said
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-000006"]
+    assert (run / "checkpoints/step-000008.damaged").is_dir()
     assert main(["train", *RESUME, "--state.keep", "1"]) == 0
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-000008"]
 
