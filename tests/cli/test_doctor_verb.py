@@ -14,7 +14,9 @@ import runs
 from superstep.cli.main import main
 from superstep.errors import Fault, disk_fault
 from superstep.observe.append_file import AppendFile
+from superstep.train.hold import hold, note_preparing
 from superstep.train.meter import Meter
+from superstep.train.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
@@ -133,3 +135,17 @@ def test_mistakes_are_a_line_that_says_what_would_work(place, capsys):
 def _json(said):
     """What was printed by the verb, between lines of the run that goes on."""
     return said[said.index("{\n") : said.rindex("\n}") + 2]
+
+
+def test_a_run_that_prepares_its_text_is_told_with_its_progress(tmp_path, capsys):
+    folder = RunFolder(root=tmp_path / "run")
+    with hold(folder):
+        assert main(["doctor", str(folder.root)]) == 0
+        assert f"process {os.getpid()} prepares it: its ranks have not begun." in capsys.readouterr().out
+        note_preparing(folder, "the text of a.txt; reading: 40% of 1.2 GiB")
+        assert main(["doctor", str(folder.root)]) == 0
+        told = f"{folder.root}: process {os.getpid()} prepares it: the text of a.txt; reading: 40% of 1.2 GiB.\n"
+        assert capsys.readouterr().out == told
+        assert main(["doctor", str(folder.root), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["is_healthy"]
+    assert main(["doctor", str(folder.root)]) == 2, "nobody does so any more"

@@ -147,3 +147,12 @@ def test_a_run_of_torchrun_goes_on_with_its_own_command(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = how_to_go_on(folder)
     assert said.endswith("; start the same command again with --state.existing resume.")
+
+
+def test_what_is_shown_is_noted_for_those_who_ask_from_outside(clock):
+    noted = []
+    line = ProgressLine(Terminal(), clock, noted.append)
+    for progress in READING[:3]:
+        clock.now += REDRAW_S
+        line.show(progress)
+    assert noted[-1] == "reading: 3% of 100 MiB"

@@ -22,8 +22,18 @@ REDRAW_S = 0.2
 """Seconds between two drawings of the one line of a terminal."""
 
 
-def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO, *, is_shared: bool = False) -> Corpus:
-    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log."""
+def prepared(
+    data: DataConfig,
+    vocab: int,
+    folder: Path,
+    stream: TextIO,
+    *,
+    is_shared: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> Corpus:
+    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log. Who asks
+    from outside is told the same by ``note``.
+    """
     if is_shared:
         refuse_others(data, vocab, folder)  # before anything is said of preparing
     return show(
@@ -31,17 +41,26 @@ def prepared(data: DataConfig, vocab: int, folder: Path, stream: TextIO, *, is_s
         folder,
         stream,
         lambda report, tell: prepare(data, vocab, folder, report, tell=tell, is_shared=is_shared),
+        note,
     )
 
 
-def show(what: str, folder: Path, stream: TextIO, work: Callable[[Report, Callable[[str], None]], Corpus]) -> Corpus:
+def show(
+    what: str,
+    folder: Path,
+    stream: TextIO,
+    work: Callable[[Report, Callable[[str], None]], Corpus],
+    note: Callable[[str], None] = lambda text: None,
+) -> Corpus:
     """What ``work`` prepares, which is given where to report to, and what tells the user a line."""
     _write(stream, f"Preparing {what} in {folder} ...\n")
-    line = ProgressLine(stream)
+    note(what)
+    line = ProgressLine(stream, note=lambda text: note(f"{what}; {text}"))
     try:
         corpus = work(line.show, lambda text: _write(stream, f"{text}\n"))
     finally:
         line.close()
+        note("")
     _write(stream, f"  {summary(corpus.manifest)}\n")
     return corpus
 
@@ -49,8 +68,14 @@ def show(what: str, folder: Path, stream: TextIO, work: Callable[[Report, Callab
 class ProgressLine:
     """How far a preparation is."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._stream = stream
+        self._note = note
         self._clock = clock
         self._is_live = stream.isatty() and not Console(file=stream).is_dumb_terminal
         self._stage = ""
@@ -63,6 +88,7 @@ class ProgressLine:
         if not is_new and now_s - self._shown_s < (REDRAW_S if self._is_live else LOG_S):
             return
         self._stage, self._shown_s = progress.stage, now_s
+        self._note(_text(progress))
         _write(self._stream, f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
 
     def close(self) -> None:

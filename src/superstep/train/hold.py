@@ -80,6 +80,27 @@ def sharing(folder: RunFolder) -> Iterator[None]:
         os.close(handle)
 
 
+def note_preparing(folder: RunFolder, text: str) -> None:
+    """Say in the lock of a directory that this process holds how far it is with what ranks need; empty: it is done."""
+    with suppress(OSError, ValueError):  # who asks is told less
+        told = json.loads(folder.lock.read_text(encoding="utf-8"))
+        folder.lock.write_text(json.dumps(told | {"preparing": text}) + "\n", encoding="utf-8")
+
+
+def preparing(folder: RunFolder) -> str | None:
+    """What the process that holds a directory does before its ranks begin; None where there is none, or they have."""
+    process = owner(folder)
+    if process is None:
+        return None
+    try:
+        text = json.loads(folder.lock.read_text(encoding="utf-8")).get("preparing", "")
+    except (OSError, ValueError):
+        text = ""
+    if not text and folder.program.is_file():
+        return None
+    return f"process {process} prepares it: {text or 'its ranks have not begun'}"
+
+
 def owner(folder: RunFolder) -> int | None:
     """The process that writes to the directory now, where there is one and it is on this host."""
     try:

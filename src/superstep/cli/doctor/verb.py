@@ -17,7 +17,7 @@ from superstep.observe.doctor.diagnose import Verdict, diagnose
 from superstep.observe.doctor.seen import RunSeen
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
-from superstep.train.hold import owner
+from superstep.train.hold import owner, preparing
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.seen_run import Live, left, live, over, require_run
 
@@ -37,6 +37,14 @@ def main(argv: Sequence[str]) -> int:
     """Print the page; 0 where nothing is wrong, 1 where something is."""
     path, options = read(argv)
     folder = RunFolder(root=path)
+    if (told := preparing(folder)) is not None:
+        if options.json:
+            print(
+                json.dumps({"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": told}, indent=1)
+            )
+        else:
+            print(f"{folder.root}: {told}.")
+        return 0
     require_run(folder)
     say_damage(folder.metrics)
     found = examined(folder)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from superstep.cli import sample
@@ -26,6 +27,7 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.device import gpus
 from superstep.runtime.join import join
 from superstep.train import rundir
+from superstep.train.hold import note_preparing
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_folder import RunFolder
 
@@ -103,7 +105,14 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
             prepare(data, vocab_of(run), kept)
         else:
             try:
-                prepared(data, vocab_of(run), kept, sys.stdout, is_shared=bool(data.cache))
+                prepared(
+                    data,
+                    vocab_of(run),
+                    kept,
+                    sys.stdout,
+                    is_shared=bool(data.cache),
+                    note=partial(note_preparing, folder),
+                )
             except (KeyboardInterrupt, SystemExit) as error:
                 if (status := ended(error, folder)) is not None:
                     raise SystemExit(status) from None
