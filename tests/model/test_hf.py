@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from superstep.errors import StateError
+from superstep.model.adapter import read_adapter
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights, open_weights, save_weights
+from superstep.model.hf import FILE, load_weights, open_weights, save_weights
 from superstep.model.unit import global_tensors, parameters
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
@@ -240,3 +242,18 @@ def test_an_index_that_names_files_outside_of_its_folder_is_refused(name, tmp_pa
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": absolute}}))
     with pytest.raises(StateError, match=f"index.json names '{absolute}', which is no file beside it"):
         open_weights(folder)
+
+
+def test_weights_that_are_no_regular_file_are_refused_unopened(tmp_path):
+    """A FIFO without a writer would keep who opens it waiting for ever."""
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(StateError, match=rf"{FILE} is no regular file; name a file of weights"):
+        open_weights(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).symlink_to("/dev/zero")
+    with pytest.raises(StateError, match="is no regular file"):
+        open_weights(tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(StateError, match=r"adapter_config.json is no regular file"):
+        read_adapter(tmp_path, {})

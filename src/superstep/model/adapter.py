@@ -26,6 +26,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
 from superstep.model.adapter_config import CONFIG, AdapterConfig, read_config
+from superstep.model.hf import require_regular
 from superstep.plan.lora import ENDS, PREFIX
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.shape import ModelShape
@@ -102,6 +103,8 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]]) -> Adapte
         StateError: it cannot be read, or is damaged.
     """
     try:
+        for file in (CONFIG, FILE):
+            require_regular(folder / file)
         text, data = (folder / CONFIG).read_bytes(), (folder / FILE).read_bytes()
     except OSError as error:
         raise StateError(f"'{folder}' holds no adapter ({error}); it must have {CONFIG} and {FILE}.") from error

@@ -9,6 +9,7 @@ folder/model-00001-of-00004.safetensors ...        those files
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,12 +70,25 @@ def open_weights(path: Path) -> Weights:
             files = _indexed_files(path)
         else:
             files = [path / FILE]
+        for file in files:
+            require_regular(file)
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
     except OSError as error:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
     except (SafetensorError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
     return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
+
+
+def require_regular(file: Path) -> None:
+    """Refuse what may never come to an end: to open a FIFO waits for a writer, in safetensors with Python's lock held.
+
+    Raises:
+        StateError: it is no regular file.
+        OSError: it is not there.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise StateError(f"{file} is no regular file; name a file of weights.")
 
 
 def _indexed_files(folder: Path) -> list[Path]:
