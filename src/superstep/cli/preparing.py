@@ -31,8 +31,9 @@ def prepared(
     is_shared: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
-    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log. Who asks
-    from outside is told the same by ``note``.
+    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log.
+
+    ``note`` is given the same, for those who ask from outside.
     """
     if is_shared:
         refuse_others(data, vocab, folder)  # before anything is said of preparing
