@@ -12,7 +12,7 @@ from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.host import Host
-from superstep.serve.messages import Leave, Ready, decode_order, encode
+from superstep.serve.messages import Leave, News, Ready, decode_order, encode
 from superstep.serve.replicas import Replicas
 from superstep.serve.request import Counters, Info, Sampling
 
@@ -174,6 +174,30 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
     assert not closing.is_alive()
     assert orders == [Leave()]
     opening.join(5)
+
+
+def test_an_engine_that_has_requests_and_makes_no_step_is_not_ready(tmp_path, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr("superstep.serve.host.time.monotonic", lambda: now_s[0])
+    host = Host(tmp_path, ServeConfig())
+    host._hear(Ready(INFO))
+
+    async def ask():
+        now_s[0] += 500  # without a request there is no step to be made
+        assert host.health() == Health(is_ready=True, state="ready")
+        asked = asyncio.ensure_future(host.hear((1,), Sampling(), lambda news: False))
+        await asyncio.sleep(0)
+        now_s[0] += 50
+        host._hear(News((), Counters()))
+        now_s[0] += 50
+        assert host.health().is_ready
+        now_s[0] += 50
+        assert host.health() == Health(is_ready=False, state="stalled")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert host.health().is_ready
+
+    asyncio.run(ask())
 
 
 def test_none_stays_open_where_one_cannot_be_opened():

@@ -51,6 +51,9 @@ AGAIN_S = (0.0, 1.0, 5.0, 30.0)
 
 CALM_S = 300.0
 
+STALLED_S = 60.0
+"""How long an engine that has requests may compute no step and still be ready."""
+
 
 class Host:
     """A ``Backend`` whose engine runs in processes of its own.
@@ -88,6 +91,7 @@ class Host:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._deeds = Deeds(self._send, folder, dict(serve.adapters))
         self._mail: dict[int, Mail] = {}
+        self._moved_s = time.monotonic()
         self._number = 0
         self._is_leaving = False
         self._first = threading.Event()
@@ -162,6 +166,8 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._number += 1
         number = self._number
+        if not self._mail:  # it had nothing to do
+            self._moved_s = time.monotonic()
         # There before the state is looked at: who is lost from now on is told here.
         self._mail[number] = mail
         is_taken = False
@@ -186,6 +192,8 @@ class Host:
     def health(self) -> Health:
         """Whether requests are answered now."""
         held = self._deeds.state if self.is_there else ""
+        if self.is_there and not held and self._mail and time.monotonic() - self._moved_s > STALLED_S:
+            held = "stalled"
         return Health(is_ready=self.is_there and not held, state=held or self._state)
 
     @property
@@ -265,7 +273,7 @@ class Host:
                 if self._is_leaving:  # it was told so before it could hear
                     self._send(Leave())
             case News(progress, counters):
-                self._counters = counters
+                self._counters, self._moved_s = counters, time.monotonic()
                 self._hand([(news.request, news) for news in progress])
             case Refused(request, why):
                 self._hand([(request, ConfigError(why))])
