@@ -1,5 +1,6 @@
 """What is wrong with the flags of several hosts is told in a line."""
 
+import os
 import socket
 from dataclasses import replace
 
@@ -110,7 +111,9 @@ def test_plans_for_fewer_hosts_are_those_that_pay(place):
 
 
 def test_a_host_that_comes_when_the_run_is_complete_is_told_so(place, monkeypatch, capsys):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # what is set is put back at the end
+        monkeypatch.delenv(name)
     assert main(["train", "run.toml", "--train.steps", "1"]) == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -119,3 +122,4 @@ def test_a_host_that_comes_when_the_run_is_complete_is_told_so(place, monkeypatc
     assert main(["train", "run.toml", *again, *flags]) == 0
     assert "The run in run is complete at step 1: host 0 has left." in capsys.readouterr().out
     assert main(["train", "run.toml", *again, *flags, "--train.steps", "2"]) == 1, "there is a step left"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

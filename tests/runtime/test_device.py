@@ -19,8 +19,10 @@ from superstep.plan.resolve import resolve
 from superstep.runtime import launch as launching
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.join import join
-from superstep.runtime.launch import launch, launch_on
+from superstep.runtime.launch import barrier, launch, launch_on
 from superstep.runtime.measure import here
+from superstep.runtime.meeting import Seat
+from superstep.serve.compute.party import Reading
 
 GIB = 2**30
 
@@ -149,7 +151,27 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     )
     assert joined == [(Device("cuda", index), "made")]
     assert found.contexts == [("set_device", torch.device("cuda", index))]
-    assert [backend for backend, _ in groups] == ["nccl"]
+    assert [(backend, told["device_id"]) for backend, told in groups] == [("nccl", torch.device("cuda", index))]
+
+
+def test_groups_and_barriers_are_bound_to_a_ranks_own_gpu(host, monkeypatch):
+    """NCCL takes the GPU of the rank's number otherwise, which on another host than the first is another's or none."""
+    host(8)
+    told = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: told.append(given["device_id"]))
+    monkeypatch.setattr(dist, "barrier", lambda group, device_ids: told.append(device_ids))
+    for device in (Device("cuda", 5), Device("cpu")):
+        Seat(rank=13, world=16, file="file:///none", store=None, is_first=False).take(device)
+        barrier(device)
+    assert told == [torch.device("cuda", 5), [5], None, None]
+
+
+def test_weights_that_are_read_beside_a_step_take_memory_on_the_ranks_gpu_alone(host):
+    found = host(4)
+    reading = Reading(SimpleNamespace(), Device("cuda", 2), {}, is_named=False)
+    reading.start()
+    reading.join()
+    assert found.contexts == [("set_device", torch.device("cuda", 2))]
 
 
 def test_a_gpus_memory_is_its_own(host):
@@ -189,7 +211,7 @@ def test_processor_time_is_no_clock_for_a_gpu(host, monkeypatch):
     monkeypatch.setattr(here, "measure_operations", lambda _, __, gauge: noted("operations", gauge, rates))
     monkeypatch.setattr(here, "launch_s", lambda gauge: noted("launch", gauge, 1e-6))
     monkeypatch.setattr(here, "measure_collectives", lambda _, __, gauge, ___: noted("collectives", gauge, ()))
-    monkeypatch.setattr(here, "barrier", lambda: None)
+    monkeypatch.setattr(here, "barrier", lambda device: None)
     monkeypatch.setattr(here, "cores", lambda: 2)
     from superstep.plan.config import RunConfig
     from superstep.plan.resolve import resolve

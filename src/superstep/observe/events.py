@@ -51,6 +51,8 @@ class RunStarted:
     """What a step's collectives carry by mesh axis, on the rank that has most of it."""
     snapshot_bytes: int = 0
     """What snapshots take at most, on the fullest rank, of its host's memory."""
+    snapshots_unpinned: str = ""
+    """Why rank 0's GPU cannot copy straight into that memory, and copies by way of the driver's; empty where it can."""
     memory: Literal["allocated", "resident"] = "allocated"
     """What ``memory_bytes`` of a step is: what tensors take, or the whole process (a CPU's)."""
 

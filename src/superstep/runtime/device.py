@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Literal
 
 import psutil
 import torch
+from torch import device as TorchDevice  # within ours the name torch is a property
 
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind
@@ -52,6 +54,26 @@ class Device:
         """
         if self.kind == "cuda":
             torch.cuda.set_device(self.torch)
+
+    def pin(self, address: int, size_bytes: int) -> str:
+        """Have the GPU copy straight to memory of the host's; why the driver refuses, empty where it does not.
+
+        What it refuses is copied to all the same, by way of a buffer of the driver's. A thread of its own asks: CUDA
+        keeps an error for the thread that met it, whose next launch of a kernel would raise it.
+        """
+
+        def register() -> str:
+            self.make_current()
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+            return str(torch.cuda.CudaError(code)) if code else ""
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(register).result()
+
+    @property
+    def of_groups(self) -> TorchDevice | None:
+        """What process groups are bound to, so that NCCL guesses no GPU; None of a CPU, to which Gloo binds nothing."""
+        return self.torch if self.kind == "cuda" else None
 
     def stream_marks(self) -> StreamMarks | None:
         """What tells how far the GPU has come; None of a CPU, which is where its host is."""

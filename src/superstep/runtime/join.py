@@ -57,7 +57,9 @@ def join(
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
-                dist.init_process_group(device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+                dist.init_process_group(
+                    device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device.of_groups
+                )
                 with own_heart(rank, device) as heart:
                     result = worker(World(rank, size, device, stop, heart=heart), value)
         except BaseException as error:

@@ -358,9 +358,9 @@ def _signals_deferred() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def barrier() -> None:
-    """Wait for every rank."""
-    dist.barrier()
+def barrier(device: Device, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for every rank, or every rank of a group; on the GPU of this one, where NCCL would guess another."""
+    dist.barrier(group, device_ids=None if device.kind == "cpu" else [device.index])
 
 
 def gather(value: T) -> list[T]:

@@ -51,4 +51,5 @@ class Seat:
             address, port = self.store
             store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
             told = {"store": store}
+        told["device_id"] = device.of_groups
         dist.init_process_group(device.backend, rank=self.rank, world_size=self.world, timeout=TIMEOUT, **told)

@@ -80,6 +80,10 @@ class Snapshots:
         memory: the rank's.
         buffers: of each unit that it trains.
         device: where they lie.
+
+    Attributes:
+        bytes: of a state.
+        unpinned: why a GPU cannot copy straight into the memory; empty where it can.
     """
 
     def __init__(self, memory: Memory, buffers: Mapping[int, Sequence[UnitBuffers]], device: Device) -> None:
@@ -92,7 +96,7 @@ class Snapshots:
             for tensor in (t for b in each for t in _state(b) if t.numel()):
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="superstep-snapshot")
+        self._thread = ThreadPoolExecutor(1, "superstep-snapshot", device.make_current)
         compiled()  # beside nothing: the first copy is not to wait for a compiler
         self._slot: int | None = None
         self._checksum = 0
@@ -100,6 +104,7 @@ class Snapshots:
         self._left: set[int] = set()
         self._watched: list[int] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
+        self.unpinned = ""
         self.turn = 0
         """The same on all ranks: states of one step, and one turn, belong together."""
 
@@ -135,7 +140,7 @@ class Snapshots:
         """Have the GPU copy straight into the memory; where the host refuses, by way of a buffer of the driver's."""
         if self._stream is not None:
             whole = torch.frombuffer(self._memory.view, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+            self.unpinned = self._device.pin(whole.data_ptr(), whole.numel())
 
     def restore(self, step: int) -> Position:
         """Fill the buffers with the state after a step, in a process that has not seen it; what is of later ones is

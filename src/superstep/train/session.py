@@ -128,6 +128,11 @@ class Session:
         """How the ranks reach each other; empty where there is one."""
         return self._mesh.transport.describe() if self._mesh.shape.world > 1 else ""
 
+    @property
+    def unpinned(self) -> str:
+        """Why a GPU cannot copy straight into the memory of snapshots; empty where it can, or there are none."""
+        return "" if self.copies.snapshots is None else self.copies.snapshots.unpinned
+
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))

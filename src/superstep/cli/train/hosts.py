@@ -68,6 +68,7 @@ def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens) -> int:
         os.environ.pop(name, None)
     if (interface := interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin so
     _say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
     here = _Here(run, hosts, address)
     if hosts.number == 0:

@@ -279,6 +279,7 @@ def _train(world: World, job: Job) -> bool:
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             started = _started(job, world, session.transport, manifest, machine, position.step)
+            started = replace(started, snapshots_unpinned=session.unpinned)
             predicted_step_s = started.predicted_step_s
             sink.write(started)
             if resumed is not None:

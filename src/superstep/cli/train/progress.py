@@ -358,7 +358,8 @@ def _notes(progress: Progress) -> list[str]:
     if run and run.predicted_memory_bytes is not None:
         predicted.append(f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank")
     if run and run.snapshot_bytes:
-        predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory")
+        pinned = f", which cannot be pinned ({run.snapshots_unpinned})" if run.snapshots_unpinned else ""
+        predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory{pinned}")
     notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
     if warned := progress.warned:
         notes.append(f"last warning, after step {warned.step}: {warned.text}")

@@ -43,7 +43,7 @@ def measure_here(
     gauge = as_run(run, gauge or Gauge(device=world.device))
     dtype = run.config.numerics.compute
     if world.size > 1:
-        barrier()  # ranks that share caches and memory are to disturb each other as they do in a step
+        barrier(world.device)  # ranks that share caches and memory are to disturb each other as they do in a step
     # Where ranks take turns on a core, the wait for a turn is added for the whole step, and must not count here.
     takes_turns = world.device.kind == "cpu" and world.size > cores()
     alone = replace(gauge, clock=time.process_time) if takes_turns else gauge

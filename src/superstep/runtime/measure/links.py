@@ -17,7 +17,7 @@ from torch import Tensor
 
 from superstep.hardware.cluster import Collective, CollectiveRate
 from superstep.runtime.collectives import reduce_scatter, stack_ranks
-from superstep.runtime.launch import World, gather
+from superstep.runtime.launch import World, barrier, gather
 from superstep.runtime.measure.kernels import Gauge
 from superstep.runtime.meeting import TIMEOUT
 from superstep.runtime.mesh import Group
@@ -66,7 +66,7 @@ def _rate(name: Collective, group: Group, gauge: Gauge) -> CollectiveRate:
         work()
         taken = []
         for _ in range(REPEATS):
-            dist.barrier(group)
+            barrier(gauge.device, group)
             torch.mm(busy, busy)
             gauge.device.synchronize()
             start_s = gauge.clock()

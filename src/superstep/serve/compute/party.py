@@ -69,23 +69,25 @@ class Reading(threading.Thread):
 
     Args:
         memory: of this rank.
+        device: where that is.
         source: what to read.
         is_named: whether this rank is the one that finds out what the weights are called.
     """
 
-    def __init__(self, memory: Memory, source: Path | Tensors, *, is_named: bool) -> None:
+    def __init__(self, memory: Memory, device: Device, source: Path | Tensors, *, is_named: bool) -> None:
         super().__init__(name="weights", daemon=True)
         self.source: Source | None = None
         self.beside: Beside | None = None
         self.version = ""
         self.why = ""
-        self._memory = memory
+        self._memory, self._device = memory, device
         self._from = source
         self._is_named = is_named
 
     def run(self) -> None:
         """Read; ``why`` says what went wrong."""
         try:
+            self._device.make_current()
             self.source = opened(self._from)
             if self._is_named:
                 self.version = self.source.version()
@@ -164,7 +166,7 @@ class Party:
     def read(self, source: Path | Tensors) -> None:
         """Begin to read."""
         assert self._reading is None, "one at a time"
-        self._reading = Reading(self.memory, source, is_named=self.is_first)
+        self._reading = Reading(self.memory, self._device, source, is_named=self.is_first)
         self._reading.start()
 
     def switch(self) -> None:

@@ -213,7 +213,7 @@ def reinforce(
     # Read by every rank before the first of them adds to it, which takes a collective.
     record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
     record.forget(range(job.program.cursor.step * job.rl.groups))
-    barrier()
+    barrier(world.device)
     if world.rank == 0:
         record.tidy()
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
