@@ -11,6 +11,7 @@ from superstep.grade.task import Done, Message, Observation
 
 TASKS = """
 import itertools, os, signal, time
+from pathlib import Path
 from superstep.grade.task import Done, Message, Observation, Task
 
 CALLS = itertools.count()
@@ -20,6 +21,11 @@ def task(index, seed):
         raise ValueError("no such task")
     if index == 2:
         time.sleep(600)
+    if index >= 6:
+        tries = Path(__file__).with_name("tries")
+        tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+        if len(tries.read_text()) <= index - 6:
+            os.kill(os.getpid(), signal.SIGKILL)
     return Task(prompt=f"task {index} {seed} {next(CALLS) if index == 3 else ''}", answer=index, data={"turns": 3})
 
 def grade(task, rollout):
@@ -92,10 +98,23 @@ def test_who_does_not_reply_is_named_with_task_and_turn_and_a_slow_one_is_waited
         task = asked.task(4, 0)
         if deed == "hang":
             assert asked.reply(task, said("slow")) == Observation((Message("tool", "slow of 4"),))
-        with pytest.raises(Fault, match=rf"tasks.py: reply\(\) to turn 2 of task 4: {why}\.$"):
+        with pytest.raises(Fault, match=rf"tasks.py: reply\(\) to turn 2 of task 4(, asked 3 times)?: {why}\.$"):
             asked.reply(task, said("a", deed))
 
 
 def test_a_task_that_does_not_come_is_named(path):
     with EnvironmentProcess(path, 0.5) as asked, pytest.raises(Fault, match=r"task\(2, 0\): no answer within 0.5 s"):
         asked.task(2, 0)
+
+
+def test_a_process_that_is_killed_in_a_task_is_started_and_asked_again(path):
+    with EnvironmentProcess(path, 60.0) as asked:
+        assert asked.task(7, 0).messages[0].content.startswith("task 7 0"), "it was killed once"
+        assert asked.reply(asked.task(5, 0), said("a")) == Observation((Message("tool", "a of 5"),))
+    path.with_name("tries").unlink()
+    with (
+        EnvironmentProcess(path, 60.0) as asked,
+        pytest.raises(Fault, match=r"task\(99, 0\), asked 3 times: its process ended\.$"),
+    ):
+        asked.task(99, 0)
+    assert path.with_name("tries").read_text() == "xxx"

@@ -52,7 +52,6 @@ def test_an_answer_is_graded_by_its_task(pool):
         ("exit", "grade() fails: SystemExit"),
         ("nan", "a score is from 0 to 1"),
         ("text", "grade() gave str"),
-        ("end", "its process ended"),
     ],
 )
 def test_a_grader_that_fails_is_tried_again_and_is_no_reward(answer, why, pool, retried):
@@ -63,6 +62,20 @@ def test_a_grader_that_fails_is_tried_again_and_is_no_reward(answer, why, pool, 
     assert [one.kind for one in retried] == ["grader_error"]
     assert verdict.told()["score"] is None
     assert pool.grade(3, 4, answered("7")).score == 1.0
+
+
+def test_an_answer_that_ends_its_grader_each_time_is_graded_by_rule_and_told(pool, retried):
+    del retried[:]
+    verdict = pool.grade(0, 0, answered("end"))
+    assert (verdict.kind, verdict.score) == ("violation", 0.0)
+    assert verdict.why == "its grader's process ended 2 times, and not without this answer"
+    assert [one.why for one in retried] == ["its process ended"]
+    assert pool.grade(3, 4, answered("7")).score == 1.0
+
+
+def test_a_task_that_ends_its_grader_is_no_fault_of_an_answer(pool):
+    verdict = pool.grade(16, 0, answered("16"))
+    assert (verdict.kind, verdict.why) == ("grader_error", "its process ended")
 
 
 @pytest.mark.parametrize("answer", ["sleep", pytest.param("spin", marks=pytest.mark.long)])
@@ -103,7 +116,7 @@ def test_graders_work_at_the_same_time_and_each_answer_is_its_own(pool):
     asked = [
         (index, pool.submit(index, 1, answered(str(index + 1 + index % 2))))
         for index in range(60)
-        if index not in (13, 14, 15)
+        if index not in (13, 14, 15, 16)
     ]
     assert [future.result().score == 1.0 for _, future in asked] == [index % 2 == 0 for index, _ in asked]
     # Two processes shared the work: neither has seen all of it.

@@ -21,6 +21,8 @@ def task(index: int, seed: int) -> Task:
         return "a text"
     if index == 15:
         return Task(prompt="")
+    if index == 16:
+        os._exit(1)
     return Task(prompt=f"What is {index} + {seed}?", answer=index + seed, solution=str(index + seed))
 
 

@@ -2,7 +2,8 @@
 
 Who samples answers asks the user's file for tasks and for replies to turns. A function that hangs there would keep
 every rank waiting, and one that ends its process would end a rank. So the file runs apart, and is ended where it is
-late. A call that takes its time and comes back is none of that.
+late. A call that takes its time and comes back is none of that. A process that ends, as the kernel may end it for its
+memory, is started again and asked again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from superstep.errors import ConfigError, Fault
 from superstep.grade.lines import LineProcess, unanswered
 from superstep.grade.pool import COMMAND, START_S
 from superstep.grade.task import Done, Message, Observation, Task
+
+RESTARTS = 2
+"""How often the process is started again for one question."""
+
+
+class EndedError(Fault):
+    """The process ended while it was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +66,7 @@ class EnvironmentProcess:
 
         Raises:
             ConfigError: the file has none.
-            Fault: it is late, or its process has ended.
+            Fault: it is late, or its process has ended each time that it was asked.
         """
         told = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
         return AskedTask(prompt=_messages(told["prompt"]), index=index, seed=seed)
@@ -96,7 +104,18 @@ class EnvironmentProcess:
 
     def _call(self, asked: dict[str, Any], what: str) -> dict[str, Any]:
         self.open()
-        return self._told(asked, self._seconds, what)
+        for _ in range(RESTARTS):
+            try:
+                return self._told(asked, self._seconds, what)
+            except EndedError:
+                self._restart()
+        return self._told(asked, self._seconds, f"{what}, asked {RESTARTS + 1} times")
+
+    def _restart(self) -> None:
+        self._process.end()
+        self._process = LineProcess(COMMAND, is_heard=True)
+        self._has_replies = None
+        self.open()
 
     def _told(self, asked: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
         told = self._process.ask(asked, seconds)
@@ -104,7 +123,7 @@ class EnvironmentProcess:
             why = unanswered(self._process, seconds)
             mend = f"; make it faster, or set {self._setting} higher" if self._process.was_late else ""
             self._process.kill()
-            raise Fault(f"{self.path}: {what}: {why}{mend}.")
+            raise (EndedError if self._process.has_ended else Fault)(f"{self.path}: {what}: {why}{mend}.")
         if "refused" in told:
             raise ConfigError(told["refused"])
         return told

@@ -49,6 +49,8 @@ class LineProcess:
         self._pulse = Pulse()
         self.was_stopped = False
         """Whether the last question was given up because a signal had stopped the process."""
+        self.has_ended = False
+        """Whether the last question was given up because the process had closed its pipes, as it does at its end."""
 
     @property
     def was_late(self) -> bool:
@@ -68,7 +70,7 @@ class LineProcess:
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
         self._patience = patience = Patience(seconds)
-        self._pulse, self.was_stopped = Pulse(), False
+        self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
         number = secrets.token_hex(8)
         if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
             return None
@@ -118,6 +120,7 @@ class LineProcess:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
+                self.has_ended = True
                 return False
         return True
 
@@ -129,6 +132,7 @@ class LineProcess:
                 return None
             piece = os.read(fd, PIECE_BYTES)
             if not piece:
+                self.has_ended = True
                 return None
             line += piece
         return bytes(line)

@@ -4,7 +4,8 @@
     pool.grade(7, seed=0, rollout)          a Verdict; grader_error is tried again before it is one
     pool.submit(7, seed=0, rollout)         the same, as a Future
 
-A grader that hangs is killed at its deadline, one that a signal has stopped within seconds, and started anew.
+A grader that hangs is killed at its deadline, one that a signal has stopped within seconds, and started anew. An answer
+that ends its grader each time is a violation, if the task alone does not: else a model could learn not to be graded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from superstep.grade.lines import LineProcess, unanswered
 from superstep.grade.sandbox.cgroup import remove_left_groups
 from superstep.grade.sandbox.room import MemoryBound, open_sandbox
 from superstep.grade.task import Rollout
-from superstep.grade.verdict import Verdict, from_told, grader_error
+from superstep.grade.verdict import Verdict, from_told, grader_error, violation
 
 START_S = 120.0
 """How long an environment's file may take to be loaded."""
@@ -113,11 +114,15 @@ class Pool:
         begin_s = time.time()
         try:
             verdict = worker.ask(asked)
+            ends = int(worker.has_ended)
             for _ in range(self.config.retries):
                 if verdict.is_decided:
                     break
                 self._retried(verdict)
                 verdict = worker.ask(asked)
+                ends += worker.has_ended
+            if 1 < ends == self.config.retries + 1 and worker.has_task(asked["index"], asked["seed"]):
+                verdict = violation(f"its grader's process ended {ends} times, and not without this answer")
             return replace(verdict, graded_s=(begin_s, time.time()))
         finally:
             self._idle.put(worker)
@@ -131,6 +136,8 @@ class _Worker:
         self._process: LineProcess | None = None
         self._lock = threading.Lock()
         self._is_closed = False
+        self.has_ended = False
+        """Whether the process ended at the last attempt, neither late nor stopped."""
 
     def started(self) -> LineProcess:
         """The process, which is started where there is none.
@@ -162,17 +169,27 @@ class _Worker:
             ConfigError: the file has no such task.
         """
         seconds = self._config.grader_timeout_s
+        self.has_ended = False
         try:
             process = self.started()
         except Fault as error:
             return grader_error(str(error))
         told = process.ask(asked, seconds)
         if told is None:
+            self.has_ended = process.has_ended and not self._is_closed
             self._end()
             return grader_error(unanswered(process, seconds))
         if "refused" in told:
             raise ConfigError(told["refused"])
         return from_told(told)
+
+    def has_task(self, index: int, seed: int) -> bool:
+        """Whether the task can be made by a process that is given no answer."""
+        try:
+            asked = {"do": "task", "index": index, "seed": seed}
+            return self.started().ask(asked, self._config.grader_timeout_s) is not None
+        except Fault:
+            return False
 
     def kill(self) -> None:
         """From any thread: ends the process for good. Who waits for it is told so."""
