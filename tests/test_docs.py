@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from longer import longer
+from saved import write as write_checkpoint
 from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
 from superstep.cli.chat import verb as chat
 from superstep.cli.doctor import verb as doctor
@@ -40,6 +41,7 @@ from superstep.data.tokens import FILES as TOKEN_FILES
 from superstep.data.turn import LOCK
 from superstep.hardware.text import cluster, read_cluster
 from superstep.plan.config import ModelConfig
+from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.plan.toml import read_config, write_config
@@ -156,8 +158,16 @@ def few(commands: list[Command]) -> list[Command]:
 FEW = few(OURS)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint with the shape of the demo's model, and few tensors; as a folder it is an adapter besides."""
+    shape = json.dumps(to_hf_config(resolve(DEMO).shape))
+    beside = {"config.json": shape, "tokenizer.json": "{}", "adapter_config.json": "{}"}
+    return write_checkpoint(tmp_path_factory.mktemp("saved"), 300, beside=beside)
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, saved, monkeypatch):
     """A folder where the pages' commands can run: the repository's files, and runs that have been trained."""
     for name in ("recipes", "src", "tests", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -165,17 +175,25 @@ def place(tmp_path, monkeypatch):
     timeline = predict(run, MACHINE).timeline
     (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
     moe = resolve(read_config(ROOT / "recipes" / "moe.toml"))
-    for name, config in (("demo", run.config), ("first", run.config), ("moe", moe.config)):
+    trained = ("demo", "first", "toy", "tuned", "preferred", "adapted", "gpt2")
+    for name, config in (*((name, run.config) for name in trained), ("moe", moe.config)):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "run.toml").write_text(write_config(config), encoding="utf-8")
         (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
         (folder / "trace.json").write_text(f'{{"step": 60, "ranks": [{trace}]}}', encoding="utf-8")
+        if name in trained:
+            (folder / "checkpoints").mkdir()
+            (folder / "checkpoints" / saved.name).symlink_to(saved)
     counts = [[1] * moe.shape.moe.experts] * moe.shape.layers
     report = {"event": "router", "step": 10, "steps": 10, "chosen": counts, "dropped": counts}
     (tmp_path / "runs" / "moe" / "metrics.jsonl").write_text(json.dumps(report) + "\n", encoding="utf-8")
     (tmp_path / "runs" / "rl").mkdir()
-    (tmp_path / "runs" / "secret").write_text("that of the hosts of a run", encoding="utf-8")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "tuned").symlink_to(saved)
+    secret = tmp_path / "runs" / "secret"
+    secret.write_text("that of the hosts of a run", encoding="utf-8")
+    secret.chmod(0o600)
     (tmp_path / "runs" / "rl" / "recipe.toml").touch()
     drawn = {"group": 0, "version": 0, "answers": [], "took_s": [1.0, 2.0]}
     (tmp_path / "runs" / "rl" / "rollouts.jsonl").write_text(json.dumps(drawn) + "\n", encoding="utf-8")

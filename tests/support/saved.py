@@ -107,8 +107,8 @@ def pieces(fill, *, shapes=SHAPES, cuts=1, runs=2):
     return found
 
 
-def write(root, step=7, *, cuts=2, peers=None):
-    """A checkpoint of what ``truth`` says."""
+def write(root, step=7, *, cuts=2, peers=None, beside=None):
+    """A checkpoint of what ``truth`` says, with these texts beside its tensors."""
     place = checkpoint_at(Path(root), step)
     save(
         place,
@@ -116,6 +116,6 @@ def write(root, step=7, *, cuts=2, peers=None):
         Position(step=step, samples=28, tokens=99),
         peers or Alone(),
         tensors=dict.fromkeys(STATE, SHAPES),
-        beside={"config.json": "{}"},
+        beside=beside or {"config.json": "{}"},
     )
     return place
