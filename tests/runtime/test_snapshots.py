@@ -142,7 +142,7 @@ def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
     told = []
     second.begin(Position(step=7), told.append, is_for_disk=False)
     second.tell(told.append)
-    assert told == [Flushed(step=5, bytes=48, seconds=2.0)], "once"
+    assert told == [Flushed(step=5, bytes=48, seconds=2.0, is_on_disk=True, problems="")], "once"
 
 
 def _copies_on(world, gpu, gpus):
