@@ -44,8 +44,9 @@ from superstep.runtime.launch import World, gather, launch_apart
 from superstep.train.run_folder import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of, with_start
+from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of
 from superstep.tune.rl.room import sizes_of
+from superstep.tune.rl.start import with_start
 
 TASKS = """
 from superstep.grade.task import Task

@@ -10,7 +10,6 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from layout_blocks import table
-
 from superstep.hardware.catalogue import ALIASES, CHIPS
 from superstep.hardware.chip import Chip, Rate
 from superstep.hardware.cluster import Cluster

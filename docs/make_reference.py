@@ -19,10 +19,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from figures_blocks import FIGURES_BLOCKS
 from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
-
 from superstep.cli.help import field_docs
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
@@ -389,6 +389,7 @@ MADE: dict[str, Callable[[], str]] = {
     **{name: lambda name=name: _drawn(_pipeline(name), block_s=1e-3) for name in PIPELINES},
     **LAYOUT_BLOCKS,
     **HARDWARE_BLOCKS,
+    **FIGURES_BLOCKS,
     **PLANNER_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,

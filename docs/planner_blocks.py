@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from layout_blocks import table
-
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.planner.goodput import (
     DISK_BYTES_PER_S,

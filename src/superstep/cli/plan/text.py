@@ -8,7 +8,7 @@ from typing import Any
 
 from superstep.cli.describe import plan_text
 from superstep.cli.figures import bytes_text, count_text, seconds_text
-from superstep.cost.closed.interval import SHARE
+from superstep.cost.closed.interval import SHARE, UNSEEN_PEAKS, UNSEEN_STEPS
 from superstep.cost.program.memory import RankBytes
 from superstep.cost.program.snapshot_memory import slots_bytes
 from superstep.cost.program.straggle import Jitter, Straggled
@@ -52,7 +52,10 @@ def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
         )
         lines.append(f"   {_near(each)}; {_limits(plan)}")
         lines += [f"   {_run_text(each)}"] if has_run else []
-    lines.append(f"Ranges hold {SHARE:.0%} of published steps and peaks whose software and cluster were left out.")
+    lines.append(
+        f"Ranges held {SHARE:.0%} of published steps and peaks whose software and cluster were left out of the fit, "
+        f"and {UNSEEN_STEPS:.0%} and {UNSEEN_PEAKS:.0%} of ones from software and chips that were new."
+    )
     lines += _ties_text(plans)
     lines.append(snapshot_line(plans[0]))
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
