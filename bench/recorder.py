@@ -26,11 +26,14 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.instructions import Instruction
+from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.heart import Beats, Heart, Page, Unwatched
 from superstep.runtime.launch import World, barrier, gather, launch_apart
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches, rows
+
+CPU = Device("cpu")
 
 RESULT = Path(__file__).parent / "results" / "recorder.json"
 RANKS = 2
@@ -78,7 +81,7 @@ def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
         # Which of a pair is first changes, as what comes second may find more in the caches.
         for name in ("off", "on") if number % 2 else ("on", "off"):
             beats.turn(heart if name == "on" else Unwatched())
-            barrier()
+            barrier(CPU)
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             engine.train_step(parts, valid_tokens=tokens.numel(), lr=1e-4)
             took_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s

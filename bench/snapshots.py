@@ -41,6 +41,7 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.instructions import Snapshot
+from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import World, barrier, gather, launch_apart
 from superstep.runtime.measure.disk import disk_rates
@@ -54,6 +55,8 @@ from superstep.state.piece import STATE
 from superstep.state.snapshot import Handles, made
 from superstep.train.batches import microbatches, rows
 from superstep.train.peers import RankPeers, tensor_shapes
+
+CPU = Device("cpu")
 
 RESULT = Path(__file__).parent / "results" / "snapshots.json"
 RANKS = 2
@@ -114,7 +117,7 @@ class Sitting:
         mine = rows(self._run.plan, self._mesh)
         parts = microbatches(tokens[mine], tokens[mine], self._run.plan, self._mesh)
         record = HostRecorder()
-        barrier()
+        barrier(CPU)
         begin_s = time.perf_counter()
         if is_copied:
             self._snapshots.begin(Position(step=self._step), self._written.append, is_for_disk=is_for_disk)
@@ -200,7 +203,7 @@ def _status(name: str) -> int:
 
 def _timed(work: Callable[[], object]) -> float:
     """Seconds until the slowest rank is done."""
-    barrier()
+    barrier(CPU)
     begin_s = time.perf_counter()
     work()
     return max(gather(time.perf_counter() - begin_s))
@@ -236,7 +239,7 @@ def _rank(world: World, run: Resolved, handles: Handles, folder: Path, repeats: 
             note(name, _timed(lambda way=way, place=place: way(place)))  # type: ignore[misc]
         _forget(folder / f"save-{number}")
         note("load", _timed(lambda number=number: peaks.append(sitting.load(folder / f"save-{number}"))))  # type: ignore[misc]
-        barrier()
+        barrier(CPU)
         begin_s = time.perf_counter()
         wait = sitting.dcp_async(folder / f"async-{number}")
         note("dcp.async_save returns", time.perf_counter() - begin_s)
@@ -245,11 +248,11 @@ def _rank(world: World, run: Resolved, handles: Handles, folder: Path, repeats: 
         step_s, done_s = sitting.flush()
         note("step with a snapshot for the disk", step_s)
         note("snapshot is on disk", done_s)
-        barrier()
+        barrier(CPU)
         if world.rank == 0:
             for place in folder.iterdir():
                 shutil.rmtree(place)
-        barrier()
+        barrier(CPU)
     found = {
         "bytes": sum(gather(sitting.bytes)),
         "seconds": {name: {"median": median(each), "all": each} for name, each in seconds.items()},

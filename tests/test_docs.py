@@ -411,12 +411,11 @@ FIGURES = {
         (r"against ([\d,]+) rows", lambda: f"{len(published()):,}"),
         (r"of (\d+) sources", lambda: str(len({row["source"] for row in published()}))),
         (r"step times err by ([\d.]+%) in the median", lambda: published_error("each stack left out", "median")),
-        (r"\(90th\s+percentile ([\d.]+%)\) and", lambda: published_error("each stack left out", "p90")),
+        (r"\(90th\s+percentile ([\d.]+%)\), a\s+constant", lambda: published_error("each stack left out", "p90")),
         (
             r"fraction of the peak by ([\d.]+%)",
             lambda: published_error("constant fraction, learned from other stacks", "median"),
         ),
-        (r"fitted on they err by\s+([\d.]+%)", lambda: published_error("all judged rows", "median")),
     ),
     "docs/explanation/zero.md": (
         (r"\(([\d,]+) parameters\)", lambda: f"{LLAMA:,}"),
