@@ -6,6 +6,7 @@ import contextlib
 import os
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.runtime import launch as launching
 from superstep.runtime.device import Device, choose, pick
-from superstep.runtime.join import join
+from superstep.runtime.join import PREPARED, Codec, Value, join
 from superstep.runtime.launch import barrier, launch, launch_on
 from superstep.runtime.measure import here
 from superstep.runtime.meeting import Seat
@@ -139,7 +140,7 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     store = dist.HashStore()
-    store.set("superstep/prepared", __import__("pickle").dumps(("made", None)))
+    store.set(PREPARED, msgspec.msgpack.encode(Value(b"made")))
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(store, 5, 8)]))
     groups = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: groups.append((backend, settings)))
@@ -147,6 +148,7 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     join(
         lambda ranks: contextlib.nullcontext("made"),
         lambda world, value: joined.append((world.device, value)),
+        Codec(str.encode, bytes.decode),
         lambda value: {"made": "cuda"}[value],
     )
     assert joined == [(Device("cuda", index), "made")]

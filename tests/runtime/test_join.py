@@ -2,19 +2,25 @@
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
-from superstep.errors import ConfigError, Fault
+from superstep.errors import ConfigError, Fault, UserError
+from superstep.runtime.join import PREPARED, Codec, _from_rank_0
 
 pytestmark = pytest.mark.multiproc
+
+
+NUMBER = Codec(msgspec.msgpack.encode, msgspec.msgpack.Decoder(int).decode)
 
 
 @contextmanager
@@ -72,7 +78,7 @@ def terminate(number, frame):
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminate)  # as the command line does: no Python runs while a collective waits
     try:
-        join(test_join._nothing, test_join.{worker})
+        join(test_join._nothing, test_join.{worker}, test_join.NUMBER)
     except SuperstepError as error:
         print("said:", error, file=sys.stderr, flush=True)
         sys.exit(error.exit_status)
@@ -144,3 +150,39 @@ def test_torchrun_need_not_kill_a_rank_that_waits(script, worker):
     assert done.returncode == 1
     assert "rank      : 1 (local_rank: 1)" in done.stderr, done.stderr
     assert "forcefully exiting via" not in done.stderr, "a rank took longer than torchrun's patience"
+
+
+class _Harm:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_bytes_of_the_store_are_never_unpickled(tmp_path):
+    store = dist.HashStore()
+    for planted in (pickle.dumps((_Harm(tmp_path / "harmed"), None)), msgspec.msgpack.encode({"type": "Else"})):
+        store.set(PREPARED, planted)
+        with pytest.raises(Fault, match="what rank 0 did not write"):
+            _from_rank_0(store, 1, None, NUMBER)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("problem", "same"),
+    [(ConfigError("planted."), UserError), (Fault("planted.", step=3), Fault), (SystemExit(130), SystemExit)],
+)
+def test_every_rank_raises_what_rank_0_met(problem, same):
+    store = dist.HashStore()
+
+    def make():
+        raise problem
+
+    with pytest.raises(type(problem)):
+        _from_rank_0(store, 0, make, NUMBER)
+    with pytest.raises(same) as found:
+        _from_rank_0(store, 1, None, NUMBER)
+    assert str(found.value) == str(problem)

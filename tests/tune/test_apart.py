@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import time
 from concurrent.futures import Future
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from superstep.tune.program.instructions import Asked
 from superstep.tune.rl.exchange import Exchange, Window
 from superstep.tune.rl.first import Patience
 from superstep.tune.rl.grading import Grading
-from superstep.tune.rl.line import Here, Line, Retired
+from superstep.tune.rl.line import Line
+from superstep.tune.rl.line_messages import Drawn, Here, Retired
 from superstep.tune.rl.record import NAME, Record
 from superstep.tune.rl.rollout import Answered
 from superstep.tune.rl.sampling import Group
@@ -131,7 +134,7 @@ def test_who_is_late_is_named_with_what_was_waited_for(meeting):
     exchange, record = make(samplers=2)
     with exchange:
         drawing, idle = line(0), line(1)
-        drawing.tell(GROUP)
+        drawing.tell(Drawn(GROUP))
         waits(exchange, range(3, 4))
         with pytest.raises(Fault, match=r"^sampler 1 has no answers of task 4 after 0.2 s\.$"):
             waits(exchange, range(3, 5), 0.2)
@@ -172,7 +175,7 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
         exchange.publish(0, lambda: place)
         assert [each.version(0) for each in lines] == [place, place]
         lines[0].tell(Retired(0))
-        lines[0].tell(GROUP)  # heard behind it
+        lines[0].tell(Drawn(GROUP))  # heard behind it
         waits(exchange, range(3, 4))
         assert place.is_dir()
 
@@ -217,7 +220,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
     with exchange:
         line = Line(address, Here(0, 0), 60.0)
         for number in (1, 2, 3, 4, 5, 6):
-            line.tell(Group(number=number, version=0, answers=(answer,)))
+            line.tell(Drawn(Group(number=number, version=0, answers=(answer,))))
         while 6 not in graders.asked:
             time.sleep(0.01)
         for number in (1, 4, 5, 6):
@@ -226,7 +229,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
         graders.asked[3].set_result(good)
         assert step(0) == [3, 1]
         # What came late has the other's place, there and in the file; and it waits no longer than its window.
-        line.tell(Group(number=0, version=0, answers=(answer,)))
+        line.tell(Drawn(Group(number=0, version=0, answers=(answer,))))
         assert [record.place(0), record.place(3)] == [3, 0]
         assert step(1, 0.05) is None
         graders.asked[2].set_result(good)
@@ -273,3 +276,31 @@ def test_a_slow_grade_holds_up_no_step_that_has_other_groups(pool, start, folder
     record = Record(root / NAME, is_kept=False)
     assert record.place(0) in ASKED.groups_of(1)
     assert sorted(record.task(place) for place in range(6)) == list(range(6))
+
+
+class Harm:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_what_comes_over_a_line_is_never_unpickled(meeting, folder, tmp_path):
+    make, _ = meeting
+    planted = pickle.dumps(Harm(tmp_path / "harmed"))
+    exchange, _ = make()
+    with exchange, Client(str(Path(folder) / "samplers"), "AF_UNIX") as stranger:
+        stranger.send_bytes(planted)
+        with pytest.raises(Fault, match=r"^what came from a sampler is no message of a sampler's"):
+            waits(exchange, range(4, 5))
+    address = str(Path(folder) / "trainer")
+    with Listener(address, "AF_UNIX") as listener:
+        line = Line(Path(address), Here(0, 0), 60.0)
+        with listener.accept() as stranger:
+            stranger.send_bytes(planted)
+            with pytest.raises(Fault, match=r"^what came from the trainer is no message of its"):
+                line.version(0)
+    assert not (tmp_path / "harmed").exists()

@@ -27,6 +27,11 @@ def read_config(path: Path) -> RunConfig:
     return build(RunConfig, read_tables(path))
 
 
+def parse_config(text: str) -> RunConfig:
+    """The run that ``write_config`` wrote the text of."""
+    return build(RunConfig, tomllib.loads(text))
+
+
 def read_tables(path: Path) -> dict[str, Any]:
     """What a TOML file says; raises ConfigError where it cannot be read or is not TOML."""
     try:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
-from superstep.errors import SuperstepError
+from superstep.errors import Fault, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import pick
 from superstep.runtime.launch import World
@@ -26,10 +27,43 @@ T = TypeVar("T")
 POLL_S = 0.2
 """How often a rank asks whether rank 0 has prepared."""
 
+PREPARED = "superstep/prepared"
+"""The key of the store under which rank 0 answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[T]):
+    """How a value goes through the store. Whoever reaches its port can write to it, so no bytes of it are unpickled.
+
+    Attributes:
+        encode: the bytes of a value.
+        decode: the value of such bytes; raises msgspec.DecodeError of any others.
+    """
+
+    encode: Callable[[T], bytes]
+    decode: Callable[[bytes], T]
+
+
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0: what it made."""
+
+    encoded: bytes
+
+
+class Problem(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0: why it made nothing, and the exit status of that; no words where they were said already."""
+
+    words: str | None
+    exit_status: int
+
+
+_answer = msgspec.msgpack.Decoder(Value | Problem)
+
 
 def join(
     prepare: Callable[[int], AbstractContextManager[T]],
     worker: Callable[[World, T], R],
+    codec: Codec[T],
     asked: Callable[[T], DeviceKind | None] = lambda _: None,
 ) -> R:
     """Run ``worker`` as the one rank that torchrun's environment says this process is.
@@ -38,6 +72,7 @@ def join(
         prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
             long as it takes.
         worker: what a rank does.
+        codec: how what was made goes to the others.
         asked: which device what was made asks for.
 
     Returns:
@@ -53,7 +88,7 @@ def join(
     with PeerWatch(store, stop):
         try:
             with ExitStack() as stack:
-                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)))
+                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), codec)
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
@@ -75,23 +110,45 @@ def join(
     return result
 
 
-def _from_rank_0(store: dist.Store, rank: int, make: Callable[[], T]) -> T:  # type: ignore[name-defined]
-    """What rank 0 makes, on every rank; so too the error, if it cannot."""
+def _from_rank_0(
+    store: dist.Store,  # type: ignore[name-defined]
+    rank: int,
+    make: Callable[[], T],
+    codec: Codec[T],
+) -> T:
+    """What rank 0 makes, on every rank; so too the error, if it cannot.
+
+    Raises:
+        Fault: what the store holds is no answer of rank 0's.
+    """
     if rank == 0:
-        answer: tuple[T | None, BaseException | None]
         try:
-            answer = make(), None
+            value = make()
         except (SuperstepError, SystemExit) as error:
-            answer = None, error
-        store.set("superstep/prepared", pickle.dumps(answer))
-    else:
-        while not store.check(["superstep/prepared"]):
-            time.sleep(POLL_S)
-        answer = pickle.loads(store.get("superstep/prepared"))
-    value, problem = answer
-    if problem is not None:
-        raise problem
-    return cast(T, value)
+            words = str(error) if isinstance(error, SuperstepError) else None
+            store.set(PREPARED, msgspec.msgpack.encode(Problem(words, status_of(error))))
+            raise
+        store.set(PREPARED, msgspec.msgpack.encode(Value(codec.encode(value))))
+        return value
+    while not store.check([PREPARED]):
+        time.sleep(POLL_S)
+    try:
+        answer = _answer.decode(store.get(PREPARED))
+        if isinstance(answer, Value):
+            return codec.decode(answer.encoded)
+    except msgspec.DecodeError as error:
+        raise Fault(
+            f"the store at MASTER_ADDR holds under {PREPARED} what rank 0 did not write ({error}); start all ranks "
+            "from the same version, and let no others reach MASTER_PORT.",
+            rank=rank,
+        ) from error
+    raise _error_of(answer.words, answer.exit_status)
+
+
+def _error_of(words: str | None, exit_status: int) -> BaseException:
+    if words is None:
+        return SystemExit(exit_status)
+    return UserError(words) if exit_status == UserError.exit_status else Fault(words)
 
 
 def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]

@@ -19,6 +19,7 @@ from superstep.cli.prove import verb as prove
 from superstep.cli.train.ending import ended
 from superstep.cli.train.hosts import on_hosts
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.job_message import JOB
 from superstep.cli.train.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.cli.train.web import web
 from superstep.data.prepare import is_prepared, prepare
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             require_alone(run.config, asked.web_port, SEVERAL_HOSTS)
             return on_hosts(run, asked.hosts, _tokens)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, asked_device)
+        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, JOB, asked_device)
     asked = read(argv)
     run = _run(asked)
     with (

@@ -12,6 +12,7 @@ from pathlib import Path
 from superstep.cli.preparing import show
 from superstep.cli.train.ending import ended
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.job_message import JOB
 from superstep.data.tokens import Corpus, is_whole
 from superstep.plan.resolve import Resolved
 from superstep.runtime.join import join
@@ -33,7 +34,7 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
         read: what is to be done, and the recipe; under torchrun rank 0 alone is asked.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return join(lambda ranks: _prepared(*read(), ranks), rank_of_torchrun, asked_device)
+        return join(lambda ranks: _prepared(*read(), ranks), rank_of_torchrun, JOB, asked_device)
     with _prepared(*read()) as job:
         if job is None:
             return 0

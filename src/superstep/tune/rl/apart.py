@@ -31,7 +31,8 @@ from superstep.tune.rl.first import Patience, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.iterate import samples_from
 from superstep.tune.rl.learner import Learner
-from superstep.tune.rl.line import Here, Line, Retired
+from superstep.tune.rl.line import Line
+from superstep.tune.rl.line_messages import Drawn, Here, Retired
 from superstep.tune.rl.record import NAME, SNAPSHOTS, Record
 from superstep.tune.rl.reinforce import PROGRAM, Job, beside, own_ranks, seated_of, serve_of
 from superstep.tune.rl.room import pages_for, sizes_of
@@ -156,7 +157,7 @@ class SamplerLane:
         numbers = [self._tasks.get(place, place) for place in places]
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
         for group in self._seat.sample(folder, version, tasks, self._look):
-            self._line.tell(group)
+            self._line.tell(Drawn(group))
 
     def _look(self) -> None:
         """After each step of the engine."""

@@ -20,12 +20,25 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from superstep.errors import Fault
 from superstep.grade.verdict import Verdict
 from superstep.tune.program.instructions import Asked
 from superstep.tune.rl.first import Patience
 from superstep.tune.rl.grading import Grading
-from superstep.tune.rl.line import LOST, Bye, Here, Leave, Retired, Told, Version
+from superstep.tune.rl.line import LOST
+from superstep.tune.rl.line_messages import (
+    Bye,
+    Drawn,
+    FromTrainer,
+    Here,
+    Leave,
+    Retired,
+    Version,
+    decode_from_sampler,
+    encode,
+)
 from superstep.tune.rl.record import Record
 from superstep.tune.rl.sampling import Group
 
@@ -83,7 +96,7 @@ class Exchange:
         self._news = threading.Condition()
         grading.heard = self._hear
         self._lines: list[Connection] = []
-        self._told: list[Told] = [Version(*each) for each in record.published.items()]
+        self._told: list[FromTrainer] = [Version(n, str(path)) for n, path in record.published.items()]
         self._retired: Counter[int] = Counter()
         self._left = samplers * ranks
         self._problem: Exception | None = None
@@ -113,7 +126,7 @@ class Exchange:
         with self._record.lock:
             path = write()
             self._record.publish(version, path)
-        self._tell(Version(version, path))
+        self._tell(Version(version, str(path)))
 
     def wait(self, places: range, beat_s: float, patience: Patience) -> Lesson | None:
         """The groups of a step with their grades; None where some are not there after ``beat_s``.
@@ -188,12 +201,12 @@ class Exchange:
         if self._problem is not None:
             raise self._problem
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: FromTrainer) -> None:
         with self._news:
             self._told.append(told)
             for line in self._lines:
                 with suppress(OSError):  # one that is lost is found out by who reads
-                    line.send(told)
+                    line.send_bytes(encode(told))
 
     # A thread for each line, and one that waits for them.
 
@@ -208,17 +221,17 @@ class Exchange:
                     self._lines.append(line)
                     for told in self._told:
                         with suppress(OSError):
-                            line.send(told)
+                            line.send_bytes(encode(told))
                 threading.Thread(target=self._read, args=(line,), name="sampler", daemon=True).start()
 
     def _read(self, line: Connection) -> None:
         name = "a sampler"
         try:
             while True:
-                match line.recv():
+                match decode_from_sampler(line.recv_bytes()):
                     case Here(sampler, rank):
                         name = f"sampler {sampler}, rank {rank}"
-                    case Group() as group:
+                    case Drawn(group):
                         with self._news:  # who finds it on record finds its grades asked for
                             self._record.sampled(group)
                             self._grading.submit(self._record.place(group.number))
@@ -230,6 +243,9 @@ class Exchange:
                     self._news.notify_all()
         except LOST as error:
             self._problem = Fault(f"{name} has gone.")
+            self._problem.__cause__ = error
+        except msgspec.DecodeError as error:
+            self._problem = Fault(f"what came from {name} is no message of a sampler's ({error}).")
             self._problem.__cause__ = error
         except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             self._problem = error

@@ -1,7 +1,7 @@
 """The line between samplers and the trainer's rank 0, where they are processes of their own on one host.
 
     sampler 0, each rank ──Here──▶                 whose line it is
-                         ──Group, Retired──▶       what is drawn, in order; the first rank's
+                         ──Drawn, Retired──▶       what is drawn, in order; the first rank's
                          ◀──Version, Leave──       what may be taken, and that no more is wanted
                          ──Bye──▶                  the lane has come to its end
 
@@ -11,57 +11,30 @@ A line that breaks without a ``Bye`` is a fault: the other end has failed before
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import TypeAlias
+
+import msgspec
 
 from superstep.errors import Fault
 from superstep.tune.rl.first import Patience
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.line_messages import (
+    Bye,
+    Drawn,
+    FromSampler,
+    Here,
+    Leave,
+    Retired,
+    Version,
+    decode_from_trainer,
+    encode,
+)
 
 AGAIN_S = 0.05
 """How soon a line is tried again that nobody listens to yet."""
 
 LOST = (EOFError, ConnectionError)
 """What a line is broken with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Whose line this is."""
-
-    sampler: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """A sampler has drawn all that it shall with a version."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bye:
-    """A sampler's rank has come to the end of its lane."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A snapshot that may be taken."""
-
-    version: int
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """No more is wanted."""
-
-
-Said: TypeAlias = Here | Group | Retired | Bye
-Told: TypeAlias = Version | Leave
 
 
 class Line:
@@ -103,7 +76,7 @@ class Line:
             self._listen(patience.left_s)
         return None if self._is_over else self._versions[version]
 
-    def tell(self, said: Group | Retired) -> None:
+    def tell(self, said: Drawn | Retired) -> None:
         """What was drawn, or that no more will be."""
         self._say(said)
 
@@ -116,18 +89,20 @@ class Line:
         """Take what is there, or what comes within so many seconds."""
         try:
             while self._pipe.poll(seconds):
-                match self._pipe.recv():
+                match decode_from_trainer(self._pipe.recv_bytes()):
                     case Version(version, path):
-                        self._versions[version] = path
+                        self._versions[version] = Path(path)
                     case Leave():
                         self._is_over = True
                 seconds = 0.0
         except LOST as error:
             raise _gone() from error
+        except msgspec.DecodeError as error:
+            raise Fault(f"what came from the trainer is no message of its ({error}).") from error
 
-    def _say(self, said: Said) -> None:
+    def _say(self, said: FromSampler) -> None:
         try:
-            self._pipe.send(said)
+            self._pipe.send_bytes(encode(said))
         except LOST as error:
             raise _gone() from error
 

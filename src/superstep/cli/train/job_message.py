@@ -1,0 +1,97 @@
+"""A job as bytes, for ranks that torchrun launched: they are read as this one form, and nothing in them is run.
+
+The configuration goes as the text of run.toml and is resolved again where it arrives; so is what follows from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from superstep.cli.train.job import Job
+from superstep.plan.config import RunConfig
+from superstep.plan.toml import parse_config, write_config
+from superstep.runtime.join import Codec
+from superstep.train.model import flops_per_token, operations, resolved
+from superstep.train.run_folder import RunFolder
+from superstep.tune.config import DpoConfig
+from superstep.tune.dpo import Dpo, lesson_of
+
+
+class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a ``Job`` that one of torchrun's has, paths and the configuration as text."""
+
+    config: str
+    ranks: int
+    root: str
+    corpus: str
+    checkpoint: str | None
+    was_complete: bool
+    verb: str
+    files: dict[str, str]
+    dpo: DpoConfig | None
+    began_at_s: float
+    earlier_s: float
+
+
+_decoder = msgspec.msgpack.Decoder(JobMessage | None)
+
+
+def encode(job: Job | None) -> bytes:
+    """The bytes of a job, or of none where there is nothing left to do."""
+    return msgspec.msgpack.encode(None if job is None else _message_of(job))
+
+
+def decode(message: bytes) -> Job | None:
+    """The job that ``encode`` was given.
+
+    Raises:
+        msgspec.DecodeError: they are not the bytes of one.
+        ConfigError: its configuration cannot be resolved here.
+    """
+    found = _decoder.decode(message)
+    return None if found is None else _job_of(found)
+
+
+JOB: Codec[Job | None] = Codec(encode, decode)
+
+
+def _message_of(job: Job) -> JobMessage:
+    assert job.snapshots is None, "memories of a launcher of ours do not outlive the ranks of torchrun"
+    assert job.recovered is None, "torchrun starts all ranks anew"
+    assert job.asked is None, "ranks of torchrun do not change their number"
+    assert job.lesson is None or isinstance(job.lesson, Dpo), job.lesson
+    return JobMessage(
+        config=write_config(job.run.config),
+        ranks=job.run.plan.mesh.world,
+        root=str(job.folder.root),
+        corpus=str(job.corpus),
+        checkpoint=None if job.checkpoint is None else str(job.checkpoint),
+        was_complete=job.was_complete,
+        verb=job.verb,
+        files=dict(job.files),
+        dpo=None if job.lesson is None else DpoConfig(beta=job.lesson.beta, label_smoothing=job.lesson.label_smoothing),
+        began_at_s=job.began_at_s,
+        earlier_s=job.earlier_s,
+    )
+
+
+def _job_of(message: JobMessage) -> Job:
+    config: RunConfig = parse_config(message.config)
+    run = resolved(config, message.ranks)
+    done = operations(run)
+    return Job(
+        run=run,
+        folder=RunFolder(root=Path(message.root)),
+        corpus=Path(message.corpus),
+        checkpoint=None if message.checkpoint is None else Path(message.checkpoint),
+        was_complete=message.was_complete,
+        operations=done,
+        flops_per_token=flops_per_token(run, done),
+        verb=message.verb,
+        files=message.files,
+        lesson=None if message.dpo is None else lesson_of(message.dpo),
+        began_at_s=message.began_at_s,
+        earlier_s=message.earlier_s,
+    )

@@ -1,0 +1,55 @@
+"""A job that goes to ranks of torchrun as bytes is the same job there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from superstep.cli.train.job import Job
+from superstep.cli.train.job_message import decode, encode
+from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.train.model import flops_per_token, operations, resolved
+from superstep.train.run_folder import RunFolder
+from superstep.tune.dpo import Dpo
+
+CONFIG = RunConfig(
+    model=ModelConfig(vocab=64, layers=2, width=32, heads=2, head_dim=16),
+    data=DataConfig(sequence_tokens=16),
+    train=TrainConfig(batch_sequences=8, lr=1 / 3),
+    plan=PlanConfig(dp=2),
+)
+
+
+def job(config, **changed):
+    run = resolved(config, 2)
+    done = operations(run)
+    return Job(
+        run=run,
+        folder=RunFolder(root=Path("runs/a b")),
+        corpus=Path("/data/ö"),
+        checkpoint=Path("runs/a b/checkpoints/step-000005"),
+        was_complete=True,
+        operations=done,
+        flops_per_token=flops_per_token(run, done),
+        began_at_s=1789.5000001,
+        earlier_s=2.5,
+        **changed,
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, replace(CONFIG, plan=PlanConfig(tp=2)), replace(CONFIG, lora=LoraConfig(rank=4, alpha=8.0))],
+    ids=["dp", "tp", "lora"],
+)
+def test_a_job_arrives_as_it_was_sent(config):
+    sent = job(config, verb="tune dpo", files={"recipe.toml": "[dpo]\n"}, lesson=Dpo(beta=0.1, label_smoothing=0.2))
+    assert decode(encode(sent)) == sent
+    assert decode(encode(None)) is None
+
+
+@pytest.mark.parametrize("message", [b"", b"\x80\x04N.", msgspec.msgpack.encode({"config": "x"})])
+def test_other_bytes_are_no_job(message):
+    with pytest.raises(msgspec.DecodeError):
+        decode(message)
