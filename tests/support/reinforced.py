@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,8 +36,10 @@ from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 from superstep.tune.program.instructions import Instruction, Role, Swap
 from superstep.tune.program.order import issue_order
+from superstep.tune.rl import seat as seat_module
 from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
 from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.iterate import Iterate
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.record import Record
 from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of
@@ -148,6 +153,41 @@ def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
     with _cut_after(cut):
         reinforce(World(rank, size, Device("cpu")), job, lambda learnt: told.append(_of(learnt)))
     return told
+
+
+def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> list[dict]:
+    """``run``, and the last replica pauses before each step of its engine.
+
+    Args:
+        rank: of the pool.
+        size: its ranks.
+        job: to be done.
+        limit_s: how long a collective may take while there is sampling.
+        pause_s: so long.
+    """
+    world, step, sample = dist.group.WORLD, Sampler._step, Iterate._sample
+    assert world is not None
+    usual = timedelta(minutes=1)
+
+    def slow(self: Sampler, *args: object) -> object:
+        if rank >= size - job.rollout.tp:
+            time.sleep(pause_s)
+        return step(self, *args)  # type: ignore[arg-type]
+
+    def limited(self: Iterate, *args: object) -> None:
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), world)
+        try:
+            sample(self, *args)  # type: ignore[arg-type]
+        finally:
+            dist.distributed_c10d._set_pg_timeout(usual, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "_step", slow)
+        patch.setattr(Iterate, "_sample", limited)
+        patch.setattr(seat_module, "MESH_TIMEOUT", timedelta(seconds=limit_s))
+        patch.setattr(seat_module, "BEAT_S", limit_s / 10)
+        return run(rank, size, job)
 
 
 def run_apart(

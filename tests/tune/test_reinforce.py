@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from superstep.state.folders import checkpoints
 from superstep.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.multiproc
+
+HANGS_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +241,20 @@ def test_every_way_of_learning_runs_and_tells_how_far_the_sampler_is(pool, start
     if not exact and rl.get("ratio") != "sequence":
         assert 0 < told[0]["measures"]["max_sampler_dlogp"] < 1e-4
         assert told[0]["max_dlogp"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)], ids=["alone", "sharing a model"]
+)
+def test_a_slow_replica_is_waited_for_beyond_the_limit_of_a_collective(pool, start, tmp_path, ranks, tp):
+    job = reinforced.job(tmp_path, start, steps=1, rollout={"tp": tp}, dp=2, tp=tp)
+    told, *_ = pool.run(ranks, reinforced.uneven, job, 3.0, 1.0)
+    assert [each["step"] for each in told] == [1]
+
+
+def test_a_replica_that_does_not_go_on_ends_the_run_at_the_limit_of_a_collective(pool, start, tmp_path):
+    job = reinforced.job(tmp_path, start, steps=1, dp=2)
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0.*\n[^$]*Timed out"):
+        pool.run(2, reinforced.uneven, job, 1.0, HANGS_S)
+    assert time.monotonic() - began_s < HANGS_S

@@ -363,10 +363,16 @@ def barrier(device: Device, group: dist.ProcessGroup | None = None) -> None:
     dist.barrier(group, device_ids=None if device.kind == "cpu" else [device.index])
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks; None where there is one."""
+    group = dist.group.WORLD
+    return None if group is None or group.size() == 1 else group
+
+
 def gather(value: T) -> list[T]:
     """Every rank's value, in rank order, on every rank. For small things."""
-    group = dist.group.WORLD
-    if group is None or group.size() == 1:
+    group = world_group()
+    if group is None:
         return [value]
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value)

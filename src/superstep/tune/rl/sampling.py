@@ -129,7 +129,7 @@ class Sampler:
         Args:
             tasks: groups and what is asked of them.
             version: that the engine has in place.
-            tell: called after each of the engine's steps.
+            tell: called after each of the engine's steps, and each answer: what the environment says to one may take.
 
         Raises:
             ConfigError: a task cannot be asked, or the environment fails.
@@ -154,7 +154,9 @@ class Sampler:
                         raise Fault(f"the sampler's logits of task {parts[at].number} are no numbers.")
                     talks[at].answer(told[at], finish)
                     told[at] = []
-                    if self._goes_on(parts[at], talks[at], finish):
+                    goes_on = self._goes_on(parts[at], talks[at], finish)
+                    tell()
+                    if goes_on:
                         self._ask(at, parts[at], talks[at])
                         continue
                     number = parts[at].number

@@ -22,7 +22,7 @@ from superstep.grade.environment import Tasks
 from superstep.grade.task import Task
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.launch import World
+from superstep.runtime.launch import World, world_group
 from superstep.runtime.mesh import Mesh, build_mesh
 from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import follow
@@ -31,6 +31,8 @@ from superstep.serve.engine import Engine
 from superstep.serve.load import Known, Rank, load_rank, open_both
 from superstep.serve.steward import Steward
 from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.first import BEAT_S
+from superstep.tune.rl.replicas import Replicas
 from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
 
 MESH_TIMEOUT = timedelta(minutes=10)
@@ -114,7 +116,8 @@ class Seat:
         tasks: Sequence[tuple[int, Task]],
         tell: Callable[[], None] = lambda: None,
     ) -> Iterator[Group]:
-        """Take a version, answer this replica's share of some tasks, and give the memory back.
+        """Take a version, answer this replica's share of some tasks, and give the memory back once the other replicas
+        of this world have answered theirs.
 
         Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
         raises ``Left``: then it ends here.
@@ -123,15 +126,25 @@ class Seat:
             source: of the version: a snapshot's folder, or whole tensors for a rank that is alone.
             version: its number.
             tasks: with their groups.
-            tell: called after each of the engine's steps.
+            tell: called after each of the engine's steps, and each answer.
         """
         threads = torch.get_num_threads()
         # A version from a folder is held against its digests, which name it.
         engine = self._take(source, "" if isinstance(source, Path) else f"step {version}")
         try:
             if engine is not None:
+                replicas = self._replicas()
+
+                def look() -> None:
+                    tell()
+                    if replicas.is_due:
+                        engine[0].wait()
+                        replicas.meet(is_done=False)
+
                 with suppress(Left):
-                    yield from engine[2].sample(tasks[self.replica :: self.replicas], version, tell)
+                    yield from engine[2].sample(tasks[self.replica :: self.replicas], version, look)
+                while not replicas.meet(is_done=True):
+                    engine[0].wait()
                 engine[1].sleep()
                 if self._told.serve.tp > 1:
                     engine[0].end()  # the others train now; they follow again with the next version
@@ -193,6 +206,13 @@ class Seat:
             )
             self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)
         return self._mesh
+
+    def _replicas(self) -> Replicas:
+        """Those of this world, seen from the first rank of one."""
+        group = None
+        if self._here > 1:
+            group = world_group() if self.is_alone else self._mesh_at.sharers["dense"].fetch
+        return Replicas(group, self._world.device, BEAT_S)
 
     def close(self) -> None:
         """Let go of the engine and its ranks."""
