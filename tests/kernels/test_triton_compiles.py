@@ -1,4 +1,4 @@
-"""The kernels compiled for an H100 that need not be there: what the compiler refuses, or has no registers for."""
+"""The kernels compiled for GPUs that need not be there: what the compiler refuses, or a chip has no room for."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from longer import longer
 from superstep.kernels.gpu import attention, cross_entropy, grouped, norm, rope, softmax, swiglu
 from superstep.kernels.gpu.adamw import update
 from superstep.kernels.gpu.attention import Sees
 from superstep.kernels.gpu.matmul import matmul
 from superstep.kernels.position_bias import alibi, t5
 
-H100 = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""That a program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+H100 = 90
+TENSOR_COLUMNS = 512
+"""Of the memory that products of compute capability 10.0 are summed in."""
 BF16, FP32 = torch.bfloat16, torch.float32
 TYPES = {FP32: "*fp32", BF16: "*bf16", torch.int64: "*i64"}
 ALIGNED = [["tt.divisibility", 16]]
@@ -41,7 +45,8 @@ class Compiled:
 
     name: str
     shared_bytes: int
-    spilled_bytes: int
+    tensor_columns: int
+    ptx: str
 
 
 def described(value):
@@ -65,10 +70,10 @@ def aligned(at, value):
     return {at: ALIGNED} if is_so else {}
 
 
-def spilled(assembly, folder):
-    """Bytes of registers that are kept in memory."""
+def spilled(one, folder):
+    """Bytes of registers that a kernel for an H100 keeps in memory."""
     source = folder / "kernel.ptx"
-    source.write_text(assembly, encoding="utf-8")
+    source.write_text(one.ptx, encoding="utf-8")
     ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
     command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -76,28 +81,34 @@ def spilled(assembly, folder):
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """Kernels that are compiled where they would be launched."""
-    found = []
+def launched(monkeypatch):
+    """What launches on a chip come to: compiles the kernels for it, and says what became of them."""
 
-    def compile_for(self, *args, grid, warmup, **kwargs):
-        constants = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-        given = dict(zip(self.arg_names, args, strict=False))
-        constants |= {name: value for name, value in given.items() if name.isupper()}
-        signature = {name: "constexpr" if name in constants else described(given[name]) for name in self.arg_names}
-        attributes = {}
-        for at, name in enumerate(self.arg_names):
-            attributes |= {} if name in constants else aligned((at,), given[name])
-        made = triton.compile(ASTSource(self, signature, constants, attributes), target=H100, options=options)
-        found.append(Compiled(self.__name__, made.metadata.shared, spilled(made.asm["ptx"], tmp_path)))
+    def on(chip, launch):
+        found = []
 
-    monkeypatch.setattr(JITFunction, "run", compile_for)
-    return found
+        def compile_for(self, *args, grid, warmup, **kwargs):
+            constants = {name: value for name, value in kwargs.items() if name in self.arg_names}
+            options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
+            given = dict(zip(self.arg_names, args, strict=False))
+            constants |= {name: value for name, value in given.items() if name.isupper()}
+            signature = {name: "constexpr" if name in constants else described(given[name]) for name in self.arg_names}
+            attributes = {}
+            for at, name in enumerate(self.arg_names):
+                attributes |= {} if name in constants else aligned((at,), given[name])
+            source, target = ASTSource(self, signature, constants, attributes), GPUTarget("cuda", chip, 32)
+            made = triton.compile(source, target=target, options=options)
+            columns = getattr(made.metadata, "tmem_size", None) or 0
+            found.append(Compiled(self.__name__.rpartition(".")[2], made.metadata.shared, columns, made.asm["ptx"]))
 
+        monkeypatch.setattr(JITFunction, "run", compile_for)
+        monkeypatch.setattr(attention, "shared_bytes", lambda device: SHARED_BYTES[chip])
+        launch()
+        assert [one for one in found if one.shared_bytes > SHARED_BYTES[chip]] == []
+        assert max(one.tensor_columns for one in found) <= TENSOR_COLUMNS
+        return found
 
-def fits(found):
-    assert [one for one in found if one.shared_bytes > SHARED_BYTES] == []
+    return on
 
 
 def attended(width, dtype, sees):
@@ -107,16 +118,8 @@ def attended(width, dtype, sees):
     attention.attend_backward(out, (q, k, k), out, lse, sees)
 
 
-def test_swiglu_compiles(launched):
-    x = torch.empty(4, 64, dtype=BF16, requires_grad=True)
-    swiglu.swiglu(x, x).sum().backward()
-    assert [one.name.rpartition(".")[2] for one in launched] == ["_forward", "_backward"]
-    fits(launched)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_small_kernels_compile(launched, dtype):
+def small_kernels(dtype):
+    """The others, likewise."""
     x, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((32, 64), (64, 64), (32,)))
     softmax.softmax(x)
     matmul(x, weight)
@@ -128,29 +131,65 @@ def test_small_kernels_compile(launched, dtype):
     held = torch.tensor([16, 16])
     out = grouped.products(x, weight.expand(2, 64, 64), held)
     grouped.add_outer_products(torch.zeros(2, 64, 64), out, x, held)
-    assert len(launched) == 9
-    fits(launched)
+
+
+def test_swiglu_compiles(launched):
+    x = torch.empty(4, 64, dtype=BF16, requires_grad=True)
+    found = launched(H100, lambda: swiglu.swiglu(x, x).sum().backward())
+    assert [one.name for one in found] == ["_forward", "_backward"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    longer(
+        [(chip, dtype) for chip in SHARED_BYTES for dtype in (BF16, FP32)],
+        lambda case: case not in ((H100, BF16), (86, FP32)),
+    ),
+)
+def test_small_kernels_compile(launched, chip, dtype):
+    assert len(launched(chip, lambda: small_kernels(dtype))) == 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 80, 128])
-def test_attention_keeps_its_registers(launched, width):
-    attended(width, BF16, Sees())
-    assert len(launched) == 4
-    assert [one for one in launched if one.spilled_bytes > 0] == []
-    fits(launched)
+def test_attention_keeps_its_registers(launched, width, tmp_path):
+    found = launched(H100, lambda: attended(width, BF16, Sees()))
+    assert len(found) == 4
+    assert [one.name for one in found if spilled(one, tmp_path) > 0] == []
+
+
+ATTENDED = [(chip, width, dtype) for chip in SHARED_BYTES for width in (64, 128, 256) for dtype in (BF16, FP32)]
+FEW = [(86, 128, BF16), (80, 256, FP32), (100, 128, BF16)]
+"""Where less shared memory than an H100's is the matter, and the chip whose products are other instructions."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dtype"), [(256, BF16), (256, FP32)], ids=["bf16", "fp32"])
-def test_attention_of_the_widest_heads_fits(launched, width, dtype):
-    attended(width, dtype, Sees())
-    fits(launched)
+@pytest.mark.parametrize(("chip", "width", "dtype"), longer(ATTENDED, lambda case: case not in FEW))
+def test_every_chip_has_room_for_attention(launched, chip, width, dtype):
+    assert len(launched(chip, lambda: attended(width, dtype, Sees()))) == 4
+
+
+@pytest.mark.parametrize("part", attention.HALF_SIDES)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("width", [16, 80, 256])
+def test_more_shared_memory_has_larger_tiles_or_more_of_them(part, dtype, width):
+    rooms = sorted(set(SHARED_BYTES.values()))
+    found = [attention.sides_of(part, width, dtype, room) for room in rooms]
+    sizes = [(sides.rows * sides.columns, sides.stages) for sides in found]
+    assert sizes == sorted(sizes)
+    assert all(sides.needs_bytes <= room for sides, room in zip(found, rooms, strict=True))
+
+
+BIASED = [(*case, bias) for case in ATTENDED for bias in ("alibi", "t5")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [alibi(4), t5(torch.zeros(4, 32))], ids=["alibi", "t5"])
-def test_attention_of_documents_in_windows_compiles(launched, bias):
-    starts = torch.zeros(2, 64, dtype=torch.int64)
-    attended(64, BF16, Sees(starts=starts, window=100, bias=bias))
-    fits(launched)
+@pytest.mark.parametrize(("chip", "width", "dtype", "bias"), longer(BIASED, lambda case: case != (86, 128, FP32, "t5")))
+def test_attention_of_documents_in_windows_has_room(launched, chip, width, dtype, bias):
+    sees = Sees(
+        starts=torch.zeros(2, 64, dtype=torch.int64),
+        window=100,
+        bias={"alibi": alibi(4), "t5": t5(torch.zeros(4, 32))}[bias],
+    )
+    assert len(launched(chip, lambda: attended(width, dtype, sees))) == 4

@@ -86,7 +86,7 @@ def small_tiles(monkeypatch, device):
     """In the interpreter tiles are small, so that a few tokens make many of them, of unlike sides."""
     if device == "cpu":
         small = {"forward": Sides(16, 32, 4), "queries": Sides(32, 16, 4), "keys": Sides(16, 32, 4)}
-        monkeypatch.setattr(kernel, "sides_of", lambda part, width, dtype: small[part])
+        monkeypatch.setattr(kernel, "sides_of", lambda part, *_: small[part])
 
 
 def moved(sees, device):

@@ -22,7 +22,7 @@ from superstep.kernels.gpu.attention_backward import (
 )
 from superstep.kernels.gpu.attention_forward import attention_forward
 from superstep.kernels.gpu.attention_scores import BY_DISTANCE, NONE, SLOPES
-from superstep.kernels.gpu.language import padded
+from superstep.kernels.gpu.language import LEAST_SHARED_BYTES, padded, shared_bytes
 from superstep.kernels.position_bias import Bias, ByDistance, Slopes
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -56,28 +56,84 @@ class Sees:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Of a tile of scores: queries, keys, and the warps that compute it."""
+    """Of a tile of scores.
+
+    Attributes:
+        rows: queries.
+        columns: keys.
+        warps: that compute it.
+        stages: tiles of keys, or of queries, in flight from memory at once, with the one in use.
+        needs_bytes: shared memory of the smallest chip that has room for them.
+    """
 
     rows: int
     columns: int
     warps: int
+    stages: int = 3
+    needs_bytes: int = LEAST_SHARED_BYTES
 
 
 Part = Literal["forward", "queries", "keys"]
+Choices = Mapping[int, tuple[Sides, ...]]
+"""By width of a head, up to which they are for: tiles, those for the largest shared memory first."""
 
-SIDES: Mapping[Part, Mapping[int, Sides]] = {
-    "forward": {64: Sides(128, 64, 4), 128: Sides(128, 64, 8), 256: Sides(64, 32, 8)},
-    "queries": {64: Sides(64, 64, 4), 128: Sides(64, 64, 8), 256: Sides(32, 32, 8)},
-    "keys": {64: Sides(64, 64, 8), 128: Sides(32, 64, 8), 256: Sides(32, 32, 8)},
+A100_BYTES, H100_BYTES = 163 * 1024, 227 * 1024
+"""Shared memory that a program may have on compute capability 8.0, and on 9.0 and 10.0; the least of any is
+``LEAST_SHARED_BYTES``."""
+
+HALF_SIDES: Mapping[Part, Choices] = {
+    "forward": {
+        64: (Sides(128, 64, 4),),
+        128: (Sides(128, 64, 8),),
+        256: (Sides(64, 32, 8, needs_bytes=A100_BYTES), Sides(64, 32, 8, stages=2)),
+    },
+    "queries": {
+        64: (Sides(64, 64, 4),),
+        128: (Sides(64, 64, 8, needs_bytes=A100_BYTES), Sides(64, 64, 8, stages=2)),
+        256: (Sides(32, 32, 8),),
+    },
+    "keys": {64: (Sides(64, 64, 8),), 128: (Sides(32, 64, 8),), 256: (Sides(32, 32, 8),)},
 }
-"""For 16-bit heads up to a width: the largest of those tried that an H100 has registers and shared memory for."""
+"""For 16-bit heads: the largest of those tried that an H100 has registers for, in as many stages as a chip has room
+for. The compiler says what they need (``tests/kernels/test_triton_compiles.py``)."""
+
+FULL_SIDES: Mapping[Part, Choices] = {
+    "forward": {
+        64: (Sides(32, 32, 8),),
+        128: (Sides(32, 32, 8, needs_bytes=A100_BYTES), Sides(32, 32, 8, stages=2)),
+        256: (
+            Sides(32, 32, 8, needs_bytes=H100_BYTES),
+            Sides(32, 32, 8, stages=2, needs_bytes=A100_BYTES),
+            Sides(32, 32, 8, stages=1),
+        ),
+    },
+    "queries": {
+        64: (Sides(32, 32, 8),),
+        128: (Sides(32, 32, 8, needs_bytes=A100_BYTES), Sides(32, 32, 8, stages=2)),
+        256: (
+            Sides(32, 32, 8, needs_bytes=H100_BYTES),
+            Sides(32, 32, 8, stages=1, needs_bytes=A100_BYTES),
+            Sides(16, 16, 4, stages=2),
+        ),
+    },
+    "keys": {
+        64: (Sides(32, 32, 8),),
+        128: (Sides(32, 32, 8),),
+        256: (
+            Sides(32, 32, 8, needs_bytes=H100_BYTES),
+            Sides(32, 16, 8, stages=2, needs_bytes=A100_BYTES),
+            Sides(16, 16, 4, stages=2),
+        ),
+    },
+}
+"""For heads of fp32: numbers take twice the room, and each product of theirs is three."""
 
 
-def sides_of(part: Part, width: int, dtype: torch.dtype) -> Sides:
-    """The tiles of a kernel. Numbers of fp32 take twice the room, and each product of theirs is three."""
-    if dtype == torch.float32:
-        return Sides(32, 32, 8)
-    return next(sides for limit, sides in SIDES[part].items() if width <= limit)
+def sides_of(part: Part, width: int, dtype: torch.dtype, shared_bytes: int) -> Sides:
+    """The tiles of a kernel on a chip where a program may have so much shared memory."""
+    choices = (FULL_SIDES if dtype == torch.float32 else HALF_SIDES)[part]
+    tiles = next(tiles for limit, tiles in choices.items() if width <= limit)
+    return next((sides for sides in tiles if sides.needs_bytes <= shared_bytes), tiles[-1])
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -95,7 +151,8 @@ def takes(*tensors: Tensor) -> bool:
 
 def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
     """The output [B, N, S, H] and its log-sum-exp [B, N, S], fp32. Queries that see no key get 0 and -inf."""
-    (B, N, S, H), sides = q_BNSH.shape, sides_of("forward", q_BNSH.shape[3], q_BNSH.dtype)
+    B, N, S, H = q_BNSH.shape
+    sides = sides_of("forward", H, q_BNSH.dtype, shared_bytes(q_BNSH.device))
     out, lse = _like(q_BNSH), q_BNSH.new_empty(B, N, S, dtype=torch.float32)
     told = _told(q_BNSH, k_BKTH, sees)
     attention_forward[triton.cdiv(S, sides.rows), B * N](
@@ -122,7 +179,8 @@ def attend_backward(
     q, k, v = inputs
     (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
     told, lse = _told(q, k, sees), lse_BNS.contiguous()
-    rows, columns = sides_of("queries", H, q.dtype), sides_of("keys", H, q.dtype)
+    room = shared_bytes(q.device)
+    rows, columns = sides_of("queries", H, q.dtype, room), sides_of("keys", H, q.dtype, room)
     dq, dk, dv, delta = _like(q), _like(k), _like(v), torch.empty_like(lse)
     dbias = torch.zeros_like(told.bias) if told.kind == BY_DISTANCE.value else None
     attention_delta[triton.cdiv(S, rows.rows), B * N](
@@ -179,6 +237,8 @@ class _Told:
     sees: Sees
 
     def constants(self, width: int, sides: Sides) -> dict[str, Any]:
+        # Tiles of biases would be read ahead like those of keys, and take more shared memory than these do.
+        stages = 1 if self.kind == BY_DISTANCE.value else sides.stages
         return {
             "WIDTH": width,
             "WIDE": padded(width),
@@ -189,6 +249,7 @@ class _Told:
             "WINDOW": self.sees.window is not None,
             "BIAS": self.kind,
             "num_warps": sides.warps,
+            "num_stages": stages,
         }
 
 

@@ -6,11 +6,17 @@ arguments are addresses, numbers, and constants that it is compiled for; none of
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
 LEAST = 16
 """Of each side of a tile in a product."""
+
+LEAST_SHARED_BYTES = 99 * 1024
+"""Shared memory that a program may have on every GPU of compute capability 8.0 or newer; no more on 8.6 and 12.0."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -30,3 +36,11 @@ def dot(left, right, total):
 def padded(count: int) -> int:
     """The least power of two that has room for so many, as sides of tiles are; ``LEAST`` or more."""
     return max(LEAST, 1 << (count - 1).bit_length())
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have there; where kernels are interpreted, as on the smallest GPU."""
+    if device.type == "cpu":
+        return LEAST_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
