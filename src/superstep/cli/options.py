@@ -78,7 +78,7 @@ def settled(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig
     Raises:
         ConfigError: what the flags ask for cannot work; it speaks of no yielding field that nobody named.
     """
-    named = {flag.replace("-", "_") for flag, _ in _groups(argv)}
+    named = named_in(argv)
     free = [name for name in YIELDING if name not in named and _plan_field(config.plan, name) is not None]
     for count in range(len(free)):
         for names in combinations(free, count):
@@ -87,6 +87,11 @@ def settled(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig
             except ConfigError:
                 continue
     return resolve(_automatic(config, free))
+
+
+def named_in(argv: Sequence[str]) -> set[str]:
+    """The fields that flags name."""
+    return {flag.replace("-", "_") for flag, _ in _groups(argv)}
 
 
 def _plan_field(plan: PlanConfig, name: str) -> object:

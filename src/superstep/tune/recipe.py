@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig, TrainConfig
+from superstep.plan.model.named import shape_of
 from superstep.plan.toml import build, literal, read_tables, write_fields
 
 RECIPE = "recipe.toml"
@@ -57,6 +58,18 @@ def write(recipe: Recipe) -> str:
         if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
             lines += [f"[{each.name}]", *write_fields(section), ""]
     return "\n".join(lines)
+
+
+def within_context(run: RunConfig, usual: Usual) -> RunConfig:
+    """A recipe's run, its sequences no longer than its model was made for where they have the usual length.
+
+    Raises:
+        ConfigError: the model is none that can be trained.
+    """
+    usual_tokens, max_tokens = usual["data"]["sequence_tokens"], shape_of(run.model).max_tokens
+    if run.data.sequence_tokens != usual_tokens or usual_tokens <= max_tokens:
+        return run
+    return replace(run, data=replace(run.data, sequence_tokens=max_tokens))
 
 
 def refuse_own_loss(train: TrainConfig, verb: str) -> None:

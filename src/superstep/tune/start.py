@@ -10,8 +10,8 @@ from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import read_config
 from superstep.train.run_folder import RunFolder
 from superstep.train.weights_folder import weights_of
-from superstep.tune.config import TuneConfig, read_recipe
-from superstep.tune.recipe import RECIPE
+from superstep.tune.config import USUAL, TuneConfig, read_recipe
+from superstep.tune.recipe import RECIPE, within_context
 
 
 def run_of(config: TuneConfig) -> RunConfig:
@@ -40,7 +40,7 @@ def run_of(config: TuneConfig) -> RunConfig:
                 "change within a run. Set it back, or name another --state.dir."
             )
     data = replace(config.data, tokenizer=config.data.tokenizer or run.data.tokenizer)
-    return replace(config.run, model=run.model, data=data)
+    return within_context(replace(config.run, model=run.model, data=data), USUAL)
 
 
 def started(config: TuneConfig) -> RunConfig:
@@ -72,4 +72,5 @@ def started(config: TuneConfig) -> RunConfig:
         if not (folder / name).is_file():
             raise StateError(f"start = '{root}' has no {name}; name a run, a checkpoint or a Hugging Face folder.")
     data = replace(config.data, tokenizer=config.data.tokenizer or str(folder / "tokenizer.json"))
-    return replace(config.run, model=ModelConfig(name=str(folder / "config.json"), weights=str(folder)), data=data)
+    model = ModelConfig(name=str(folder / "config.json"), weights=str(folder))
+    return within_context(replace(config.run, model=model, data=data), USUAL)

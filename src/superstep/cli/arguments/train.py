@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, web_port_of
-from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of, settled
+from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
@@ -32,6 +32,13 @@ class Asked:
     is_demo: bool
     hosts: Hosts | None = None
     web_port: int | None = None
+
+    @property
+    def has_no_dp(self) -> bool:
+        """Whether ``plan.dp`` is what was chosen for the user, here or by the demo."""
+        if self.yields_to is None or self.config.plan.dp is None:
+            return self.config.plan.dp is None
+        return "plan.dp" not in named_in(self.yields_to) and self.config.state.existing != "resume"
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
         """The run, with what nobody asked for out of the way of what was; raises as ``resolve`` does."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.arguments.prove import Options, read
+from superstep.cli.choices import changed_layout
 from superstep.cli.options import settled
 from superstep.cli.preparing import prepared
 from superstep.cli.prove.exact import ExactCase, prove_bits
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     if options.exact or options.serve or options.faults:
         options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
+    if (changed := changed_layout(options, run, resolved)) is not None:
+        _say(changed)
     # Refused before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
     with _corpus(options, vocab_of(run)) as corpus:

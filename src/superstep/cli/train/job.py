@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from superstep.cli.choices import passes_of_a_step
 from superstep.cli.describe import plan_text
 from superstep.cli.report import leave_report
 from superstep.cli.train.disk_fit import require_disk
@@ -49,6 +50,7 @@ from superstep.state.mirror import fetch_newest, mirrored
 from superstep.state.snapshot import Handles, made
 from superstep.state.verify import newest, verify
 from superstep.train import rundir
+from superstep.train.batches import stream_of
 from superstep.train.beside import ToldBeside
 from superstep.train.hold import hold, sharing
 from superstep.train.identity import identity_of, require_same_run
@@ -210,10 +212,12 @@ def prepared_job(
             yield None
         else:
             require_disk(run, folder, step)
+            corpus = corpus or tokens(run, folder, checkpoint)
+            _say_passes(run, corpus)
             yield Job(
                 run=run,
                 folder=folder,
-                corpus=corpus or tokens(run, folder, checkpoint),
+                corpus=corpus,
                 checkpoint=checkpoint,
                 was_complete=checkpoint is not None
                 and folder.config.is_file()  # it is not where the checkpoint came from a store
@@ -226,6 +230,16 @@ def prepared_job(
                 began_at_s=began_at_s,
                 earlier_s=spent_s(folder.metrics),
             )
+
+
+def _say_passes(run: Resolved, corpus: Path) -> None:
+    """Say where a step goes over the data more than once."""
+    opened, batch = open_corpus(corpus), run.config.train.batch_sequences
+    if opened.manifest.train_tokens >= (batch + 1) * run.config.data.sequence_tokens:
+        return  # then there are as many sequences, and nobody need count them
+    passes = passes_of_a_step(batch, stream_of(run.config, opened, "train").sequences)
+    if passes is not None:
+        print(passes, flush=True)
 
 
 def rank_of_torchrun(world: World, job: Job | None) -> int:

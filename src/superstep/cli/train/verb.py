@@ -13,6 +13,7 @@ from pathlib import Path
 from superstep.cli import sample
 from superstep.cli.arguments.sample import Options
 from superstep.cli.arguments.train import Asked, read
+from superstep.cli.choices import changed_layout, idle_places, places_of
 from superstep.cli.options import asks_for_hosts
 from superstep.cli.preparing import prepared
 from superstep.cli.prove import verb as prove
@@ -45,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
         return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, JOB, asked_device)
     asked = read(argv)
     run = _run(asked)
-    with (
-        web(asked.web_port) as shown,
-        prepared_job(_demo_on_few_gpus(run) if asked.is_demo else run, _tokens) as job,
-    ):
+    if asked.is_demo:
+        run = _demo_on_few_gpus(run)
+    _say_choices(asked, run)
+    with web(asked.web_port) as shown, prepared_job(run, _tokens) as job:
         if job is None:
             return 0
         shown(job.folder)
@@ -70,6 +71,15 @@ def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | N
 
 def _run(asked: Asked, ranks: int | None = None) -> Resolved:
     return asked.resolved(lambda config: resolved(config, ranks))
+
+
+def _say_choices(asked: Asked, run: Resolved) -> None:
+    """What was chosen for the user and is perhaps not what he would have chosen."""
+    changed = changed_layout(asked.config, run, resolved)
+    if changed is not None:
+        _say(changed)
+    elif asked.has_no_dp and (idle := idle_places(run, *places_of(run))) is not None:
+        _say(idle)
 
 
 def _demo_on_few_gpus(run: Resolved) -> Resolved:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from superstep.cli.choices import idle_places, places_of, shorter_sequences
 from superstep.cli.preparing import show
 from superstep.cli.train.ending import ended
 from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
@@ -48,6 +49,8 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
     verb, lesson = f"tune {kind}", lesson_of(config.dpo) if kind == "dpo" else None
     check_recipe(kind, config)
     run = resolved(run_of(config), ranks)
+    if ranks is None:
+        _say_choices(config, run)
     recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})
 
     def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
@@ -56,6 +59,14 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
     return prepared_job(
         run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)
     )
+
+
+def _say_choices(config: TuneConfig, run: Resolved) -> None:
+    """What was chosen for the user and is perhaps not what he would have chosen."""
+    idle = idle_places(run, *places_of(run)) if config.plan.dp is None else None
+    for line in (shorter_sequences(config, run.config), idle):
+        if line is not None:
+            print(line, flush=True)
 
 
 def _tokens(wanted: Conversations, folder: RunFolder, checkpoint: Path | None, verb: str) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from superstep.cli.choices import shorter_sequences
 from superstep.cli.describe import plan_text
 from superstep.cli.report import leave_report
 from superstep.cli.serving import kernels_folder
@@ -81,6 +82,8 @@ def run(recipe: RlRecipe) -> int:
 def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe.run, recipe.rl, recipe.start)
+    if (shorter := shorter_sequences(recipe, config)) is not None:
+        print(shorter, flush=True)
     require_trackers(config.observe)
     check_tokenizer(recipe.start, config)
     choice, folder, checkpoint = rundir.choose(resolved(config), verify)

@@ -11,8 +11,8 @@ from superstep.plan.config import RunConfig
 from superstep.plan.model.named import shape_of
 from superstep.train.run_folder import RunFolder
 from superstep.train.weights_folder import weights_of
-from superstep.tune.recipe import RECIPE, refuse_own_loss
-from superstep.tune.rl.config import RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
+from superstep.tune.recipe import RECIPE, refuse_own_loss, within_context
+from superstep.tune.rl.config import USUAL, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
 
 
 def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
@@ -37,7 +37,7 @@ def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, 
         data=replace(config.data, tokenizer=str(folder / "tokenizer.json"), document_mask=True),
         train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
     )
-    shape = shape_of(changed.model)
+    changed, shape = within_context(changed, USUAL), shape_of(changed.model)
     if changed.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
             f"data.sequence_tokens = {changed.data.sequence_tokens} is more than the model's context of "

@@ -1,0 +1,82 @@
+"""What was chosen for the user and is perhaps not what he would have chosen, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from superstep.cli.options import YIELDING
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved, divisors
+from superstep.runtime.device import cores, gpus
+
+
+def changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:
+    """Which fields of a demo, or of a run that goes on, have made way for flags, and why; None where the layout is
+    what was proposed, but for the size of a microbatch.
+
+    Args:
+        proposed: the run before fields made way.
+        run: as it is resolved.
+        resolve: refuses ``proposed`` in the words of the rule that it breaks.
+    """
+    changed = []
+    for name in reversed(YIELDING):
+        key = name.removeprefix("plan.")
+        before, after = getattr(proposed.plan, key), getattr(run.config.plan, key)
+        if before not in (None, after):
+            changed.append(f"{name} = {after} (not {before})")
+    if all(each.startswith("plan.microbatch ") for each in changed):
+        return None
+    try:
+        resolve(proposed)
+    except ConfigError as error:
+        return f"{', '.join(changed)}: {error}"
+    return None
+
+
+def idle_places(run: Resolved, places: int, name: str) -> str | None:
+    """That a plan whose ``dp`` nobody named leaves places without a rank, and what would take them; None where it does
+    not.
+
+    Args:
+        run: as it is resolved.
+        places: where ranks may compute, one on each.
+        name: of the places.
+    """
+    world, dp, batch = run.plan.mesh.world, run.plan.mesh.dp, run.config.train.batch_sequences
+    room = places // (world // dp)
+    if room <= dp:
+        return None
+    most = max(degree for degree in divisors(batch) if degree <= room)
+    if most > dp:
+        mend = f"--plan.dp {most} takes {most * world // dp}"
+    else:
+        mend = f"train.batch_sequences = {batch} splits over no more, a multiple of {room} does: with --plan.dp {room}"
+    ranks = "1 rank computes" if world == 1 else f"{world} ranks compute"
+    return f"{ranks}, on {world} of {places} {name}; {mend}."
+
+
+def places_of(run: Resolved) -> tuple[int, str]:
+    """How many ranks of this host can have a place of their own to compute, and what the places are."""
+    count = 0 if run.config.plan.device == "cpu" else gpus()
+    return (count, "GPUs") if count else (cores(), "cores")
+
+
+def shorter_sequences(proposed: RunConfig, run: RunConfig) -> str | None:
+    """That a recipe's sequences of the usual length are shorter for its model; None where they are not."""
+    usual_tokens, tokens = proposed.data.sequence_tokens, run.data.sequence_tokens
+    if tokens == usual_tokens:
+        return None
+    return f"data.sequence_tokens = {tokens} (not {usual_tokens}): the model was made for no more."
+
+
+def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
+    """That a step goes over the data more than once; None where it does not."""
+    if batch_sequences <= sequences:
+        return None
+    times = f"{batch_sequences / sequences:,.1f}".removesuffix(".0")
+    return (
+        f"a step of {batch_sequences:,} sequences goes over the {sequences:,} of the data {times} times; "
+        f"with train.batch_sequences = {sequences} it goes over them once."
+    )
