@@ -26,7 +26,9 @@ class Options(RunConfig):
     """A run, on how many hosts, and who may look."""
 
     web: bool = False
-    """Serve the run's report on this host while it trains, with updates as they come, and numbers for Prometheus."""
+    """Serve the run's report on this host while it trains, with updates as they come, and numbers for Prometheus.
+    Whoever asks needs its token: what follows token= in the address that is printed, and the value of the environment's
+    SUPERSTEP_WEB_TOKEN where that is set. It is in no file."""
     web_port: int = 0
     """The port of that; 0 takes any free one."""
     hosts: str | None = None
