@@ -11,7 +11,10 @@ from superstep.cli.arguments.hosts import PORT
 from superstep.cli.arguments.train import read
 from superstep.cli.main import main
 from superstep.cli.train import elastic
+from superstep.cost.closed.footprint import CONTEXT_BYTES, USABLE
 from superstep.errors import UserError
+from superstep.hardware.catalogue import CHIPS
+from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 
 ELASTIC = ["--train.elastic", "true", "--state.snapshot-every", "1"]
@@ -123,3 +126,21 @@ def test_a_host_that_comes_when_the_run_is_complete_is_told_so(place, monkeypatc
     assert "The run in run is complete at step 1: host 0 has left." in capsys.readouterr().out
     assert main(["train", "run.toml", *again, *flags, "--train.steps", "2"]) == 1, "there is a step left"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
+def test_a_smaller_plan_on_gpus_has_room_for_its_communicators(monkeypatch):
+    """Its ranks would refuse to begin, and the run end with the host that is lost."""
+    run = resolve(RunConfig(train=TrainConfig(batch_sequences=16), plan=PlanConfig(dp=4, zero=1)))
+    chip = CHIPS["H100-SXM"]
+    monkeypatch.setattr(elastic, "choose", lambda asked, size: "cuda")
+    monkeypatch.setattr(elastic, "_gpu", lambda: chip.name)
+
+    def smaller(gib):
+        own_bytes = gib * 2**30 + CONTEXT_BYTES
+        monkeypatch.setattr(elastic, "of_device", lambda name: replace(chip, memory_bytes=own_bytes / USABLE))
+        return elastic._smaller(run, 1, 2)
+
+    assert smaller(1.0) is None, "any plan of two ranks has two groups of 544 MiB"
+    found = smaller(3.0)
+    assert found is not None
+    assert found.run.plan.mesh.world == 2

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from superstep.plan.resolve import Plan
 from superstep.program.instructions import Program, Recv, Send
 from superstep.program.issue import Channel, issue_order
 
@@ -31,6 +32,16 @@ def routes(placement: Sequence[int]) -> list[Channel]:
         if here != there:
             found |= {(here, there, "act"): None, (there, here, "grad"): None}
     return list(found)
+
+
+def tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
+    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
+    readers: dict[int, set[int]] = {}
+    for unit, reads in enumerate(plan.params):
+        for owner in reads:
+            readers.setdefault(owner, set()).add(rank_of[unit])
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))
 
 
 def uses(program: Program) -> set[Channel]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from superstep.plan.mesh import Coordinate, Family, MeshShape
 from superstep.plan.resolve import Plan
 from superstep.program.issue import Channel
-from superstep.program.rendezvous import routes
+from superstep.program.rendezvous import routes, tied_places
 from superstep.runtime.device import Device
 from superstep.runtime.transport import Transport, reach
 
@@ -155,7 +155,7 @@ def build_mesh(
         channels=groups.channels(routes(plan.placement)) if has_channels else {},
         ep=groups.mine(shape.expert_groups()) if has_experts else None,
         sequence=groups.mine(shape.sequence_groups()) if has_experts else None,
-        ties=groups.ties(_ties(plan)),
+        ties=groups.ties(tied_places(plan)),
     )
 
 
@@ -209,13 +209,3 @@ class _Groups:
         """For each set of pipeline ranks the group that has this rank."""
         made = {p: self.mine([[ranks[each] for each in p] for ranks in self.shape.groups("pp")]) for p in places}
         return {p: group for p, group in made.items() if group is not None}
-
-
-def _ties(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
-    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
-    readers: dict[int, set[int]] = {}
-    for unit, reads in enumerate(plan.params):
-        for owner in reads:
-            readers.setdefault(owner, set()).add(rank_of[unit])
-    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import of_device
@@ -65,7 +66,13 @@ def _smaller(run: Resolved, hosts: int, size: int) -> Smaller | None:
             f"it does not have the GPU '{name}'; set it to false."
         )
     cluster = replace(usual_cluster(chip, hosts * size), domain=min(chip.domain, size))
-    return smaller_plan(run, cluster, USABLE * chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES)
+    memory_bytes = USABLE * chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES
+    return smaller_plan(run, cluster, memory_bytes, _communicators_beyond)
+
+
+def _communicators_beyond(run: Resolved) -> int:
+    """What a rank's communicators take beside what the search for a plan leaves for them."""
+    return max(0, max(communicator_bytes(run.plan)) - int(COMMUNICATOR_BYTES))
 
 
 def _gpu() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from superstep.cli.figures import bytes_text
 from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.memory_fit import Overflow, memory_of, overflow
+from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import sizes_of
 from superstep.cost.program.snapshot_memory import snapshot_bytes
@@ -43,7 +43,13 @@ def require_fit(
     limit = device.free_bytes(ranks) if limit_bytes is None else limit_bytes
     if device.kind == "cpu":
         limit = _beside_snapshots(run, limit)
-    found = overflow(run.config, lambda config: _memory(config, run, seen), limit)
+
+    def memory(config: RunConfig) -> tuple[RankBytes, ...]:
+        other = run if config is run.config else resolved(config)
+        ranks = _memory(other, run, seen)
+        return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
+
+    found = overflow(run.config, memory, limit)
     if found is not None:
         raise ConfigError(_refusal(found))
 
@@ -63,12 +69,12 @@ def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
     return limit_bytes - taken
 
 
-def _memory(config: RunConfig, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
+def _memory(other: Resolved, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
+    """Of a run, or of it with another plan."""
     if run.decoder is not None:
-        return memory_of(run if config is run.config else resolved(config))
+        return memory_of(other)
     # What units of the user's own keep must be seen again with another plan.
-    other = run if config is run.config else resolved(config)
-    sizes = sizes_of(other, seen if config is run.config else operations(other))
+    sizes = sizes_of(other, seen if other is run else operations(other))
     return rank_bytes(other, compile_step(other.plan), sizes)
 
 

@@ -109,17 +109,19 @@ class RankBytes:
         gradients: gradient buffers between steps.
         optimizer: Adam's two moments, and master weights that are a copy.
         peak: the most that comes and goes within a step.
+        communicators: what NCCL takes on a GPU, which no allocator counts; 0 on a CPU, and where it is not asked for.
     """
 
     params: int
     gradients: int
     optimizer: int
     peak: Peak
+    communicators: int = 0
 
     @property
     def bytes(self) -> int:
         """The rank's peak, all categories together."""
-        return self.params + self.gradients + self.optimizer + self.peak.bytes
+        return self.communicators + self.params + self.gradients + self.optimizer + self.peak.bytes
 
 
 def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:

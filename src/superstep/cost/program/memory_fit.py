@@ -6,18 +6,19 @@ that refused it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
 
-Category: TypeAlias = Literal["parameters", "gradients", "optimizer", "activations", "buffers"]
+Category: TypeAlias = Literal["communicators", "parameters", "gradients", "optimizer", "activations", "buffers"]
 
 MemoryOf: TypeAlias = Callable[[RunConfig], tuple[RankBytes, ...]]
 """The memory of each pipeline rank of a configuration; raises ConfigError where it cannot be."""
@@ -53,15 +54,24 @@ class Overflow:
 
 
 def by_category(rank: RankBytes) -> dict[Category, int]:
-    """A rank's bytes at its peak: what stays from step to step, and what comes and goes within one."""
+    """A rank's bytes at its peak: what stays from step to step, and what comes and goes within one. A rank without
+    communicators has no such category.
+    """
     peak = rank.peak
-    return {
+    communicators: dict[Category, int] = {"communicators": rank.communicators} if rank.communicators else {}
+    return communicators | {
         "parameters": rank.params + peak.params_bytes,
         "gradients": rank.gradients + peak.gradient_bytes,
         "optimizer": rank.optimizer,
         "activations": peak.kept_bytes,
         "buffers": peak.boundary_bytes,
     }
+
+
+def with_communicators(ranks: Sequence[RankBytes], plan: Plan) -> tuple[RankBytes, ...]:
+    """The same on GPUs."""
+    sizes = communicator_bytes(plan)
+    return tuple(replace(rank, communicators=size) for rank, size in zip(ranks, sizes, strict=True))
 
 
 def memory_of(run: Resolved) -> tuple[RankBytes, ...]:

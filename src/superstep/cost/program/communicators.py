@@ -1,0 +1,64 @@
+"""Communicators: the memory that NCCL takes on a GPU for each group that a rank is a member of.
+
+No allocator counts it. NCCL has buffers for each channel of each communicator, and for each rank that this one
+exchanges with directly; communicators that torch makes share none of them. Measured with the usual settings:
+
+    a group of two; a larger one      544 MiB; 688 MiB       4 A100, 24 channels    NVIDIA/nccl #964, #1785
+    a first all-to-all among eight    1.06 to 4.34 GB        8 H100, 32 channels    NVIDIA/nccl #1685
+
+It is linear in the channels, so ``NCCL_MAX_NCHANNELS`` makes it less, and beyond two hosts it does not grow with the
+ranks (#864, #986). Other GPUs and versions of NCCL have other figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from superstep.plan.mesh import Coordinate
+from superstep.plan.resolve import Plan
+from superstep.program.rendezvous import routes, tied_places
+
+PAIR_BYTES = 544 * 2**20
+"""A communicator of two ranks."""
+
+MANY_BYTES = 688 * 2**20
+"""One of more ranks."""
+
+PEER_BYTES = int((4.34e9 - 1.06e9) / 7)
+"""Of each rank that this one exchanges with directly, beside the rings and trees of a communicator."""
+
+MOST_PEERS = 7
+"""That have such buffers: those of a host of eight. Ranks of other hosts share a pool."""
+
+
+def communicator_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of a rank at each pipeline place, on a GPU: the same at its dp, cp and tp places."""
+    ranks = [plan.mesh.rank(Coordinate(pp=pp, dp=0, cp=0, tp=0)) for pp in range(plan.mesh.pp)]
+    exchanged = PEER_BYTES * min(_peers(plan), MOST_PEERS)
+    return tuple(
+        exchanged + sum(PAIR_BYTES if size == 2 else MANY_BYTES for size in group_sizes(plan, rank)) for rank in ranks
+    )
+
+
+def group_sizes(plan: Plan, rank: int) -> list[int]:
+    """How many ranks each of a rank's groups has, as ``runtime.mesh`` makes them for NCCL."""
+    mesh = plan.mesh
+    stages = mesh.groups("pp")
+    made: list[Iterable[Sequence[int]]] = [[range(mesh.world)], mesh.groups("cp"), mesh.groups("tp")]
+    for family in plan.families:
+        if family != "adapters":  # those share the groups of the dense parameters
+            # Parameters and gradients have one each, so that they overlap.
+            made += [mesh.shard_groups(family), mesh.shard_groups(family), mesh.replica_groups(family)]
+    if "experts" in plan.families:
+        made += [mesh.expert_groups(), mesh.sequence_groups()]
+    made += [[(ranks[source], ranks[target]) for ranks in stages] for source, target, _ in routes(plan.placement)]
+    made += [[[ranks[each] for each in places] for ranks in stages] for places in tied_places(plan)]
+    return [len(ranks) for groups in made for ranks in groups if rank in ranks and len(ranks) > 1]
+
+
+def _peers(plan: Plan) -> int:
+    """Ranks with which one exchanges directly: all that have other experts, and those that have other tokens of the
+    same sequences, or with a ring its neighbour.
+    """
+    experts = plan.mesh.ep - 1 if "experts" in plan.families else 0
+    return experts + (min(plan.mesh.cp - 1, 1) if plan.context == "ring" else plan.mesh.cp - 1)
