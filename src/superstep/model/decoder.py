@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.model.exchange import Exchange, Local
 from superstep.model.feedforward import FeedForward
+from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
@@ -40,8 +40,7 @@ class Attend(Protocol):
 def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
     """Torch's fused attention: the scores are never whole in memory (Dao 2022)."""
     q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
-    out_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=True)
-    return out_BNSH.transpose(1, 2)
+    return fused_attention(q_BNSH, k_BKSH, v_BKSH).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,10 @@ class Sliding:
         """The mixed values: [B, S, N, H]."""
         if q_BSNH.shape[1] <= self.window:
             return flash(q_BSNH, k_BSKH, v_BSKH)
+        if q_BSNH.is_cuda:  # once, for both blocks that meet a key
+            k_BSKH, v_BSKH = (
+                expand_heads(x.transpose(1, 2), q_BSNH.transpose(1, 2)).transpose(1, 2) for x in (k_BSKH, v_BSKH)
+            )
         return torch.cat(list(self._blocks(q_BSNH, k_BSKH, v_BSKH)), 1)
 
     def _blocks(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Iterator[Tensor]:
@@ -66,8 +69,7 @@ class Sliding:
             back = place_S[mine, None] - place_S[seen]
             q_BNsH, k_BKtH, v_BKtH = (x.transpose(1, 2) for x in (q_BSNH[:, mine], k_BSKH[:, seen], v_BSKH[:, seen]))
             is_seen = (back >= 0) & (back < self.window)
-            out_BNsH = F.scaled_dot_product_attention(q_BNsH, k_BKtH, v_BKtH, attn_mask=is_seen, enable_gqa=True)
-            yield out_BNsH.transpose(1, 2)
+            yield fused_attention(q_BNsH, k_BKtH, v_BKtH, is_seen).transpose(1, 2)
 
 
 def attention_of(shape: ModelShape) -> Attend:

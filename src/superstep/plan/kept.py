@@ -17,6 +17,7 @@ class Kept:
         silu: a feed-forward keeps silu of its gate beside both of its inputs. Else it is computed again of them.
         window_blocks: attention in a sliding window goes by blocks of queries, and keeps a mask and an output of each.
             Else each query has a range of keys, and what is kept is where that begins.
+        expanded_keys: attention keeps keys and values once for each query head, as its kernel knows no grouped heads.
         exact_scores: exact mode's attention makes all scores of a chunk's queries at once, in both passes. Else it goes
             by blocks of keys, and keeps the log-sum-exp of each query; and a norm of heads sums its gradient at once.
         exact_products: a weight's gradient in exact mode is whole in fp32 before it is put on its grid, and a norm's is
@@ -25,6 +26,7 @@ class Kept:
 
     silu: bool = True
     window_blocks: bool = True
+    expanded_keys: bool = False
     exact_scores: bool = True
     exact_products: bool = True
 

@@ -8,7 +8,7 @@ from superstep.kernels import exact_attention, fused
 from superstep.kernels.attention import LANES
 from superstep.plan.kept import Kept
 from superstep.plan.resolve import Resolved
-from superstep.runtime.attention import is_compiled
+from superstep.runtime.attention import expands_keys, is_compiled
 from superstep.runtime.device import Device
 from superstep.runtime.fused import is_fused
 
@@ -27,5 +27,9 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
         )
     else:
         by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
-        kept = Kept(silu=not is_fused(run, device), window_blocks=not by_kernel)
+        kept = Kept(
+            silu=not is_fused(run, device),
+            window_blocks=not by_kernel,
+            expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),
+        )
     return replace(run, kept=kept)

@@ -10,6 +10,7 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       outputs of both norms, whole where they enter a cut product     (T + Tf)·D·e
       1 / rms of both norms                                           2 · t·4
       queries and keys after rotation; values                         T·(N + 2K)·H·e
+        of each query head, where a GPU's kernel knows no groups      T·3N·H·e
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
       gate, up, their product; silu of the gate, where kernels keep it    (3; 4) · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
@@ -71,8 +72,7 @@ In exact mode gradients are sums of 8 bytes, beside which a rank has its share o
 Not counted: what an instruction makes and drops within itself, such as a chunk of the logits; the rotary tables, which
 with ``data.document_mask`` each microbatch has for itself until the step ends, 2·T·H·e; a collective's own
 buffers; the batch read ahead; torch itself; rows and columns of zeros that exact mode puts beside few.
-Compiled units keep less than this; scores are kept whole on a GPU whose attention kernels take no fp32 with grouped
-heads.
+Compiled units keep less than this.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
     """Keys and values as attention keeps them."""
     if not is_exact(run):
-        return d.T * 2 * d.K * d.H * e
+        return d.T * 2 * (d.N if run.kept.expanded_keys else d.K) * d.H * e
     return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
 
 

@@ -10,11 +10,14 @@ P = exp(scores - lse), dScores = P · (dP - rowsum(dOut · out)).
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.kernels import attention as kernel
+from superstep.model.fused_attention import expand_heads, fill_up, has_flash
 
 _ATEN = torch.ops.aten
 
@@ -37,13 +40,15 @@ def attend_block(
     if not q_BNSH.is_cuda:
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
         return out, lse
-    if has_flash(q_BNSH):
-        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNSH, k_BKTH, v_BKTH, 0.0, is_causal)
-        return out, lse
-    k_BNTH, v_BNTH = _expand(k_BKTH, q_BNSH), _expand(v_BKTH, q_BNSH)
+    width, scale = q_BNSH.shape[-1], 1 / math.sqrt(q_BNSH.shape[-1])
+    q, k, v = (fill_up(x) for x in (q_BNSH, k_BKTH, v_BKTH))
+    if has_flash(q):
+        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+        return out[..., :width], lse
     op = _ATEN._scaled_dot_product_efficient_attention
-    out, lse, *_ = op(q_BNSH, k_BNTH, v_BNTH, None, compute_log_sumexp=True, is_causal=is_causal)
-    return out, lse[..., : q_BNSH.shape[2]]
+    wide = expand_heads(k, q), expand_heads(v, q)
+    out, lse, *_ = op(q, *wide, None, compute_log_sumexp=True, is_causal=is_causal, scale=scale)
+    return out[..., :width], lse[..., : q.shape[2]]
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -85,27 +90,17 @@ def attend_block_backward(
         dq, dk, dv = (share.to(q.dtype) for share in op(*given, lse, 0.0, is_causal))
         return dq, dk, dv
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # without dropout the kernels do not look at it
+    width, scale = q.shape[-1], 1 / math.sqrt(q.shape[-1])
+    grad, q, k, v, out = (fill_up(x) for x in (grad_BNSH, q, k, v, out))
     if has_flash(q):
         op = _ATEN._scaled_dot_product_flash_attention_backward
         longest = q.shape[2], k.shape[2]
-        dq, dk, dv = op(grad_BNSH, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed)
-        return dq, dk, dv
-    op = _ATEN._scaled_dot_product_efficient_attention_backward
-    lse = F.pad(lse, (0, -lse.shape[2] % _EFFICIENT_ALIGN), value=torch.inf)
-    wide = _expand(k, q), _expand(v, q)
-    wanted = [True, True, True, False]
-    dq, dk, dv, _ = op(grad_BNSH, q, *wide, None, out, lse, no_seed, no_seed, 0.0, wanted, is_causal)
-    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-
-
-def has_flash(x: Tensor) -> bool:
-    """Whether a GPU's flash kernel takes it: 16-bit numbers alone, in heads of a multiple of 8.
-
-    It knows grouped queries itself.
-    """
-    return x.is_cuda and x.element_size() == 2 and x.shape[-1] % 8 == 0
-
-
-def _expand(x_BKTH: Tensor, q_BNSH: Tensor) -> Tensor:
-    """Each head for all of its query heads."""
-    return x_BKTH.repeat_interleave(q_BNSH.shape[1] // x_BKTH.shape[1], dim=1)
+        found = op(grad, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed, scale=scale)
+    else:
+        op = _ATEN._scaled_dot_product_efficient_attention_backward
+        lse = F.pad(lse, (0, -lse.shape[2] % _EFFICIENT_ALIGN), value=torch.inf)
+        wide, wanted = (expand_heads(k, q), expand_heads(v, q)), [True, True, True, False]
+        found = op(grad, q, *wide, None, out, lse, no_seed, no_seed, 0.0, wanted, is_causal, scale=scale)
+    dq, dk, dv = (x[..., :width] for x in found[:3])
+    dk, dv = (x if x.shape[1] == k.shape[1] else x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv

@@ -15,6 +15,7 @@ short parts, of which a call each would cost more than its products, are laid be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -23,7 +24,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward, has_flash
+from superstep.model.fused_attention import fill_up, has_flash
+from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
 
 _ATEN = torch.ops.aten
 
@@ -56,7 +58,7 @@ def attend_parts(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, cuts: Cuts) -> 
     B, N, S, H = q_BNSH.shape
     if has_flash(q_BNSH):
         ends = _Ends.of(cuts, S, q_BNSH.device)
-        q, k, v = (_in_a_row(x) for x in (q_BNSH, k_BKSH, v_BKSH))
+        q, k, v = (_in_a_row(fill_up(x)) for x in (q_BNSH, k_BKSH, v_BKSH))
         out_TNH, lse_NT, *_ = _ATEN._flash_attention_forward(
             q,
             k,
@@ -68,8 +70,9 @@ def attend_parts(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, cuts: Cuts) -> 
             0.0,
             True,  # noqa: FBT003
             False,  # noqa: FBT003
+            scale=1 / math.sqrt(H),
         )
-        return out_TNH.view(B, S, N, H).transpose(1, 2), lse_NT.view(N, B, S).transpose(0, 1).contiguous()
+        return out_TNH.view(B, S, N, -1)[..., :H].transpose(1, 2), lse_NT.view(N, B, S).transpose(0, 1).contiguous()
     if _is_narrow(q_BNSH):
         wide = (x.float() for x in (q_BNSH, k_BKSH, v_BKSH))
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, attn_mask=_mask(cuts))
@@ -90,12 +93,13 @@ def attend_parts_backward(grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_
     B, _, S, H = inputs[0].shape
     if has_flash(inputs[0]):
         ends = _Ends.of(cuts, S, inputs[0].device)
-        grad, q, k, v, out = (_in_a_row(x) for x in (grad_BNSH, *inputs, out_BNSH))
+        grad, q, k, v, out = (_in_a_row(fill_up(x)) for x in (grad_BNSH, *inputs, out_BNSH))
         lse_NT = lse_BNS.transpose(0, 1).reshape(lse_BNS.shape[1], B * S)
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        where = ends.places, ends.places, ends.longest, ends.longest
-        found = _ATEN._flash_attention_backward(grad, q, k, v, out, lse_NT, *where, 0.0, True, no_seed, no_seed)  # noqa: FBT003
-        dq, dk, dv = (x.view(B, S, -1, H).transpose(1, 2) for x in found)
+        given = grad, q, k, v, out, lse_NT, ends.places, ends.places, ends.longest, ends.longest
+        op, scale = _ATEN._flash_attention_backward, 1 / math.sqrt(H)
+        found = op(*given, 0.0, True, no_seed, no_seed, scale=scale)  # noqa: FBT003
+        dq, dk, dv = (x.unflatten(0, (B, S))[..., :H].transpose(1, 2) for x in found)
         return dq, dk, dv
     if _is_narrow(inputs[0]):
         wide = (x.float() for x in (grad_BNSH, *inputs, out_BNSH))

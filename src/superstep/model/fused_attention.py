@@ -1,0 +1,53 @@
+"""Torch's fused attention, with heads as the kernels of a GPU take them.
+
+Where none of them does, torch makes all scores at once, [S, T] of each head. The flash kernel takes 16-bit numbers in
+heads of up to 256, and no mask. The memory-efficient one takes fp32, wider heads and masks, but each query head needs a
+key head of its own, of whole 16 bytes (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+
+    B  sequences    N  query heads           S  queries    H  width of one head
+                    K  key and value heads   T  keys
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDEST_FLASH = 256
+ALIGNED_BYTES = 16
+
+
+def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen_ST: Tensor | None = None) -> Tensor:
+    """The mixed values, [B, N, S, H]: causal, or of the keys that ``is_seen_ST`` says."""
+    width = q_BNSH.shape[-1]
+    q, k, v = q_BNSH, k_BKTH, v_BKTH
+    if q.is_cuda and (is_seen_ST is not None or not has_flash(q)):
+        k, v = expand_heads(k, q), expand_heads(v, q)
+        q, k, v = (fill_up(x) for x in (q, k, v))
+    out_BNSH = F.scaled_dot_product_attention(
+        *(q, k, v),
+        attn_mask=is_seen_ST,
+        is_causal=is_seen_ST is None,
+        scale=1 / math.sqrt(width),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out_BNSH if out_BNSH.shape[-1] == width else out_BNSH[..., :width]
+
+
+def has_flash(x: Tensor) -> bool:
+    """Whether a GPU's flash kernel takes heads of this dtype and width, at most filled up."""
+    return x.is_cuda and x.element_size() == 2 and x.shape[-1] <= WIDEST_FLASH
+
+
+def expand_heads(x_BKTH: Tensor, q_BNSH: Tensor) -> Tensor:
+    """Each key or value head for all of its query heads: [B, N, T, H], itself where it has one."""
+    group = q_BNSH.shape[1] // x_BKTH.shape[1]
+    return x_BKTH if group == 1 else x_BKTH.repeat_interleave(group, dim=1)
+
+
+def fill_up(x: Tensor) -> Tensor:
+    """Zeros behind each head up to whole 16 bytes; itself where it has them. No score changes by them."""
+    missing = -x.shape[-1] % (ALIGNED_BYTES // x.element_size())
+    return F.pad(x, (0, missing)) if missing else x
