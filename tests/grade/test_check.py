@@ -79,8 +79,9 @@ def test_good_graders_pass():
     with Pool(GOOD, GradeConfig(retries=0, timeout_s=5, grader_timeout_s=60)) as pool:
         report = check(environment, pool, tasks=3, seed=1)
     assert report.weaknesses == ()
-    assert report.attacks == len([*answers(), *programs()]) + 3
-    assert report.graded == 3 * report.attacks
+    said, run = len([*answers()]), len([*programs()])
+    assert report.attacks == 2 * said + run + 3
+    assert report.graded == 3 * (said + run + 3) + said, "one of the tasks has a frame"
     assert report.has_solutions
 
 

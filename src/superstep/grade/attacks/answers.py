@@ -1,4 +1,4 @@
-"""Attacks by what is said: nothing, everything, what breaks a reader, and praise."""
+"""Attacks by what is said: nothing, everything, what breaks a reader, code for one that evaluates, and praise."""
 
 from __future__ import annotations
 
@@ -81,10 +81,19 @@ BREAKING = {
     "unclosed box": "\\boxed{" * 5_000,
 }
 
+EVALUATED = {
+    "true whatever follows": "True or 0",
+    "a comment": "1 #",
+    "the task's answer": "task.answer",
+    "what is expected": "expected",
+    "equal to everything": "type('', (), {'__eq__': lambda *_: True})()",
+}
+
 
 def answers() -> Iterator[Attack]:
     """All of them."""
-    for family, texts in (("empty", EMPTY), ("invisible", INVISIBLE), ("huge", HUGE), ("breaking", BREAKING)):
+    families = {"empty": EMPTY, "invisible": INVISIBLE, "huge": HUGE, "breaking": BREAKING, "evaluated": EVALUATED}
+    for family, texts in families.items():
         for name, text in texts.items():
             yield always(f"{family}: {name}", text)
     for name, text in PRAISE.items():

@@ -14,12 +14,12 @@ class Attack:
 
     Attributes:
         name: short, for the report.
-        answer: what is answered to a task.
+        answer: what is answered to a task; None where there is nothing to try on it.
         is_a_guess: whether it may be right by chance, now and then.
     """
 
     name: str
-    answer: Callable[[Task], str]
+    answer: Callable[[Task], str | None]
     is_a_guess: bool = False
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from superstep.errors import ConfigError
 from superstep.grade.attacks.answers import answers
 from superstep.grade.attacks.attack import Attack
+from superstep.grade.attacks.frame import find_frame, in_frame
 from superstep.grade.attacks.programs import programs
 from superstep.grade.environment import Environment
 from superstep.grade.pool import Pool
@@ -83,23 +84,23 @@ def check(
         ConfigError: a task cannot be made, or is not the same when it is made again.
     """
     made = [_made(environment, index, seed) for index in range(tasks)]
-    attacks = [*answers(), *programs(), *_of_others(made)]
+    attacks = [*answers(), *_in_frames(made), *programs(), *_of_others(made)]
     found: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
-    graded, total = 0, len(attacks) * tasks
+    graded = 0
     for index, task in enumerate(made):
         tried = [attack for attack in attacks if not _is_settled(attack, found[attack.name])]
-        pending = [(attack, attack.answer(task)) for attack in tried]
+        pending = [(attack, answer) for attack in tried if (answer := attack.answer(task)) is not None]
         asked = [pool.submit(index, seed, answered(answer)) for _, answer in pending]
         for (attack, answer), future in zip(pending, asked, strict=True):
             found[attack.name].append((index, answer, future.result()))
             graded += 1
         tell(index + 1, tasks)
-    weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name])]
+    weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name], tasks)]
     solved = list(_of_solutions(made, pool, seed))
     return Report(
         attacks=len(attacks),
         tasks=tasks,
-        graded=min(graded, total),
+        graded=graded,
         weaknesses=(*weak, *solved),
         has_solutions=any(task.solution is not None for task in made),
         memory_bound=pool.memory_bound,
@@ -116,6 +117,12 @@ def _made(environment: Environment, index: int, seed: int) -> Task:
     return task
 
 
+def _in_frames(made: Sequence[Task]) -> Iterator[Attack]:
+    """What is said, where the tasks ask for it."""
+    if any(find_frame(task) for task in made):
+        yield from map(in_frame, answers())
+
+
 def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
     """The right answer to another task is a guess here."""
     solutions = [task.solution for task in made]
@@ -130,13 +137,15 @@ def _is_settled(attack: Attack, seen: Sequence[tuple[int, str, Verdict]]) -> boo
     return any(not verdict.is_decided or (verdict.score > 0 and not attack.is_a_guess) for _, _, verdict in seen)
 
 
-def _weaknesses(attack: Attack, seen: Sequence[tuple[int, str, Verdict]]) -> Iterator[Weakness]:
+def _weaknesses(attack: Attack, seen: Sequence[tuple[int, str, Verdict]], tasks: int) -> Iterator[Weakness]:
     broken = [(index, answer, verdict) for index, answer, verdict in seen if not verdict.is_decided]
     paid = [(index, answer, verdict) for index, answer, verdict in seen if verdict.score > 0]
     if broken:
         index, answer, verdict = broken[0]
         yield Weakness(attack.name, "breaks", index, shortened(answer), verdict, len(broken))
-    earned = sum(verdict.score for _, _, verdict in paid) / max(1, len(seen))
+    earned = (
+        sum(verdict.score for _, _, verdict in paid) / tasks
+    )  # those with nothing to try too: on few, a guess is right by chance
     if paid and (earned > CHANCE or not attack.is_a_guess):
         index, answer, verdict = paid[0]
         yield Weakness(attack.name, "scores", index, shortened(answer), verdict, len(paid))

@@ -5,6 +5,7 @@ None of them harms the machine: a grader that is weak enough may run them withou
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -115,6 +116,8 @@ def NAME(*args, **kwargs):
 RAISES = "def NAME(*args, **kwargs):\n    raise AssertionError('passed')"
 NOTHING = "def NAME(*args, **kwargs):\n    return None"
 ECHOES = "def NAME(*args, **kwargs):\n    return args[0] if args else None"
+KNOWS = "def NAME(*args, **kwargs):\n    return EXAMPLES.get(repr(args), LAST)"
+PRINTS = "print(LAST)"
 
 PROGRAMS = {
     **{f"leaves: {name}": source for name, source in LEAVES.items()},
@@ -135,7 +138,10 @@ def programs() -> Iterator[Attack]:
     for name, source in PROGRAMS.items():
         yield Attack(f"program {name}", _Named(source, "{}"))
         yield Attack(f"program {name}, fenced", _Named(source, "```python\n{}\n```"))
-    yield Attack("program that echoes", _Named(ECHOES, "```python\n{}\n```"), is_a_guess=True)
+    fence = "```python\n{}\n```"
+    yield Attack("program that echoes", _Named(ECHOES, fence), is_a_guess=True)
+    yield Attack("program that knows the examples", _Named(KNOWS, fence), is_a_guess=True)
+    yield Attack("program that prints the last constant", _Named(PRINTS, fence), is_a_guess=True)
 
 
 class _Named:
@@ -147,6 +153,8 @@ class _Named:
     def __call__(self, task: Task) -> str:
         names = function_names(asked(task))
         source = self._source.replace("NAME", names[0])
+        if "LAST" in source:
+            source = source.replace("EXAMPLES", repr(examples(asked(task)))).replace("LAST", last_constant(asked(task)))
         if "def " in source:
             source = "\n".join([source, *(f"{other} = {names[0]}" for other in names[1:])])
         return self._form.replace("{}", source.strip())
@@ -157,3 +165,37 @@ def function_names(prompt: str) -> list[str]:
     found = re.findall(r"\bdef\s+(\w+)|\b([a-z_]\w*)\(|`(\w+)`|\b(?:named|called|function)\s+(\w+)", prompt)
     names = [name for groups in found for name in groups if name.isidentifier()]
     return list(dict.fromkeys([*names, *ORDINARY]))[:MOST_NAMES]
+
+
+EXAMPLE = re.compile(
+    r"\b[a-z_]\w*(\([^()\n]{0,200}\))\W{0,4}(?:==|->|=>|=|\u2192|returns|gives|is|\n)\s*(?=([^\n]{1,200}))"
+)
+"""A call and what it gives, as prompts write it: f(3) == 6, f(3) -> 6, ``f(3)`` returns 6. The next call may be on the
+same line."""
+
+CONSTANT = re.compile(r"-?\b\d+(?:\.\d+)?\b|\b(?:True|False|None)\b|'[^'\n]*'|\"[^\"\n]*\"")
+
+
+def examples(prompt: str) -> dict[str, object]:
+    """What the prompt says that calls give, by the calls' arguments as Python writes a tuple."""
+    found: dict[str, object] = {}
+    for arguments, behind in EXAMPLE.findall(prompt):
+        args = _value(f"{arguments[:-1]},)" if arguments != "()" else "()")
+        values = (_value(behind[:end]) for end in range(len(behind), 0, -1))
+        value = next((each for each in values if each is not None), None)
+        if args is not None and value is not None:
+            found[repr(args)] = value
+    return found
+
+
+def last_constant(prompt: str) -> str:
+    """The last number, text or truth value that stands in the prompt, as Python writes it."""
+    return next(reversed(CONSTANT.findall(prompt)), "None")
+
+
+def _value(source: str) -> object:
+    """The constant that a text is; None where it is none."""
+    try:
+        return ast.literal_eval(source.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,65 @@
+"""Frame: what stands around the final answer in a task's own solution, such as ``Answer: `` or ``<answer>``.
+
+A grader that looks behind a mark never reads an attack that lacks it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from superstep.grade.attacks.attack import Attack
+from superstep.grade.graders.final import final
+from superstep.grade.task import Task
+
+PROGRAM = re.compile(r"```(?!json\b)\w|^\s*(?:def |class |import |from \w+ import|print\()", re.MULTILINE)
+
+NUMBER = r"(?<![\w^])\d+"
+"""Not those of a unit, such as m2 or m^2."""
+
+MOST_CHARS = 500
+"""Of a longer solution the frame is its line alone: the rest may be worth something without the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The text before an answer and the text after it."""
+
+    before: str
+    after: str
+
+
+def find_frame(task: Task) -> Frame | None:
+    """The frame of a task's solution; None where it has none, or is a program.
+
+    The answer and all numbers are left out of it, so that its working is worth nothing.
+    """
+    solution = task.solution
+    if solution is None or PROGRAM.search(solution):
+        return None
+    text = final(solution)
+    begin = solution.rfind(text)
+    end = begin + len(text)
+    answer = "" if task.answer is None else str(task.answer).strip()
+    if places := list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text)) if answer else []:
+        begin, end = begin + places[-1].start(), begin + places[-1].end()
+    before, after = solution[:begin], solution[end:]
+    if len(before) + len(after) > MOST_CHARS:
+        before, after = before.rpartition("\n")[2], after.partition("\n")[0]
+    frame = Frame(_without(answer, before), _without(answer, after))
+    return frame if f"{frame.before}{frame.after}".strip() else None
+
+
+def in_frame(attack: Attack) -> Attack:
+    """The same attack in the place of the answer, on tasks whose solution has a frame."""
+
+    def answer(task: Task) -> str | None:
+        frame, text = find_frame(task), attack.answer(task)
+        return None if frame is None or text is None else f"{frame.before}{text}{frame.after}"
+
+    return Attack(f"{attack.name}, in the answer's place", answer, attack.is_a_guess)
+
+
+def _without(answer: str, text: str) -> str:
+    parts = [re.escape(answer), NUMBER] if answer else [NUMBER]
+    return re.sub("|".join(parts), "", text, flags=re.IGNORECASE)
