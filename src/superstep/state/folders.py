@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import Fault, disk_fault
-from superstep.state.durable import make_folder, sync, write_text
+from superstep.state.durable import sync, write_text
 from superstep.state.manifest import MANIFEST, is_manifest_of_ours
 
 MARK = "superstep-unfinished"
@@ -88,7 +88,9 @@ def begin(folder: Path) -> Path:
         raise Fault(f"{folder} already holds a checkpoint; move it away.")
     partial = partial_of(folder)
     _clear_the_way(partial)
-    make_folder(partial.parent)
+    if not partial.parent.exists():
+        partial.parent.mkdir()  # not the run's own folder: one that was moved gets no other under its old name
+        sync(partial.parent.parent)
     partial.mkdir()
     write_text(partial / MARK, "")
     return partial

@@ -55,11 +55,13 @@ def hold(folder: RunFolder) -> Iterator[None]:
         is_ours = True
         yield
     finally:
-        if is_ours:
+        # One that was moved or removed meanwhile may have a successor under its name, which is not ours to tidy.
+        is_there = _is_same(folder.root, handle)
+        if is_ours and is_there:
             with suppress(OSError):
                 folder.lock.unlink()
         os.close(handle)
-        for path in (folder.root / "data", *made):
+        for path in (folder.root / "data", *made) if is_there else ():
             with suppress(OSError):  # it is not empty: something of the run is there
                 path.rmdir()
 
@@ -128,6 +130,13 @@ def sharers(folder: RunFolder) -> list[int]:
             if any(os.readlink(handle) == lock for handle in place.iterdir()):
                 found.append(int(place.parent.name))
     return sorted(found)
+
+
+def _is_same(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except OSError:
+        return False
 
 
 def _lock(handle: int, folder: RunFolder) -> None:

@@ -69,7 +69,8 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         # Who is asked to stop may have seconds to save in.
         if not is_stopped and (position.step % config.train.eval_every == 0 or position.step == last):
             sink.write(evaluate(session, position))
-        is_over = is_stopped or position.step == last
+        displaced = session.follow_folder() if is_saved else None
+        is_over = is_stopped or position.step == last or displaced is not None
         if is_over:
             session.copies.drain()
         if is_over or done.is_copy_refused:
@@ -79,6 +80,8 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
             _warn(session.write_trace(position.step), position, sink.write)
         elif is_saved:
             save(session, position, sink.write, is_last=is_over)
+        if displaced is not None:
+            raise displaced.fault(position.step)
         if is_stopped:
             elapsed_s = session.meter.elapsed_s()
             sink.write(RunStopped(step=position.step, elapsed_s=elapsed_s, tokens_seen=position.tokens))
@@ -156,6 +159,7 @@ def _stretch(
             start_s = time.perf_counter() - data_s
             lr = session.learning_rate(position.step)
             session.copies.begin(position, partial(_tell_flushed, session, told))
+            session.look_at_folder()
             result = session.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
                 found = session.integrity.take()

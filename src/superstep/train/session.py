@@ -39,6 +39,7 @@ from superstep.train.base_file import Base
 from superstep.train.batches import microbatches_of, rows, stream_of
 from superstep.train.copies import Copies
 from superstep.train.course import Course
+from superstep.train.folder_watch import Displaced, FolderWatch, follow
 from superstep.train.hf_files import hf_files
 from superstep.train.identity import FILE as IDENTITY
 from superstep.train.identity import identity_of, identity_text, require_same_run
@@ -118,6 +119,8 @@ class Session:
         self.copies = Copies(run.config.state.snapshot_every)
         self.saves = Saves(run.config.state.save_every, run.config.state.save_patience)
         self.course = Course(run.config.rollback, run.config.train.skip)
+        self.watch: FolderWatch | None = None
+        """Of the run directory: rank 0's."""
 
     def _stream(self, split: SplitName) -> Epochs:
         stream = stream_of(self.run.config, self._corpus, split)
@@ -396,6 +399,18 @@ class Session:
         )
         problems = drop_old(place, self.run.config.state.keep, self._peers)
         return Written(place, size, problems + self.write_trace(position.step))
+
+    def look_at_folder(self) -> None:
+        """Ask for a stop after the step where the run directory is no longer where it was."""
+        if self.watch is not None and self.watch.look():
+            self._stop.ask()
+
+    def follow_folder(self) -> Displaced | None:
+        """Save where the run directory is now; None where it is where it was. Every rank calls this together."""
+        found = follow(self.watch, self._peers, self.folder)
+        if found is not None:
+            self.folder = RunFolder(root=found.now)
+        return found
 
     def write_trace(self, step: int) -> tuple[str, ...]:
         """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""

@@ -36,7 +36,7 @@ from superstep.observe.jsonl import damage
 from superstep.observe.trackers import Tracker
 from superstep.plan.config import DeviceKind
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config
+from superstep.plan.toml import read_config, write_config
 from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
@@ -52,6 +52,7 @@ from superstep.state.verify import newest, verify
 from superstep.train import rundir
 from superstep.train.batches import stream_of
 from superstep.train.beside import ToldBeside
+from superstep.train.folder_watch import FolderWatch
 from superstep.train.hold import hold, sharing
 from superstep.train.identity import identity_of, require_same_run
 from superstep.train.last_words import leaving_words
@@ -290,6 +291,8 @@ def _train(world: World, job: Job) -> bool:
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
+            texts = {job.folder.config.name: write_config((job.asked or job.run).config), **job.files}
+            session.watch = stack.enter_context(FolderWatch(job.folder, texts, job.verb))
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             started = _started(job, world, session.transport, manifest, machine, position.step)
