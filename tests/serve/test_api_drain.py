@@ -17,7 +17,7 @@ from starlette.routing import Route
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
-from superstep.observe.host_header import Hosts
+from superstep.observe.host_header import HostNames
 from superstep.serve.api.app import make_app
 from superstep.serve.api.connection import ConnectionLimits
 from superstep.serve.api.guard import HEAD_BYTES, Entrance
@@ -40,7 +40,7 @@ class Setting:
     def __init__(self, hosts=None):
         info = Info(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=())
         self.backend = Scripted(info, lambda request: [65] * 8)
-        self.entrance = Entrance(hosts=hosts or Hosts())
+        self.entrance = Entrance(hosts=hosts or HostNames())
         self.app = make_app(self.backend, PlainWords(TOKENIZER), entrance=self.entrance)
 
     @contextmanager
@@ -154,22 +154,23 @@ def test_the_grace_ends_when_all_are_answered_or_it_is_over():
 @pytest.mark.parametrize(
     ("host", "hosts", "status"),
     [
-        ("localhost", Hosts(), 200),
-        ("LOCALHOST:8000", Hosts(), 200),
-        ("127.0.0.1:1", Hosts(), 200),
-        ("127.8.9.1", Hosts(), 200),
-        ("[::1]:8000", Hosts(address="127.0.0.1"), 200),
-        ("evil.example", Hosts(), 421),
-        ("localhost.evil.example", Hosts(), 421),
-        ("evil.example@localhost", Hosts(), 421),
-        ("127.0.0.1.evil.example", Hosts(), 421),
-        ("10.0.0.1", Hosts(), 421),
-        ("", Hosts(), 421),
-        ("model.lan", Hosts(names=("Model.lan",)), 200),
-        ("other.lan", Hosts(names=("model.lan",)), 421),
-        ("anything.example", Hosts(address="0.0.0.0"), 200),
-        ("10.0.0.1", Hosts(address="10.0.0.1", names=("model.lan",)), 200),
-        ("other.lan", Hosts(address="10.0.0.1", names=("model.lan",)), 421),
+        ("localhost", HostNames(), 200),
+        ("LOCALHOST:8000", HostNames(), 200),
+        ("127.0.0.1:1", HostNames(), 200),
+        ("127.8.9.1", HostNames(), 200),
+        ("[::1]:8000", HostNames(address="127.0.0.1"), 200),
+        ("evil.example", HostNames(), 421),
+        ("localhost.evil.example", HostNames(), 421),
+        ("evil.example@localhost", HostNames(), 421),
+        ("127.0.0.1.evil.example", HostNames(), 421),
+        ("10.0.0.1", HostNames(), 421),
+        ("", HostNames(), 421),
+        ("model.lan", HostNames(names=("Model.lan",)), 200),
+        ("other.lan", HostNames(names=("model.lan",)), 421),
+        ("anything.example", HostNames(address="0.0.0.0"), 200),
+        ("10.0.0.1", HostNames(address="10.0.0.1", names=("model.lan",)), 200),
+        ("other.lan", HostNames(address="10.0.0.1", names=("model.lan",)), 421),
+        ("box.lan", HostNames(address="Box.lan", names=("model.lan",)), 200),
     ],
 )
 def test_a_name_of_somebody_else_is_refused(host, hosts, status):

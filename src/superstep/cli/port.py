@@ -11,7 +11,7 @@ from socket import socket
 from starlette.applications import Starlette
 
 from superstep.cli.arguments.port import PortOptions
-from superstep.observe.host_header import Hosts
+from superstep.observe.host_header import HostNames
 from superstep.serve.api.guard import Entrance
 from superstep.serve.api.server import listen, serve
 
@@ -55,4 +55,4 @@ def opened(options: PortOptions) -> Iterator[Port]:
         ConfigError: the port cannot be listened on.
     """
     with listen(options.host, options.port) as listening:
-        yield Port(options, listening, Entrance(hosts=Hosts(address=options.host, names=options.allowed_hosts)))
+        yield Port(options, listening, Entrance(hosts=HostNames(address=options.host, names=options.allowed_hosts)))

@@ -17,7 +17,7 @@ HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
+class HostNames:
     """The names that a server answers to.
 
     Attributes:
@@ -38,7 +38,7 @@ class Hosts:
         if not self.names and not _is_loopback(self.address):
             return True
         name = found[1].strip("[]").lower()
-        return _is_loopback(name) or name in (self.address, *(known.lower() for known in self.names))
+        return _is_loopback(name) or name in (known.lower() for known in (self.address, *self.names))
 
 
 def _is_loopback(name: str) -> bool:

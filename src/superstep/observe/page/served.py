@@ -21,7 +21,7 @@ from socketserver import TCPServer
 from urllib.parse import parse_qs, urlsplit
 
 from superstep.errors import ConfigError
-from superstep.observe.host_header import LOCALHOST, Hosts
+from superstep.observe.host_header import LOCALHOST, HostNames
 from superstep.observe.prometheus import TYPE
 
 LOOPBACK = "127.0.0.1"
@@ -165,7 +165,7 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one request."""
         asked, served = urlsplit(self.path), self.server.served
-        if not Hosts(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
+        if not HostNames(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
             return self._say(421, "text/plain", f"the Host header is not of this server; use {LOCALHOST}.\n")
         given = parse_qs(asked.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
         if not served.is_allowed(given[0]):

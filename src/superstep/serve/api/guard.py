@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from superstep.observe.host_header import LOCALHOST, Hosts
+from superstep.observe.host_header import LOCALHOST, HostNames
 from superstep.serve.api.drain import Drain, Draining, Refuse
 from superstep.serve.api.limits import CLOSE, Limits, read_body
 from superstep.serve.api.refusals import Refused, shown
@@ -37,7 +37,7 @@ class Entrance:
         drain: of the server.
     """
 
-    hosts: Hosts = field(default_factory=Hosts)
+    hosts: HostNames = field(default_factory=HostNames)
     drain: Drain = field(default_factory=Drain)
 
     def middleware(
@@ -65,7 +65,9 @@ class Guard:
         hosts, media, refuse, limits: see ``Entrance``.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: Hosts, media: Collection[str], refuse: Refuse, limits: Limits) -> None:
+    def __init__(
+        self, app: ASGIApp, *, hosts: HostNames, media: Collection[str], refuse: Refuse, limits: Limits
+    ) -> None:
         self._app, self._hosts, self._media, self._refuse, self._limits = app, hosts, media, refuse, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
