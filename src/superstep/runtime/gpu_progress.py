@@ -25,6 +25,8 @@ from superstep.runtime.doing import TEXT_BYTES, Doing
 
 _RECORD = struct.Struct(f"<10Q{TEXT_BYTES}s")
 _AT = 3072
+"""Where in a rank's page: behind what runtime.resident keeps there, and before the notes of runtime.ring."""
+
 _READS = 8
 
 

@@ -41,11 +41,11 @@ class Owned:
 class Watcher(Protocol):
     """Told of a unit's state, right before an update reads it, and right after the update has written it."""
 
-    def is_read(self, buffers: UnitBuffers) -> None:
-        """An update is about to."""
+    def before_update(self, buffers: UnitBuffers) -> None:
+        """An update is about to read the unit."""
 
-    def is_written(self, buffers: UnitBuffers) -> None:
-        """It has been."""
+    def after_update(self, buffers: UnitBuffers) -> None:
+        """The update has written the unit."""
 
 
 Update = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -129,9 +129,9 @@ class AdamW:
             self._update_all(self._of_all, lr, norm)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
-                self.watcher.is_read(unit.buffers)
+                self.watcher.before_update(unit.buffers)
                 self._update_all(updates, lr, norm)
-                self.watcher.is_written(unit.buffers)
+                self.watcher.after_update(unit.buffers)
         for unit in self._units:
             if unit.buffers.zero == 0:
                 unit.buffers.refresh()

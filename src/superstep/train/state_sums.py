@@ -1,6 +1,6 @@
 """The sums of the bits of one rank's state, as its updates write them: what nothing else may change.
 
-    update of unit u          is_read: has it changed since?    is_written: these are its sums now
+    update of unit u          before_update: has it changed since?    after_update: these are its sums now
 
 Sums are taken unit by unit: between what an update writes and its sum, or a comparison and what the update reads, lies
 no more than the update of one unit.
@@ -60,7 +60,7 @@ class StateSums:
         found = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
         return found if self._sums is None else found | (sums != self._sums)
 
-    def is_read(self, buffers: UnitBuffers) -> None:
+    def before_update(self, buffers: UnitBuffers) -> None:
         """An update is about to read a unit."""
         at = self._of[id(buffers)]
         if self._sums is not None and at:
@@ -68,7 +68,7 @@ class StateSums:
             changed[at] = self._now(at) != self._sums[at]
             self._has_changed = changed if self._has_changed is None else self._has_changed | changed
 
-    def is_written(self, buffers: UnitBuffers) -> None:
+    def after_update(self, buffers: UnitBuffers) -> None:
         """An update has written a unit."""
         at = self._of[id(buffers)]
         if not self.is_wanted:
