@@ -75,7 +75,7 @@ def test_a_sample_is_given_up_where_the_run_is_stopped(place):
         (["train", "run.toml", "--observe.sample", "a", "--lora.rank", "2"], "[lora] has checkpoints of adapters"),
         (
             ["train", "run.toml", "--observe.sample", "a", "--hosts", "2", "--host", "0", "--meet", "127.0.0.1:1"],
-            "observe.sample = 'a' is gone on from beside ranks that one launcher",
+            "observe.sample = 'a' needs ranks that one launcher",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(place, monkeypa
     hosts = ["--hosts", "2", "--host", "0", "--meet", "127.0.0.1:1", "--web"]
     monkeypatch.setenv("SUPERSTEP_SECRET", "that of the hosts of a run")
     assert main(["train", "run.toml", *hosts]) == 2
-    assert "--web serves the page of ranks that one launcher" in capsys.readouterr().err
+    assert "--web needs ranks that one launcher" in capsys.readouterr().err
     assert sorted(os.listdir(place)) == ["good.txt", "run.toml"]
 
 

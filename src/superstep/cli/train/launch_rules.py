@@ -36,7 +36,7 @@ def check_launch(config: RunConfig, hosts: int) -> None:
 
 
 def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> None:
-    """See that nothing is asked for that a launcher does beside its ranks, where another one than this has them.
+    """See that nothing is asked for that needs one launcher of all ranks, where another launcher has them.
 
     Args:
         config: of the run.
@@ -48,11 +48,11 @@ def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> Non
     """
     if config.observe.sample is not None:
         raise ConfigError(
-            f"observe.sample = '{config.observe.sample}' is gone on from beside ranks that one launcher of superstep "
-            f"train has, not those of {launcher}; leave it out, and ask superstep sample RUN PROMPT."
+            f"observe.sample = '{config.observe.sample}' needs ranks that one launcher of superstep train has, not "
+            f"those of {launcher}; leave it out, and run superstep sample RUN PROMPT."
         )
     if web_port is not None:
         raise ConfigError(
-            f"--web serves the page of ranks that one launcher of superstep train has, not those of {launcher}; leave "
-            "it out, and look at superstep view RUN."
+            f"--web needs ranks that one launcher of superstep train has, not those of {launcher}; leave it out, and "
+            "run superstep view RUN."
         )
