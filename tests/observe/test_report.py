@@ -15,6 +15,17 @@ from superstep.observe.page.compare import LEAST_STEPS, compared, mean_and_error
 from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, thinned
 
 
+def test_a_change_of_layout_is_marked_after_the_step_before_it():
+    lines = list(told_runs.lines(steps=300))
+    started = lines[0]
+    half = next(k for k, line in enumerate(lines) if line["event"] == "step" and line["step"] == 150)
+    assert run_value(RunTold(name="a", lines=lines))["layouts"] == []
+    same = [*lines[: half + 1], started, *lines[half + 1 :]]
+    assert run_value(RunTold(name="a", lines=same))["layouts"] == []
+    other = [*lines[: half + 1], started | {"plan": "dp=1 m=1x4"}, *lines[half + 1 :]]
+    assert run_value(RunTold(name="a", lines=other))["layouts"] == [(150, "dp=1 m=1x4")]
+
+
 def test_a_run_is_told_as_its_metrics_have_it():
     lines = list(told_runs.lines(steps=300, experts=4))
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
@@ -48,7 +59,11 @@ def test_what_was_predicted_stands_beside_what_was_measured():
     assert rows["a step"] == [0.132, (taken_s[23] + taken_s[24]) / 2, "s"]
     assert (rows[" compute"], rows[" activations"]) == ([0.1, None, "s"], [19, None, "bytes"])
     assert rows["tensors of the fullest rank"] == [49 << 20, None, "bytes"], "a process is more than its tensors"
-    assert rows["the whole process of the fullest rank"] == [None, steps[-1]["memory_bytes"], "bytes"]
+    assert rows["the whole process of the fullest rank, torch and Python among it"] == [
+        None,
+        steps[-1]["memory_bytes"],
+        "bytes",
+    ]
     assert [axis for axis, _, _ in value["traffic"]] == ["shards", "pp"]
     assert value["spent"] == {"predicted": started["predicted_spent_s"]}
     # A GPU tells what its tensors took, and the end of a run its own median.

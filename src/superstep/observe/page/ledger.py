@@ -78,7 +78,7 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
         ),
         *(Row(f" {name}", size, None, "bytes") for name, size in bytes_of.items()),
         Row(
-            "the whole process of the fullest rank",
+            "the whole process of the fullest rank, torch and Python among it",
             None,
             steps[-1].get("memory_bytes") if is_whole and steps else None,
             "bytes",

@@ -103,6 +103,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "steps": len(steps),
         "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
         "router": _router([line for line in lines if line["event"] == "router"]),
+        "layouts": layout_changes(lines),
         "events": [*damaged, *(list(event) for event in _events(lines, run.fault))],
         "totals": _totals(lines, steps, "sampling" if is_sampled else "data"),
         "spent": spent,
@@ -159,6 +160,21 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
                 yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} tokens"
     if fault and not is_over:
         yield step, "fault", fault
+
+
+def layout_changes(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """After which step a resumed run went on with another layout, and with which."""
+    found: list[tuple[int, str]] = []
+    step, layout = 0, None
+    for line in lines:
+        match line["event"]:
+            case "step":
+                step = line["step"]
+            case "started":
+                if layout not in (None, line.get("plan")):
+                    found.append((step, str(line.get("plan"))))
+                layout = line.get("plan")
+    return found
 
 
 def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], waited: str) -> dict[str, float]:

@@ -43,7 +43,7 @@ function curvesOf(runs, over, weight) {
     ["Seconds of a step", [...plain("step_s", "the whole step"), ...(many ? [] : plain("data_s", runs[0].waited).map((one) => ({ ...one, hue: one.isPale ? pale("#d55e00") : "#d55e00" }))),
       ...runs.flatMap((run, r) => (run.started.predicted_step_s ? [level(run, r, run.started.predicted_step_s, "predicted")] : []))], true],
     ["Memory of the fullest rank, MiB", [...plain("memory_bytes", runs[0].started.memory === "resident" ? "whole process" : "tensors", 1 / 2 ** 20),
-      ...runs.flatMap((run, r) => (run.started.predicted_memory_bytes ? [level(run, r, run.started.predicted_memory_bytes / 2 ** 20, "predicted, tensors")] : []))], false],
+      ...runs.flatMap((run, r) => (run.started.predicted_memory_bytes && run.started.memory !== "resident" ? [level(run, r, run.started.predicted_memory_bytes / 2 ** 20, "predicted, tensors")] : []))], false],
     ["Model FLOPs used, %", plain("mfu", "MFU", 100), false],
     ["Busiest expert over the even load", runs.flatMap((run) => (run.router.busiest || []).map((y, layer) => ({ label: named(run, "layer " + layer), hue: HUES[layer % HUES.length],
       x: over === "step" ? run.router.step : run.router.step.map((step) => tokensAt(run, step)), y }))), false]];
@@ -53,7 +53,8 @@ function curvesOf(runs, over, weight) {
     label: named(run, label), hue: hueOf(many ? r : k), x: over === "step" ? steps : steps.map((step) => tokensAt(run, step)), y: smoothed(y, weight) }))), true]);
   told.splice(1, 0, ...measures.filter(([title]) => title === "Reward"));
   told.push(...measures.filter(([title]) => title !== "Reward"));
-  return told.filter(([, series]) => series.length).map(([title, series, canLog]) => ({ title, series, canLog }));
+  const layouts = runs.flatMap((run) => run.layouts.map(([step, text]) => ({ x: over === "step" ? step : tokensAt(run, step), text })));
+  return told.filter(([, series]) => series.length).map(([title, series, canLog]) => ({ title, series, canLog, layouts }));
 }
 
 // Series of several x become one table, as uPlot wants it.
@@ -79,9 +80,26 @@ function drawCurve(box, curve, isLog) {
     series: [{}, ...curve.series.map((one) => ({
       label: one.label, stroke: one.hue, width: one.isPale ? 1 : 1.7, dash: one.dash, spanGaps: true, points: { show: Boolean(one.points), size: 5, fill: one.hue },
     }))],
-    hooks: { setCursor: [(plot) => showValues(plot, box, curve)] },
+    hooks: { setCursor: [(plot) => showValues(plot, box, curve)], draw: [(plot) => markLayouts(plot, curve.layouts)] },
   };
   return new uPlot(options, tableOf(curve.series), box);
+}
+
+// A dashed line where a resumed run went on with another layout.
+function markLayouts(plot, layouts) {
+  const { ctx, bbox } = plot;
+  for (const { x, text } of layouts) {
+    if (x === null || x < plot.scales.x.min || x > plot.scales.x.max) continue;
+    const at = Math.round(plot.valToPos(x, "x", true));
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = theme.soft;
+    ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+    ctx.beginPath(), ctx.moveTo(at, bbox.top), ctx.lineTo(at, bbox.top + bbox.height), ctx.stroke();
+    ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = at > bbox.left + bbox.width / 2 ? "right" : "left";
+    ctx.fillText(text, at + (ctx.textAlign === "left" ? 4 : -4) * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
+    ctx.restore();
+  }
 }
 
 function showValues(plot, box, curve) {

@@ -5,7 +5,8 @@ async function unpack(text) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return JSON.parse(await new Response(stream).text());
 }
-const round = (x, digits) => Number(x.toPrecision(digits)).toString();
+// A small number as people write it: 8.4e-6, and not 0.000008362.
+const round = (x, digits) => (x && Math.abs(x) < 1e-3 ? x.toExponential(Math.min(1, digits - 1)) : Number(x.toPrecision(digits)).toString());
 function timeText(ns, digits = 4) {
   const size = Math.abs(ns);
   if (size >= 1e9) return round(ns / 1e9, digits) + "\u00a0s";
