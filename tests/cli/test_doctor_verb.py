@@ -14,7 +14,7 @@ import runs
 from superstep.cli.main import main
 from superstep.errors import Fault, disk_fault
 from superstep.observe.append_file import AppendFile
-from superstep.train.hold import hold, note_preparing
+from superstep.train.hold import hold, note_preparing, owner
 from superstep.train.meter import Meter
 from superstep.train.run_folder import RunFolder
 
@@ -149,3 +149,23 @@ def test_a_run_that_prepares_its_text_is_told_with_its_progress(tmp_path, capsys
         assert main(["doctor", str(folder.root), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["is_healthy"]
     assert main(["doctor", str(folder.root)]) == 2, "nobody does so any more"
+
+
+def test_a_run_has_its_owner_while_it_notes_how_far_it_is(tmp_path):
+    folder, is_over = RunFolder(root=tmp_path / "run"), threading.Event()
+
+    def note():
+        while not is_over.is_set():
+            note_preparing(folder, "reading: 40%")
+            note_preparing(folder, "reading: 41%")
+
+    with hold(folder):
+        note_preparing(folder, "reading: 39%")
+        noting = threading.Thread(target=note)
+        noting.start()
+        try:
+            found = {owner(folder) for _ in range(2000)}
+        finally:
+            is_over.set()
+            noting.join()
+    assert found == {os.getpid()}

@@ -83,10 +83,12 @@ def sharing(folder: RunFolder) -> Iterator[None]:
 
 
 def note_preparing(folder: RunFolder, text: str) -> None:
-    """Say in the lock of a directory that this process holds how far it is with what ranks need; empty: it is done."""
+    """Write into the lock's file of a directory, which this process holds, how far it is; an empty text: it is done."""
     with suppress(OSError, ValueError):  # who asks is told less
-        told = json.loads(folder.lock.read_text(encoding="utf-8"))
-        folder.lock.write_text(json.dumps(told | {"preparing": text}) + "\n", encoding="utf-8")
+        before = folder.lock.read_text(encoding="utf-8")
+        after = json.dumps(json.loads(before) | {"preparing": text}) + "\n"
+        with folder.lock.open("r+", encoding="utf-8") as file:  # in place: who reads it meanwhile finds no empty file
+            file.write(after.ljust(len(before)))
 
 
 def preparing(folder: RunFolder) -> str | None:
