@@ -36,6 +36,7 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
     monkeypatch.setattr(job, "newest", lambda checkpoints: Path("checkpoint"))
     monkeypatch.setattr(job, "read_position", lambda path: Position(step=done))
     monkeypatch.setattr(verb, "_tokens", lambda run, folder, checkpoint: tmp_path)
+    monkeypatch.setattr(job, "_say_passes", lambda run, corpus: None)  # there is no text
     monkeypatch.setattr(job, "launch_on", lambda device, world, rank, job: is_stopped)
     monkeypatch.setattr(verb, "_after_demo", lambda job: proofs.append("proof") or 0)
     flags = ["--state.dir", "run", "--state.existing", "resume", "--train.steps", "90"]

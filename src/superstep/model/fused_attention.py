@@ -21,9 +21,13 @@ ALIGNED_BYTES = 16
 
 def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen_ST: Tensor | None = None) -> Tensor:
     """The mixed values, [B, N, S, H]: causal, or of the keys that ``is_seen_ST`` says."""
-    width = q_BNSH.shape[-1]
     q, k, v = q_BNSH, k_BKTH, v_BKTH
-    if q.is_cuda and (is_seen_ST is not None or not has_flash(q)):
+    if not q.is_cuda:  # a CPU's kernels know groups, masks and any width
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=is_seen_ST, is_causal=is_seen_ST is None, enable_gqa=True
+        )
+    width = q.shape[-1]
+    if is_seen_ST is not None or not has_flash(q):
         k, v = expand_heads(k, q), expand_heads(v, q)
         q, k, v = (fill_up(x) for x in (q, k, v))
     out_BNSH = F.scaled_dot_product_attention(

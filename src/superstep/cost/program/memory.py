@@ -30,7 +30,7 @@ are ``cost.program.work.LocalDims``, a tp rank's share:
       kept "all", for 4 · T·F·e
         rows before their experts; outputs, and their weights         2 · R·D·e + R·e
         gate, up, their product, silu of the gate, as above; shared ones    (3; 4) · (R + m·s)·F·e
-        the order of the rows (twice with ep > 1), rows of each       R·8 (+ R·8) + (E + 1)·8
+        the order of the rows (twice with ep > 1), rows of each       R·8 (+ R·8) + E·8
         the router, of whole sequences: see ``_router``
       kept "selective", for T·D·e + 2 · T·F·e
         the router's logits                                           m·logits·4
@@ -50,7 +50,7 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
       gradients: of queries, keys, values, gate, up, attention's and feed-forward's sum   T·(N + 2K)·H·e + 2·T·(D + F)·e
       of its norms, and of biases                                                         vectors · 4
     block with a mixture of experts, for those of the feed-forward; shared experts have the same of their tokens
-      inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + (E + 1)·8
+      inputs: rows; the products of gate and up; how many rows each has        R·(D + F)·e + E·8
       gradients: of gate, up, and down's outputs; the router's, made at once   R·(D + 2F)·e + D·logits·4
     head
       the weight's gradient was made in the forward; ZeRO 2, 3: it                        D·4 (+ D·V·4)
@@ -316,7 +316,7 @@ def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
     R, mesh = d.m * moe.experts_per_token, run.plan.mesh
     inner = (3 + run.kept.silu) * (R + d.m * moe.shared_experts)
     rows = 2 * R * d.D * e + R * e + inner * d.F * e
-    orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + (moe.experts + 1) * INDEX
+    orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + moe.experts * INDEX
     return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
 
 
@@ -361,7 +361,7 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
     # Of experts and shared ones; the router's gradient is made at once.
     R, shared = d.m * shape.moe.experts_per_token, d.m * shape.moe.shared_experts
     rows = R + (d.m if shared else 0)
-    inputs += (rows * d.D + (R + shared) * d.F) * e + (shape.moe.experts + 1) * INDEX
+    inputs += (rows * d.D + (R + shared) * d.F) * e + shape.moe.experts * INDEX
     return inputs, gradients + (rows * d.D + 2 * (R + shared) * d.F) * e + d.D * shape.moe.logits * FP32
 
 
