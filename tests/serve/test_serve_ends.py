@@ -147,12 +147,13 @@ def test_who_is_answered_within_the_grace_loses_nothing(folder):
         command.process.kill()
 
 
-@pytest.mark.parametrize("verb", [["serve", "nowhere"], ["tune", "serve", "nowhere"], ["grade", "serve", "nowhere.py"]])
-def test_a_port_that_is_taken_is_told_before_anything_is_read(verb, tmp_path, monkeypatch, capsys):
-    """Of a model that is not there nothing is said: the port comes first."""
+@pytest.mark.parametrize("verb", [["serve", "model"], ["tune", "serve", "model"], ["grade", "serve", "nowhere.py"]])
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(verb, tmp_path, monkeypatch, capsys):
+    """Of weights and graders that cannot be read nothing is said: the port comes first."""
     from superstep.cli.main import main
 
     monkeypatch.chdir(tmp_path)
+    (model_folder.write_folder(tmp_path / "model") / "model.safetensors").write_bytes(b"torn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([*verb, "--port", str(port)]) == 2

@@ -23,7 +23,7 @@ CONTEXT = 96
 def server(tmp_path_factory):
     folder = model_folder.write_folder(tmp_path_factory.mktemp("model"), width=32, heads=4, kv_heads=2, ffn=64)
     flags = ["--numerics.compute", "fp32", "--serve.kernels", "off", "--serve.context-tokens", str(CONTEXT)]
-    made = Server(folder, *flags, "--serve.requests", "16", "--serve.pages", "64", "--plan.dp", "2")
+    made = Server(folder, *flags, "--serve.requests", "16", "--grace-s", "2", "--serve.pages", "64", "--plan.dp", "2")
     yield made
     made.end()
     assert "Traceback" not in made.said
