@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,10 @@ MemoryBound = Literal["cgroup", "watched"]
 """The kernel counts what a program takes, or we look at it many times a second."""
 
 INSIDE = Path(__file__).with_name("inside.py")
+PAUSES_S = (0.3, 1.0)
+"""Before another try of a sandbox that did not begin, which no program has a part in: a machine may be short of memory
+or of processes for a moment."""
+
 READY = b"ready\n"
 
 SIGSYS = 31
@@ -177,11 +182,18 @@ class Kept:
         }
         given = json.dumps(job).encode()
         bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group)
+        for pause_s in (*PAUSES_S, None):
+            ended = self._ended(given, bounds)
+            if ended.stdout.startswith(READY) or pause_s is None:
+                break
+            time.sleep(pause_s)
+        return read_answers(ended, config)
+
+    def _ended(self, given: bytes, bounds: Bounds) -> Ended:
         try:
-            ended = self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
+            return self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
         except (StillThereError, StoppedError) as error:
             raise Fault(f"{error}.") from error
-        return read_answers(ended, config)
 
     def _limits(self) -> dict[str, int]:
         """What the kernel holds each process to."""
