@@ -132,7 +132,8 @@ def disk_fault(error: Exception, path: str | Path, *, what: str = "written", ste
     """
     if not isinstance(error, OSError):
         return Fault(f"{path} cannot be {what}: {type(error).__name__}: {error}", step=step)
-    named = error.filename if isinstance(error.filename, str) else path
+    # Of a rename the second name is what was to be written; the first is a file of ours beside it.
+    named = next((name for name in (error.filename2, error.filename) if isinstance(name, str)), path)
     return DiskFault(f"{named} cannot be {what}: {error.strerror or error}; {disk_fix(error)}.", step=step)
 
 

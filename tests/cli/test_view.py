@@ -207,7 +207,7 @@ def test_where_no_page_can_be_written_the_text_is_all_there_is(toml, tmp_path, c
     assert main(["view", str(toml)]) == 0
     assert "no page: run.step.html cannot be written; --out names another file" in capsys.readouterr().out
     assert main(["view", str(toml), "--out", "run.step.html"]) == 1
-    assert "run.step.html.partial cannot be written: Is a directory" in capsys.readouterr().err
+    assert "run.step.html cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_a_file_of_another_kind_is_refused(toml, capsys):
