@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from superstep.data.tokens import FORMAT, Corpus, is_whole, open_corpus
 from superstep.data.turn import turn, unheard
 from superstep.errors import DataError, Fault
 from superstep.plan.config import DataConfig
+from superstep.state.durable import free_bytes
 
 BLOCK_CHARS = 1 << 20
 """Text that is encoded and written at once: nothing interrupts it, and it takes under a second."""
@@ -212,11 +212,9 @@ def writing(files: Files, config: DataConfig) -> Iterator[None]:
         files.discard()
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise Fault(f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be.") from None
-        existing = next(path for path in (files.folder, *files.folder.absolute().parents) if path.exists())
-        free_bytes = shutil.disk_usage(existing).free
         raise Fault(
             f"no space left in '{files.folder}': tokens take about {files.expected_bytes(source_bytes(config))} "
-            f"bytes, {free_bytes} are free; set data.cache to a folder on a larger disk."
+            f"bytes, {free_bytes(files.folder)} are free; set data.cache to a folder on a larger disk."
         ) from None
     except BaseException:
         files.discard()
