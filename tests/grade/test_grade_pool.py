@@ -78,6 +78,13 @@ def test_a_task_that_ends_its_grader_is_no_fault_of_an_answer(pool):
     assert (verdict.kind, verdict.why) == ("grader_error", "its process ended")
 
 
+def test_a_grader_that_is_about_to_end_is_asked_nothing_more(pool, retried):
+    assert pool.grade(17, 0, answered("17")).kind == "grader_error"
+    del retried[:]
+    assert pool.grade(3, 4, answered("7")).score == 1.0
+    assert retried == []
+
+
 @pytest.mark.parametrize("answer", ["sleep", pytest.param("spin", marks=pytest.mark.long)])
 def test_a_grader_that_hangs_is_killed_at_its_deadline(answer, pool):
     began = time.monotonic()

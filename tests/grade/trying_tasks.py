@@ -23,6 +23,9 @@ def task(index: int, seed: int) -> Task:
         return Task(prompt="")
     if index == 16:
         os._exit(1)
+    if index == 17:
+        os.closerange(0, 256)  # as a process that is about to end: its pipes are shut, and it is still there
+        time.sleep(600)
     return Task(prompt=f"What is {index} + {seed}?", answer=index + seed, solution=str(index + seed))
 
 

@@ -186,10 +186,12 @@ class _Worker:
     def has_task(self, index: int, seed: int) -> bool:
         """Whether the task can be made by a process that is given no answer."""
         try:
-            asked = {"do": "task", "index": index, "seed": seed}
-            return self.started().ask(asked, self._config.grader_timeout_s) is not None
+            told = self.started().ask({"do": "task", "index": index, "seed": seed}, self._config.grader_timeout_s)
         except Fault:
             return False
+        if told is None:
+            self._end()  # it may be there still, and would answer the next question no more
+        return told is not None
 
     def kill(self) -> None:
         """From any thread: ends the process for good. Who waits for it is told so."""
