@@ -2,6 +2,7 @@
 # make train    the demo run, resumed where it stopped; ARGS="--plan.dp 2" passes flags on
 # make test     every test but the long ones, the soaks and those that need a GPU; WORKERS=1 runs them in one process
 # make test-all  the long ones too, as for every change
+# make strict   tests of the GPU path, on emulated GPUs; compiles them once for a version of torch
 # make check    lint, format, types, import order
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
 # make docs     the pages' tables and drawings, from the code; then the site, into build/docs
@@ -15,7 +16,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-all check bench docs pictures clean
+.PHONY: setup train test test-all strict check bench docs pictures clean
 
 setup: $(STAMP)
 
@@ -35,7 +36,11 @@ test: LEFT_OUT = and not long
 # Half of their time tests wait, for processes and for one another: on two cores three are done sooner.
 test: WORKERS = 3
 test test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu $(LEFT_OUT)" tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not strict $(LEFT_OUT)" tests
+
+strict: export PYTHONDONTWRITEBYTECODE =
+strict: setup
+	PYTHONPATH=tests/support $(BIN)/python -m pytest -p on_strict_device -m "strict and not slow" tests/strict
 
 check: setup
 	$(BIN)/ruff check .

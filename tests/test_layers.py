@@ -22,6 +22,7 @@ ORDER = (
     "scaling",
     "observe",
     "kernels",
+    "strict",
     "numerics",
     "model",
     "state",
@@ -38,6 +39,8 @@ LIGHT = ORDER[: ORDER.index("observe") + 1]
 LIGHT_PACKAGES = sys.stdlib_module_names | {"numpy", "superstep"}
 LAWS = "scaling.fit"
 """The one module that may use scipy, for its L-BFGS."""
+DISTRIBUTED = "runtime", "strict"
+"""The parts that may use torch.distributed: that which runs on it, and that which gives it an emulated NCCL."""
 ONLY_CLI = {"os.environ", "os.getenv", "os.putenv", "sys.argv"}
 HANDS_ON = "runtime.seed", "os.environ"
 """The one module that may hand a process's environment on to its ranks, unread."""
@@ -95,7 +98,7 @@ def broken(module: str, node: ast.AST) -> Iterator[str]:
                 yield f"{module} imports scipy, which {LAWS} alone may"
         elif part in LIGHT and top not in LIGHT_PACKAGES:
             yield f"{part} imports {top}; it may use the standard library and numpy only"
-        if is_distributed(name) and part != "runtime":
+        if is_distributed(name) and part not in DISTRIBUTED:
             yield f"{part} imports torch.distributed, which lives in runtime alone"
         if name in ONLY_CLI and part != "cli":
             yield f"{part} imports {name}, which only cli reads"
@@ -103,7 +106,7 @@ def broken(module: str, node: ast.AST) -> Iterator[str]:
         case ast.Attribute(ast.Name(base), name) if part != "cli" and f"{base}.{name}" in ONLY_CLI:
             if (module, f"{base}.{name}") != HANDS_ON:
                 yield f"{part} uses {base}.{name}, which only cli reads"
-        case ast.Attribute(ast.Name("torch"), "distributed") if part != "runtime":
+        case ast.Attribute(ast.Name("torch"), "distributed") if part not in DISTRIBUTED:
             yield f"{part} uses torch.distributed, which lives in runtime alone"
         case ast.Call(ast.Name("print")) if part != "cli":
             yield f"{part} prints, which only cli does"

@@ -74,10 +74,10 @@ def _nothing():
 
 def _compiled_once(rank, world, folder):
     compiled = []
-    inner = native._compile
+    inner = native.compile_file
     with (
         mock.patch.object(lane, "folder_of", return_value=Path(folder)),
-        mock.patch.object(native, "_compile", lambda *args: compiled.append(rank) or inner(*args)),
+        mock.patch.object(native, "compile_file", lambda *args: compiled.append(rank) or inner(*args)),
     ):
         assert reach(rank, world, CPU).shared is not None
     return compiled

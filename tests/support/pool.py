@@ -84,7 +84,7 @@ class Pool:
         self._runs = 0
         self._started = 0
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> list[Any]:
         """``fn(rank, world, *args)`` on each rank; what they return, by rank.
 
         Raises:

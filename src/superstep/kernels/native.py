@@ -50,10 +50,10 @@ def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
         if library.is_file():
             with contextlib.suppress(OSError):  # a disk that was full, or a machine that lost power, left half of it
                 return Built(ctypes.CDLL(str(library)))
-        _compile(sources[0], flags, library)
+        compile_file(sources[0], flags, library)
         return Built(ctypes.CDLL(str(library)))
     except (OSError, subprocess.SubprocessError) as fault:  # everything works without it too
-        return Built(None, f"compiling {sources[0].name} failed: {_reason(fault)}")
+        return Built(None, f"compiling {sources[0].name} failed: {reason_of(fault)}")
 
 
 def path_of(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
@@ -80,7 +80,7 @@ def processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _compile(source: Path, flags: Sequence[str], library: Path) -> None:
+def compile_file(source: Path, flags: Sequence[str], library: Path) -> None:
     """Compile beside the place, and move the file there once it is whole."""
     compiler = next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
     if compiler is None:
@@ -95,7 +95,8 @@ def _compile(source: Path, flags: Sequence[str], library: Path) -> None:
         out.replace(library)
 
 
-def _reason(fault: Exception) -> str:
+def reason_of(fault: Exception) -> str:
+    """Why a compiler failed, in a line."""
     said = fault.stderr if isinstance(fault, subprocess.CalledProcessError) and fault.stderr else str(fault)
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
     return lines[0] if lines else type(fault).__name__

@@ -185,11 +185,14 @@ class _Groups:
             self.transport.connect(found, self.device)
         return found
 
-    def _one_of(self, members: Iterable[Sequence[int]]) -> Group | None:
+    def _one_of(self, members: Iterable[Sequence[int]], *, is_channel: bool = False) -> Group | None:
         found: Group | None = None
         for ranks in members:
             if len(ranks) > 1:
-                found = self.transport.group(ranks, device=self.device, timeout=self.timeout) or found
+                found = (
+                    self.transport.group(ranks, device=self.device, timeout=self.timeout, is_channel=is_channel)
+                    or found
+                )
         return found
 
     def channels(self, routes: Iterable[Channel]) -> dict[Channel, Group]:
@@ -198,7 +201,7 @@ class _Groups:
         for channel in routes:
             source, target, _ = channel
             ends = [(ranks[source], ranks[target]) for ranks in self.shape.groups("pp")]
-            group = self._one_of(ends)
+            group = self._one_of(ends, is_channel=True)
             if group is not None:
                 first = next(source for source, target in ends if self.rank in (source, target))
                 self.transport.connect_channel(group, self.device, source=first)

@@ -74,13 +74,17 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     raise Fault("the process that ranks are forked from has died.", rank=0) from died
 
 
-def begin(module: str) -> None:
+def begin(module: str, *, is_unused: bool = False) -> None:
     """Begin the seed of ranks whose worker is in ``module``: as a fork of this process, where that has not imported
     torch yet and so has not computed. Both have it then, and one has imported it.
+
+    Args:
+        module: the worker's.
+        is_unused: whether torch has computed nothing here, though it is imported.
     """
     if not _has_seed():
         return
-    if "torch" in sys.modules or threading.active_count() > 1:
+    if ("torch" in sys.modules and not is_unused) or threading.active_count() > 1:
         planted([module])
         return
     for name in _imports([module]):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ from superstep.runtime.shared.group import BACKEND as SHARED
 from superstep.runtime.shared.region import Region, shared_region
 from superstep.runtime.shared.two_levels import BACKEND as TWO_LEVELS
 from superstep.runtime.shared.two_levels import Levels
+
+CHANNEL_BLOCKS = 4
+"""Blocks of a GPU that a transfer of a channel may take (NCCL's ``max_ctas``).
+
+The two ends of a pipeline may use their channels in different orders: one receives ahead what the other sends later.
+That ends as long as the kernels of all channels of a rank are on the GPU at once, since each holds its blocks until its
+peer comes. A rank has at most eight channels, whose 32 blocks are a part of any GPU that trains.
+"""
 
 Library = Literal["gloo", "nccl"]
 
@@ -61,16 +69,20 @@ class Transport:
         """Whether each channel has a group of its own."""
         return self.calls == "nccl" or self.shared is not None
 
-    def group(self, ranks: Sequence[int], *, device: Device, timeout: timedelta) -> dist.ProcessGroup | None:
+    def group(
+        self, ranks: Sequence[int], *, device: Device, timeout: timedelta, is_channel: bool = False
+    ) -> dist.ProcessGroup | None:
         """Make a group, which every launched rank must do; None where this rank is no member.
 
-        NCCL's has its communicator when this returns, for which members wait for each other.
+        NCCL's has its communicator when this returns, for which members wait for each other. One of a channel is bound
+        to ``CHANNEL_BLOCKS``.
         """
         if self.shared is not None and self.shared.is_shared_by(ranks):
             return self._new(ranks, device, timeout, SHARED, self.shared)
         hosts = () if self.shared is None else self.shared.by_host(ranks)
         if not hosts:
-            return self._new(ranks, device, timeout)
+            narrow = _narrow(timeout) if is_channel and self.backend == "nccl" else None
+            return self._new(ranks, device, timeout, options=narrow)
         # Of each host's ranks two, made by all in one order; a rank has those of its own.
         near = [self._new(here, device, timeout, SHARED, self.shared) for here in hosts for _ in range(2)]
         far, mine = self._new(ranks, device, timeout), [group for group in near if group is not None]
@@ -83,7 +95,7 @@ class Transport:
         device: Device,
         timeout: timedelta,
         own: str | None = None,
-        options: Region | Levels | None = None,
+        options: Region | Levels | Any = None,  # noqa: ANN401 - NCCL's have no type in a torch without it
     ) -> dist.ProcessGroup | None:
         """The library's group, or one of our own, which has the calls of NCCL."""
         group = dist.new_group(
@@ -110,6 +122,14 @@ class Transport:
             dist.send(tiny, group=group, group_dst=peer)
         else:
             dist.recv(tiny, group=group, group_src=peer)
+
+
+def _narrow(timeout: timedelta) -> Any:  # noqa: ANN401 - NCCL's options have no type in a torch without it
+    """Options of a communicator that is bound to few blocks."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = CHANNEL_BLOCKS
+    return options
 
 
 GLOO = Transport(backend="gloo", calls="gloo")

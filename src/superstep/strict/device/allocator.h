@@ -1,0 +1,137 @@
+// A caching allocator: blocks are of the stream that they were allocated on, and poisoned when they are freed.
+#pragma once
+#include <c10/core/Allocator.h>
+
+#include "streams.h"
+
+namespace strict {
+
+constexpr size_t DEVICE_GRAIN_BYTES = 512;  // as torch's allocator rounds
+constexpr int POISON = 0xff;                // NaN in every floating-point format
+
+inline size_t round_up(size_t bytes, size_t grain) { return (bytes + grain - 1) / grain * grain; }
+
+inline std::map<int, uint64_t> last_tasks(const Block& block) {
+  std::map<int, uint64_t> last;
+  for (auto& access : block.accesses) last[access.stream] = std::max(last[access.stream], access.task);
+  return last;
+}
+
+// Blocks whose last tasks are over can be given out again.
+inline void settle(Region& region) {
+  for (auto it = region.leaving.begin(); it != region.leaving.end();) {
+    auto& [block, tasks] = *it;
+    bool is_over = std::all_of(tasks.begin(), tasks.end(), [](auto& each) { return state.streams[each.first]->done >= each.second; });
+    if (!is_over) {
+      ++it;
+      continue;
+    }
+    block->accesses.clear();
+    region.cached[{block->stream, block->bytes}].push_back(block);
+    it = region.leaving.erase(it);
+  }
+}
+
+// A block goes back to the cache of its stream: what other streams may still do to it is a fault.
+inline void free_on_own_stream(Region& region, Block* block) {
+  StreamState& stream = *state.streams[block->stream];
+  stream.known.merge(state.host);
+  for (auto& access : block->accesses)
+    if (access.stream != stream.number && !stream.known.knows(access.stream, access.task))
+      report("memory of stream " + std::to_string(stream.number) + " is freed while " +
+             describe(access.what, access.writes, access.stream) + " it: neither record_stream nor an event keeps it");
+  block->accesses.clear();
+  char* real = real_address(block->begin);
+  size_t bytes = block->bytes;
+  stream.known.set(stream.number, ++stream.issued);
+  stream.tasks.push_back({[real, bytes] { memset(real, POISON, bytes); }, nullptr, nullptr, "poison", 0});
+  Access poison{block->begin, block->end(), true, stream.number, stream.issued, "the allocator, which got the block back,"};
+  block->accesses.push_back(poison);
+  region.cached[{block->stream, block->bytes}].push_back(block);
+  state.changed.notify_all();
+}
+
+inline void release(void* context) {
+  Block* block = static_cast<Block*>(context);
+  if (state.owner != getpid()) return;
+  WithoutGil without;
+  Lock lock(state.lock);
+  bool is_pinned = block->device == HOST;
+  Region& region = is_pinned ? state.regions.back() : state.regions[block->device];
+  region.allocated -= block->bytes;
+  block->is_live = false;
+  if (is_pinned) {
+    region.leaving.push_back({block, last_tasks(*block)});
+  } else if (block->recorded.empty()) {
+    free_on_own_stream(region, block);
+  } else {
+    std::map<int, uint64_t> tasks{{block->stream, state.streams[block->stream]->issued}};
+    for (int stream : block->recorded) tasks[stream] = state.streams[stream]->issued;
+    region.leaving.push_back({block, tasks});
+  }
+}
+
+inline void give_back_cached(Region& region) {
+  for (auto& [key, cached] : region.cached)
+    for (Block* block : cached) {
+      region.reserved -= block->bytes;
+      state.blocks.erase(block->begin);  // its addresses are never used again
+      delete block;
+    }
+  region.cached.clear();
+}
+
+inline Block* new_block(Region& region, size_t bytes, int device, int stream) {
+  if (device != HOST && region.reserved + bytes > state.settings.device_bytes) give_back_cached(region);
+  TORCH_CHECK_WITH(OutOfMemoryError, device == HOST || region.reserved + bytes <= state.settings.device_bytes,
+                   "CUDA out of memory. Tried to allocate ", bytes, " bytes on cuda:", device, " (strict device), of which ",
+                   region.allocated, " of ", state.settings.device_bytes, " are allocated and ", region.reserved, " reserved.");
+  TORCH_CHECK(region.next + bytes + PAGE_BYTES <= REGION_BYTES, "strict device: no addresses are left");
+  auto* block = new Block{region.seen + region.next, bytes, device, stream};
+  block->protection = READ_WRITE;
+  region.next += round_up(bytes, PAGE_BYTES) + PAGE_BYTES;  // what runs over the end of a block is in none
+  region.reserved += bytes;
+  state.blocks[block->begin] = block;
+  return block;
+}
+
+struct Memory final : public c10::Allocator {
+  bool is_pinned;
+  explicit Memory(bool pinned) : is_pinned(pinned) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    start();
+    require_owner();
+    int device = is_pinned ? HOST : current_device;
+    int stream = is_pinned ? 0 : current_stream(device);
+    auto place = is_pinned ? c10::Device(c10::kCPU) : c10::Device(CUDA, c10::DeviceIndex(device));
+    if (bytes == 0) return {nullptr, nullptr, [](void*) {}, place};
+    bytes = round_up(bytes, is_pinned ? PAGE_BYTES : DEVICE_GRAIN_BYTES);
+    WithoutGil without;
+    Lock lock(state.lock);
+    Region& region = is_pinned ? state.regions.back() : state.regions[device];
+    settle(region);
+    auto& cached = region.cached[{stream, bytes}];
+    Block* block;
+    if (cached.empty()) {
+      block = new_block(region, bytes, device, stream);
+    } else {
+      block = cached.back();
+      cached.pop_back();
+      block->is_live = true;
+      block->recorded.clear();
+    }
+    region.allocated += bytes;
+    region.peak = std::max(region.peak, region.allocated);
+    state.contexts.insert(std::max(device, 0));
+    if (is_pinned) protect(block);
+    return {block->begin, block, &release, place};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "strict device: copy_data"); }
+};
+
+inline Memory device_memory(false), pinned_memory(true);
+
+}  // namespace strict

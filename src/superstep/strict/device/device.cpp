@@ -1,0 +1,131 @@
+// The strict device: an emulated GPU under torch's name "cuda", in a build of torch for CPUs.
+//
+//     state.h      what it is made of          memory.h     memory that the host cannot touch
+//     clock.h      vector clocks               allocator.h  blocks of it
+//     streams.h    queues of tasks             races.h      uses of memory that nothing orders
+//     guard.h      what torch asks of a device
+//     tensors.h    tensors as tasks see them   kernels.h    operators with kernels of their own
+//     fallback.h   all other operators         caller.h     the line of Python that a call is in
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "fallback.h"
+#include "kernels.h"
+
+namespace py = pybind11;
+using namespace strict;
+
+C10_REGISTER_GUARD_IMPL(CUDA, strict::Guard);
+namespace at {
+using CUDAHooks = strict::Hooks;  // torch asks for hooks of this name
+REGISTER_CUDA_HOOKS(CUDAHooks);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&strict::fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &strict::empty);
+  library.impl("empty_strided", &strict::empty_strided);
+  library.impl("resize_", &strict::resize);
+  library.impl("copy_", &strict::copy);
+  library.impl("_local_scalar_dense", &strict::item);
+  library.impl("record_stream", &strict::record_stream);
+  library.impl("set_.source_Storage_storage_offset", &strict::set_view);
+  library.impl("set_.source_Storage", &strict::set_storage);
+  library.impl("set_.source_Tensor", &strict::set_tensor);
+  library.impl("as_strided", &strict::as_strided);
+  library.impl("view", &strict::view);
+  library.impl("_reshape_alias", &strict::reshape_alias);
+  library.impl("unfold", &at::native::unfold);
+}
+
+// A collective: a function of Python that is given the kernels' views of what it reads and writes.
+static uint64_t launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Tensor> writes, py::function function, std::string what) {
+  std::vector<Range> ranges;
+  std::vector<at::Tensor> read_views, written_views;
+  for (auto& each : reads) ranges.push_back(range_of(each, false)), read_views.push_back(kernel_view(each));
+  for (auto& each : writes) ranges.push_back(range_of(each, true)), written_views.push_back(kernel_view(each));
+  auto held = std::make_shared<py::function>(std::move(function));
+  auto run = [held, read_views, written_views]() mutable {
+    py::gil_scoped_acquire gil;
+    std::string failure;
+    try {
+      (*held)(read_views, written_views);
+    } catch (py::error_already_set& error) {
+      failure = py::str(error.value()).cast<std::string>();
+    }
+    held.reset();  // here, where the interpreter's lock is held
+    if (!failure.empty()) throw std::runtime_error(failure);
+  };
+  return issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = true});
+}
+
+static std::vector<std::string> under_way() {
+  Lock lock(state.lock);
+  std::vector<std::string> found;
+  for (auto& stream : state.streams)
+    if (!stream->tasks.empty())
+      found.push_back("stream " + std::to_string(stream->number) + (stream->is_busy ? " runs " : " waits at ") + stream->tasks.front().what);
+  return found;
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  c10::SetAllocator(CUDA, &device_memory, 100);
+  module.def("configure", [](int devices, size_t device_bytes, uint64_t seed, int delay_us, std::string order, bool raises) {
+    Lock lock(state.lock);
+    TORCH_CHECK(!state.is_started || devices == state.settings.devices, "the strict device was used already with ", state.settings.devices, " devices");
+    auto which = order == "issued" ? Order::issued : order == "latest" ? Order::latest : Order::seeded;
+    state.settings = {devices, device_bytes, seed, delay_us, which, raises};
+    state.random.seed(seed);
+  });
+  module.def("take_races", [] {
+    Lock lock(state.lock);
+    return std::exchange(state.races, {});
+  });
+  module.def("take_host_waits", [] {
+    Lock lock(state.lock);
+    return std::exchange(state.host_waits, {});
+  });
+  module.def("contexts", [] {
+    Lock lock(state.lock);
+    return state.contexts;
+  });
+  module.def("devices", [] { return state.settings.devices; });
+  module.def("launches", [] {
+    Lock lock(state.lock);
+    return state.launches;
+  });
+  module.def("memory", [](int device) {
+    start();
+    Lock lock(state.lock);
+    auto& region = state.regions.at(device);
+    return std::make_tuple(region.allocated, region.peak, region.reserved, state.settings.device_bytes);
+  });
+  module.def("reset_peak", [](int device) {
+    start();
+    Lock lock(state.lock);
+    state.regions.at(device).peak = state.regions.at(device).allocated;
+  });
+  module.def("empty_cache", [] {
+    start();
+    Lock lock(state.lock);
+    for (int device = 0; device < state.settings.devices; device++) give_back_cached(state.regions[device]);
+  });
+  module.def("add_communicator", [](int device, int blocks) { return add_stream(device, true, blocks); });
+  module.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(storage_of(tensor), bytes); });
+  module.def("launch", &launch);
+  module.def("add_rule", [](std::string name, py::function rule) {
+    auto* held = new py::function(std::move(rule));  // never released: operators outlive the interpreter
+    rules["aten::" + name] = [held](const std::vector<c10::IValue>& arguments) {
+      py::gil_scoped_acquire gil;
+      py::list given;
+      for (auto& argument : arguments) given.append(torch::jit::toPyObject(argument));
+      (*held)(*given);
+    };
+  });
+  module.def("under_way", &under_way);
+  module.def("caller", &caller);
+  module.def("drain", [](int number) { wait_for(number, Guard::issued(number), "the end of a communicator"); });
+  module.def("abort", &abort_stream);
+  module.def("stop", &stop);
+}

@@ -1,0 +1,187 @@
+// Every operator without a kernel here: its meta kernel tells shapes now, its CPU kernel computes them later.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+
+#include "tensors.h"
+
+namespace strict {
+
+using torch::jit::Stack;
+
+struct Operation {
+  const c10::OperatorHandle& handle;
+  std::vector<c10::IValue> arguments;
+  std::string name;
+  int device = -1;
+  std::vector<Range> ranges;
+  std::vector<at::Tensor> written;
+  bool writes_empty = false;
+
+  const c10::FunctionSchema& schema() const { return handle.schema(); }
+  c10::Device place() const { return {CUDA, c10::DeviceIndex(device)}; }
+  bool writes(size_t argument) const {
+    auto* alias = schema().arguments()[argument].alias_info();
+    return alias && alias->isWrite();
+  }
+};
+
+inline Operation read_operation(const c10::OperatorHandle& handle, const Stack& stack) {
+  const auto& schema = handle.schema();
+  Operation call{handle, torch::jit::last(stack, schema.arguments().size()).vec(), schema.operator_name().name};
+  if (!schema.overload_name().empty()) call.name += "." + schema.overload_name();
+  for (size_t i = 0; i < call.arguments.size(); i++)
+    map_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      if (!tensor.is_cuda()) {  // numbers of the host may come along, as on a GPU
+        TORCH_CHECK(tensor.is_cpu() && tensor.dim() == 0 && !call.writes(i), call.name,
+                    ": Expected all tensors to be on the same device, but found ", tensor.device(), " beside cuda for argument ",
+                    schema.arguments()[i].name(), " (strict device)");
+        return tensor;
+      }
+      TORCH_CHECK(call.device < 0 || call.device == tensor.get_device(), call.name,
+                  ": Expected all tensors to be on the same device, but found cuda:", call.device, " and ", tensor.device(),
+                  " (strict device)");
+      call.device = tensor.get_device();
+      call.ranges.push_back(range_of(tensor, call.writes(i)));
+      if (call.writes(i)) {
+        call.written.push_back(tensor);
+        call.writes_empty |= tensor.numel() == 0;
+      }
+      return tensor;
+    });
+  if (call.device < 0) call.device = current_device;
+  return call;
+}
+
+// The argument that a result is, where an operator returns one.
+inline c10::IValue returned_argument(const Operation& call, size_t result) {
+  auto* alias = call.schema().returns()[result].alias_info();
+  for (size_t i = 0; i < call.arguments.size(); i++) {
+    auto* own = call.schema().arguments()[i].alias_info();
+    if (own && alias && own->beforeSets() == alias->beforeSets()) return call.arguments[i];
+  }
+  TORCH_CHECK(false, call.name, " gives a view, and has no kernel of its own on the strict device");
+}
+
+inline bool is_about_meta(const std::string& error) {
+  return error.find("meta") != std::string::npos || error.find("Meta") != std::string::npos;
+}
+
+// Results on the meta device, and outputs resized as it says; none where the shapes follow from values.
+inline std::optional<Stack> infer_shapes(Operation& call) {
+  bool has_fresh = false;
+  for (auto& result : call.schema().returns()) {
+    has_fresh |= !result.alias_info();
+    auto kind = result.type()->kind();
+    if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return std::nullopt;
+  }
+  Stack metas;
+  if (!has_fresh && !call.writes_empty) return metas;
+  for (auto& argument : call.arguments)
+    metas.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta)) : map_tensors(argument, on_meta));
+  Stack given = metas;
+  try {
+    call.handle.callBoxed(metas);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  } catch (pybind11::error_already_set& error) {  // of a meta kernel in Python
+    pybind11::gil_scoped_acquire gil;
+    if (!error.matches(PyExc_NotImplementedError)) throw;
+    return std::nullopt;
+  } catch (const c10::Error& error) {
+    if (is_about_meta(error.what())) return std::nullopt;
+    throw;  // shapes that do not fit: as the operator says
+  }
+  size_t written = 0;
+  for (size_t i = 0; i < given.size(); i++)
+    if (call.writes(i))
+      map_tensors(given[i], [&](const at::Tensor& meta) {
+        if (meta.defined() && written < call.written.size()) {
+          auto& output = call.written[written++];
+          if (output.sizes() != meta.sizes()) output.resize_(meta.sizes());
+        }
+        return meta;
+      });
+  return metas;
+}
+
+inline Stack kernel_arguments(const Operation& call) {
+  Stack arguments;
+  for (auto& argument : call.arguments) {
+    if (argument.isDevice()) arguments.emplace_back(c10::Device(c10::kCPU));
+    else  // numbers of the host are read now
+      arguments.push_back(map_tensors(argument, [](const at::Tensor& each) { return each.defined() && each.is_cpu() ? each.clone() : kernel_view(each); }));
+  }
+  return arguments;
+}
+
+inline at::Tensor empty_like_on(const at::Tensor& tensor, c10::Device place) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(place).requires_grad(false));
+}
+
+// Shapes that follow from values: the host waits, as it does on a GPU.
+inline Stack compute_now(Operation& call) {
+  int stream = current_stream(call.device);
+  wait_for(stream, issue(stream, {.ranges = call.ranges, .what = call.name}), call.name);
+  Stack computed = kernel_arguments(call), results;
+  call.handle.callBoxed(computed);
+  for (size_t i = 0; i < computed.size(); i++)
+    results.push_back(call.schema().returns()[i].alias_info() ? returned_argument(call, i) : map_tensors(computed[i], [&](const at::Tensor& each) {
+      if (!each.defined()) return each;
+      at::Tensor made = empty_like_on(each, call.place());
+      kernel_view(made).copy_(each);
+      return made;
+    }));
+  return results;
+}
+
+inline Stack compute_later(Operation& call, const Stack& metas) {
+  Stack results;
+  std::vector<at::Tensor> into;  // as kernels see the results
+  const auto& returns = call.schema().returns();
+  for (size_t i = 0; i < returns.size(); i++)
+    results.push_back(returns[i].alias_info() ? returned_argument(call, i) : map_tensors(metas[i], [&](const at::Tensor& meta) {
+      at::Tensor made = meta;
+      if (meta.defined()) made = empty_like_on(meta, meta.is_cpu() ? c10::Device(c10::kCPU) : call.place());
+      if (made.defined() && made.is_cuda()) call.ranges.push_back(range_of(made, true));
+      into.push_back(made.defined() && made.is_cuda() ? kernel_view(made) : made);
+      return made;
+    }));
+  // Made before the outputs of an operator were resized, their views would be of the old bytes.
+  auto stack = std::make_shared<Stack>(kernel_arguments(call));
+  auto handle = call.handle;
+  auto run = [handle, stack, into] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    handle.callBoxed(*stack);
+    size_t next = 0;
+    for (size_t i = 0; i < stack->size(); i++)
+      if (!handle.schema().returns()[i].alias_info())
+        map_tensors((*stack)[i], [&](const at::Tensor& each) {
+          auto& result = into[next++];
+          if (result.defined() && each.defined()) result.copy_(each);
+          return each;
+        });
+    stack->clear();
+  };
+  issue(current_stream(call.device), {.ranges = call.ranges, .what = call.name, .run = run});
+  return results;
+}
+
+// What a GPU's kernel refuses at the call, by the operator's name: given its arguments, raises.
+using Rule = std::function<void(const std::vector<c10::IValue>&)>;
+inline auto& rules = *new std::map<std::string, Rule>;
+
+inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+  Operation call = read_operation(handle, *stack);
+  c10::OptionalDeviceGuard guard(call.place());
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (auto rule = rules.find(call.name); rule != rules.end()) rule->second(call.arguments);
+  auto metas = infer_shapes(call);
+  Stack results = metas ? compute_later(call, *metas) : compute_now(call);
+  torch::jit::drop(*stack, handle.schema().arguments().size());
+  for (auto& result : results) stack->push_back(result);
+}
+
+}  // namespace strict

@@ -1,0 +1,86 @@
+// Memory that the host cannot touch: a file in memory, mapped once without rights and once for the kernels.
+#pragma once
+#include <c10/util/Exception.h>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "state.h"
+
+namespace strict {
+
+constexpr size_t REGION_BYTES = size_t(1) << 38;  // addresses of a device; none is given to blocks of two sizes
+constexpr size_t PAGE_BYTES = 4096;
+constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
+
+inline bool is_within(const Region& region, const void* address) {
+  return region.seen && address >= region.seen && address < region.seen + REGION_BYTES;
+}
+
+// The address under which kernels see a byte; null for memory of the host.
+inline char* real_address(char* address) {
+  for (auto& region : state.regions)
+    if (is_within(region, address)) return region.real + (address - region.seen);
+  return nullptr;
+}
+
+inline Block* block_at(char* address) {
+  auto next = state.blocks.upper_bound(address);
+  if (next == state.blocks.begin()) return nullptr;
+  Block* block = std::prev(next)->second;
+  return address < block->end() ? block : nullptr;
+}
+
+inline struct sigaction previous_handler;
+
+// The host has touched what it may not: say so, and let Python's faulthandler say where before the process dies.
+inline void on_fault(int signal, siginfo_t* info, void*) {
+  for (size_t device = 0; device < state.regions.size(); device++) {
+    if (!is_within(state.regions[device], info->si_addr)) continue;
+    char text[200];
+    bool is_pinned = device + 1 == state.regions.size();
+    int size = is_pinned ? snprintf(text, sizeof text, "strict device: the host touched pinned memory that a copy still uses\n")
+                         : snprintf(text, sizeof text, "strict device: the host touched memory of cuda:%zu\n", device);
+    (void)!write(STDERR_FILENO, text, size);
+  }
+  sigaction(SIGSEGV, &previous_handler, nullptr);
+}
+
+inline void map_region(Region& region, int host_rights) {
+  int file = memfd_create("strict device", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, REGION_BYTES) == 0, "strict device: no file in memory can be made");
+  void* seen = mmap(nullptr, REGION_BYTES, host_rights, MAP_SHARED | MAP_NORESERVE, file, 0);
+  void* real = mmap(nullptr, REGION_BYTES, READ_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  close(file);
+  TORCH_CHECK(seen != MAP_FAILED && real != MAP_FAILED, "strict device: no addresses are left");
+  region.seen = static_cast<char*>(seen), region.real = static_cast<char*>(real);
+}
+
+// Opens or shuts a pinned block by what the host knows to be over: what a copy still reads may be read, not written.
+inline void protect(Block* block) {
+  int rights = READ_WRITE;
+  for (auto& access : block->accesses) {
+    if (state.host.knows(access.stream, access.task)) continue;
+    if (access.writes) {
+      rights = PROT_NONE;
+      break;
+    }
+    rights = PROT_READ;
+  }
+  if (rights == block->protection) return;
+  mprotect(block->begin, block->bytes, rights);
+  block->protection = rights;
+}
+
+// The host has waited for something: pinned memory opens with it.
+inline void host_learns(const Clock& known) {
+  state.host.merge(known);
+  for (auto it = state.shut.begin(); it != state.shut.end();) {
+    protect(*it);
+    it = (*it)->protection == READ_WRITE ? state.shut.erase(it) : std::next(it);
+  }
+}
+
+}  // namespace strict

@@ -1,0 +1,135 @@
+// What the device is made of: settings, blocks of memory, streams, events. One lock guards all of it.
+#pragma once
+#include <c10/core/Device.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <sys/types.h>
+#include <thread>
+#include <vector>
+
+#include "clock.h"
+
+namespace strict {
+
+using Moment = std::chrono::steady_clock::time_point;
+constexpr auto CUDA = c10::DeviceType::CUDA;
+constexpr int HOST = -1;  // the device of pinned memory
+
+// The order in which tasks of different streams run. Of one stream they run as issued.
+enum class Order {
+  issued,   // a task runs as soon as it can, of the lowest stream first
+  seeded,   // the next stream is drawn
+  latest,   // nothing runs until the host waits; then the next stream is drawn
+};
+
+struct Settings {
+  int devices = 1;
+  size_t device_bytes = size_t(4) << 30;
+  uint64_t seed = 0;
+  int delay_us = 0;  // the longest pause before a task, drawn for one in four
+  Order order = Order::seeded;
+  bool raises = true;                 // a race is an error of the call that makes it
+};
+
+// A task's access to bytes [begin, end).
+struct Access {
+  char *begin, *end;
+  bool writes;
+  int stream = 0;
+  uint64_t task = 0;
+  std::string what;
+};
+
+// A piece of memory that the allocator gives out whole.
+struct Block {
+  char* begin;
+  size_t bytes;
+  int device, stream;  // the stream that it was allocated on
+  bool is_live = true;
+  std::set<int> recorded;  // other streams, by record_stream
+  std::vector<Access> accesses;
+  int protection = 0;  // of the host's pages, where it is pinned
+  char* end() const { return begin + bytes; }
+};
+
+struct EventState {
+  bool is_done = false;
+  Clock known;
+  Moment when;
+};
+
+struct Task {
+  std::function<void()> run;
+  std::shared_ptr<EventState> after, sets;
+  std::string what;
+  uint64_t whole = 0;  // its number among those that take the whole device; 0 for others
+};
+
+struct StreamState {
+  int number, device;
+  bool is_communicator = false;
+  int blocks = 0;  // that a communicator's kernels are bound to; 0 where they may take the whole device
+  std::deque<Task> tasks;
+  uint64_t issued = 0, done = 0;
+  Clock known;
+  bool is_busy = false, is_aborted = false;
+  std::thread thread;  // of a communicator
+  size_t launches = 0;
+};
+
+// Addresses of one device, or of pinned memory, mapped twice: tensors hold addresses of ``seen``, kernels use ``real``.
+struct Region {
+  char *seen = nullptr, *real = nullptr;
+  size_t next = 0;
+  size_t allocated = 0, peak = 0, reserved = 0;
+  std::map<std::pair<int, size_t>, std::vector<Block*>> cached;  // by stream and bytes
+  std::vector<std::pair<Block*, std::map<int, uint64_t>>> leaving;  // free once these tasks are over
+};
+
+struct State {
+  std::mutex lock;
+  std::condition_variable changed;
+  Settings settings;
+  std::mt19937_64 random;  // of the order of tasks
+  pid_t owner = 0;
+  bool is_started = false, is_stopping = false;
+  std::vector<std::unique_ptr<StreamState>> streams;  // the first ones are the devices' default streams
+  std::vector<Region> regions;                        // the last one is pinned memory
+  std::map<char*, Block*> blocks;
+  std::set<Block*> shut;  // pinned blocks that the host may not use now
+  Clock host;
+  std::vector<std::string> races;
+  std::string failure;  // of a task: raised by the next call
+  int waiting = 0;      // threads of the host that wait
+  uint64_t whole_issued = 0, whole_done = 0;
+  std::map<int, int> narrow_blocks;  // in use, by device
+  Moment last_issue;
+  std::map<std::string, size_t> host_waits;  // by what waited, and where
+  std::set<int> contexts;                    // devices that this process has used
+  size_t launches = 0;
+  std::thread kernels;  // runs what no communicator does
+};
+
+// Never destroyed: its threads use it until the process is gone.
+inline State& state = *new State;
+
+inline thread_local int current_device = 0;
+inline thread_local std::map<int, int> current_streams;  // by device
+inline thread_local bool in_kernel = false;
+
+inline int current_stream(int device) {
+  auto found = current_streams.find(device);
+  return found == current_streams.end() ? device : found->second;
+}
+
+}  // namespace strict

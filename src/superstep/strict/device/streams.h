@@ -1,0 +1,240 @@
+// Streams: queues of tasks that threads run late, in an order that the settings choose.
+//
+// One thread runs the kernels and copies of all devices, one task at a time; each communicator has a thread of its own,
+// since what it runs waits for other processes.
+#pragma once
+#include <ATen/Parallel.h>
+
+#include "caller.h"
+#include "races.h"
+
+namespace strict {
+
+using Lock = std::unique_lock<std::mutex>;
+
+constexpr size_t MOST_QUEUED = 1024;  // as on a GPU, whose host waits where more is launched
+constexpr int MOST_NARROW_BLOCKS = 32;  // that communicators with a bound may hold at once
+constexpr auto QUIET = std::chrono::milliseconds(20);  // of a host that issues nothing: "latest" goes on then
+
+struct Failed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void require_owner() {
+  TORCH_CHECK(state.owner == getpid(), "Cannot re-initialize CUDA in forked subprocess: the strict device was used before the fork");
+}
+
+inline void raise_failure(Lock& lock) {
+  std::string failure;
+  std::swap(failure, state.failure);
+  if (failure.empty()) return;
+  lock.unlock();
+  TORCH_CHECK(false, failure);
+}
+
+// Waits, and lets "latest" see that the host does.
+template <class Condition>
+void host_waits_until(Lock& lock, Condition condition) {
+  state.waiting++;
+  state.changed.notify_all();
+  state.changed.wait(lock, condition);
+  state.waiting--;
+}
+
+inline bool is_ready(const StreamState& stream) {
+  return !stream.tasks.empty() && !stream.is_busy && (!stream.tasks.front().after || stream.tasks.front().after->is_done);
+}
+
+inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
+  stream.is_busy = true;
+  Task task = std::move(stream.tasks.front());
+  stream.tasks.front().what = task.what;  // for who asks what is under way
+  lock.unlock();
+  if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+  std::string failure;
+  in_kernel = true;
+  try {
+    if (task.run) task.run();
+  } catch (const std::exception& error) {
+    failure = task.what + ": " + error.what();
+  }
+  task.run = nullptr;  // frees what it held, before anybody is told that it is over
+  in_kernel = false;
+  lock.lock();
+  if (stream.is_aborted) {
+    stream.tasks.clear();
+    stream.is_busy = false;
+    return;
+  }
+  stream.tasks.pop_front();
+  stream.done++;
+  stream.is_busy = false;
+  if (task.sets) {
+    task.sets->is_done = true;
+    task.sets->when = std::chrono::steady_clock::now();
+  }
+  state.whole_done = std::max(state.whole_done, task.whole);
+  if (!failure.empty() && state.failure.empty()) state.failure = failure;
+  state.changed.notify_all();
+}
+
+inline void run_kernels() {
+  at::set_num_threads(1);
+  Lock lock(state.lock);
+  while (!state.is_stopping) {
+    std::vector<StreamState*> ready;
+    for (auto& stream : state.streams)
+      if (!stream->is_communicator && is_ready(*stream)) ready.push_back(stream.get());
+    if (ready.empty()) {
+      state.changed.wait(lock);
+      continue;
+    }
+    if (state.settings.order == Order::latest && !state.waiting &&
+        std::chrono::steady_clock::now() - state.last_issue < QUIET) {
+      state.changed.wait_for(lock, QUIET / 4);
+      continue;
+    }
+    auto& stream = *ready[state.settings.order == Order::issued ? 0 : state.random() % ready.size()];
+    int most_us = state.settings.delay_us;
+    run_first(stream, lock, most_us && state.random() % 4 == 0 ? int(state.random() % most_us) : 0);
+  }
+}
+
+// A kernel of NCCL holds its blocks until the other ranks have come to it. So those that may take the whole device run
+// one at a time, as issued: two ranks that issue them in opposite orders never end. Beside them run those of
+// communicators that are bound to a few blocks (max_ctas), while these are few together.
+inline void run_communicator(StreamState& stream) {
+  at::set_num_threads(1);
+  Lock lock(state.lock);
+  while (!state.is_stopping) {
+    int& in_use = state.narrow_blocks[stream.device];
+    auto has_place = [&] {
+      uint64_t number = stream.tasks.front().whole;
+      return stream.blocks ? in_use + stream.blocks <= MOST_NARROW_BLOCKS : !number || number == state.whole_done + 1;
+    };
+    state.changed.wait(lock, [&] { return state.is_stopping || (is_ready(stream) && has_place()); });
+    if (state.is_stopping) return;
+    in_use += stream.blocks;
+    run_first(stream, lock, 0);
+    in_use -= stream.blocks;
+    state.changed.notify_all();
+  }
+}
+
+inline void start() {
+  Lock lock(state.lock);
+  if (state.is_started) return;
+  state.owner = getpid();
+  int devices = state.settings.devices;
+  state.regions.resize(devices + 1);
+  for (int device = 0; device < devices; device++) map_region(state.regions[device], PROT_NONE);
+  map_region(state.regions[devices], READ_WRITE);
+  for (int device = 0; device < devices; device++) {
+    state.streams.push_back(std::make_unique<StreamState>());
+    state.streams.back()->number = state.streams.back()->device = device;
+  }
+  struct sigaction act {};
+  act.sa_sigaction = on_fault;
+  act.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &act, &previous_handler);
+  state.kernels = std::thread(run_kernels);
+  state.is_started = true;
+}
+
+inline int add_stream(int device, bool is_communicator, int blocks = 0) {
+  start();
+  require_owner();
+  Lock lock(state.lock);
+  auto made = std::make_unique<StreamState>();
+  StreamState* stream = made.get();
+  stream->number = int(state.streams.size());
+  stream->device = device;
+  stream->is_communicator = is_communicator;
+  stream->blocks = blocks;
+  stream->known = state.host;
+  state.streams.push_back(std::move(made));
+  if (is_communicator) stream->thread = std::thread([stream] { run_communicator(*stream); });
+  return stream->number;
+}
+
+// Ends what a communicator has under way: events are set, and what its thread still waits for comes to nothing.
+inline void abort_stream(int number) {
+  Lock lock(state.lock);
+  StreamState& stream = *state.streams[number];
+  stream.is_aborted = true;
+  for (auto& task : stream.tasks)
+    if (task.sets) task.sets->is_done = true;
+  stream.done = stream.issued;
+  if (!stream.is_busy) stream.tasks.clear();
+  state.changed.notify_all();
+}
+
+// Ends the threads once they have run what they run: before the interpreter goes, whose objects tasks hold.
+inline void stop() {
+  WithoutGil without;
+  {
+    Lock lock(state.lock);
+    if (!state.is_started || state.owner != getpid()) return;
+    state.is_stopping = true;
+    state.changed.notify_all();
+  }
+  state.kernels.join();
+  for (auto& stream : state.streams) {
+    if (!stream->thread.joinable()) continue;
+    if (stream->is_aborted && stream->is_busy) stream->thread.detach();  // it waits for what does not come
+    else stream->thread.join();
+  }
+}
+
+struct Issue {
+  std::vector<Range> ranges;
+  std::string what;
+  std::function<void()> run;
+  std::shared_ptr<EventState> after, sets;
+  bool is_communication = false;
+  bool is_peer = false;  // a copy between devices, which uses the memory of both
+};
+
+// Puts a task into a stream; its number there. Raises what is wrong with its use of memory, and what a task before it
+// came to.
+inline uint64_t issue(int number, Issue call) {
+  start();
+  require_owner();
+  call.what += " (" + caller() + ")";
+  WithoutGil without;
+  Lock lock(state.lock);
+  StreamState& stream = *state.streams[number];
+  if (stream.tasks.size() >= MOST_QUEUED) host_waits_until(lock, [&] { return stream.tasks.size() < MOST_QUEUED / 2; });
+  stream.known.merge(state.host);
+  if (call.after) stream.known.merge(call.after->known);
+  uint64_t task = ++stream.issued;
+  stream.known.set(number, task);
+  std::string race = note_accesses(stream, call.ranges, call.what, call.is_peer);
+  if (call.sets) call.sets->known = stream.known;
+  uint64_t whole = call.is_communication && !stream.blocks ? ++state.whole_issued : 0;
+  stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, whole});
+  state.contexts.insert(stream.device);
+  state.launches++;
+  state.last_issue = std::chrono::steady_clock::now();
+  state.changed.notify_all();
+  raise_failure(lock);
+  bool raises = state.settings.raises && !race.empty();
+  lock.unlock();
+  TORCH_CHECK(!raises, "race: ", race);
+  return task;
+}
+
+// The host waits for a task; ``why`` is counted.
+inline void wait_for(int number, uint64_t task, const std::string& why) {
+  require_owner();
+  std::string at = why + " (" + caller() + ")";
+  WithoutGil without;
+  Lock lock(state.lock);
+  state.host_waits[at]++;
+  StreamState& stream = *state.streams[number];
+  host_waits_until(lock, [&] { return stream.done >= task || !state.failure.empty(); });
+  host_learns(stream.known);
+  raise_failure(lock);
+}
+
+}  // namespace strict

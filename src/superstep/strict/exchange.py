@@ -1,0 +1,172 @@
+"""What members of a communicator say to each other: that they make the same call, and the numbers that it moves.
+
+NCCL compares nothing: members that call differently hang, or read what was not meant for them. Here each call says
+first what it is, and what does not fit is an error that names both lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SIGNATURE_BYTES = 512
+DIGEST_BYTES = 8
+READY, SIGNATURE, NUMBERS = 1, 2, 3
+"""Tags of the messages of a transfer: the receiver is there, what is sent, and the numbers."""
+
+Views = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation of a communicator.
+
+    Attributes:
+        name: as ``torch.distributed`` calls it.
+        what: in what all its members have to agree; of a transfer, both of its ends.
+        line: where it was called.
+        reads, writes: its tensors.
+        run: moves the numbers, given the members' wire and what kernels see of the tensors; None of a transfer.
+        peer: of a transfer, the other end's rank.
+    """
+
+    name: str
+    what: str
+    line: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    run: Callable[[Wire, Views, Views], None] | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        """The call in words."""
+        return f"{self.name} of {self.what} ({self.line})"
+
+    def signature(self) -> Tensor:
+        """Bytes that are equal at the beginning where calls fit, and then say which it is."""
+        same = f"{self.name if self.peer is None else 'transfer'} {self.what}"
+        data = hashlib.sha256(same.encode()).digest()[:DIGEST_BYTES] + str(self).encode()
+        return torch.frombuffer(bytearray(data[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def described(signature: Tensor) -> str:
+    """The words of a signature."""
+    return bytes(signature.tolist())[DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
+
+
+def fits(one: Tensor, other: Tensor) -> bool:
+    """Whether two calls are one operation."""
+    return torch.equal(one[:DIGEST_BYTES], other[:DIGEST_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How numbers of the members become one.
+
+    Attributes:
+        operation: of Gloo, which has no mean.
+        is_mean: whether it is divided by the members.
+    """
+
+    operation: Any
+    is_mean: bool
+
+    @classmethod
+    def of(cls, opts: Any) -> Self:  # noqa: ANN401 - torch's options have no common type
+        """That of torch's options."""
+        asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        is_mean = asked == dist.ReduceOp.AVG
+        return cls(dist.ReduceOp.SUM if is_mean else asked, is_mean)
+
+    def __str__(self) -> str:
+        """Its name."""
+        return "mean" if self.is_mean else str(getattr(self.operation, "op", self.operation)).rpartition(".")[2].lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The members' Gloo group, on which the numbers of the device go.
+
+    Attributes:
+        gloo: the group.
+        rank, size: this member, and how many there are.
+        limit: how long a message may take.
+        name: of the communicator, for messages.
+    """
+
+    gloo: dist.ProcessGroupGloo
+    rank: int
+    size: int
+    limit: timedelta
+    name: str
+
+    def reduce(self, numbers: Tensor, rule: Reduction) -> None:
+        """One out of all members' numbers, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = rule.operation
+        self.gloo.allreduce([numbers], options).wait(self.limit)
+        if rule.is_mean:
+            numbers.div_(self.size)
+
+    def broadcast(self, numbers: Tensor, root: int) -> None:
+        """The root's numbers, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.gloo.broadcast([numbers], options).wait(self.limit)
+
+    def gather(self, outputs: Sequence[Tensor], own: Tensor) -> None:
+        """Every member's numbers, in rank order."""
+        self.gloo.allgather([list(outputs)], [own]).wait(self.limit)
+
+    def exchange(self, output: Tensor, own: Tensor, from_each: Sequence[int], to_each: Sequence[int]) -> None:
+        """A part for each member, from each member."""
+        options = dist.AllToAllOptions()
+        self.gloo.alltoall_base(output, own, list(from_each), list(to_each), options).wait(self.limit)
+
+    def collect(self, call: Call, reads: Views, writes: Views) -> None:
+        """Run a collective, once all members are seen to make the same one.
+
+        Raises:
+            RuntimeError: a member makes another one.
+        """
+        own = call.signature()
+        others = [torch.empty_like(own) for _ in range(self.size)]
+        self.gloo.allgather([others], [own]).wait(self.limit)
+        for rank, other in enumerate(others):
+            if not fits(own, other):
+                raise RuntimeError(
+                    f"members of {self.name} call differently: rank {self.rank} {call}, rank {rank} {described(other)}"
+                )
+        assert call.run is not None
+        call.run(self, reads, writes)
+
+    def transfer(self, calls: Sequence[Call], reads: Views, writes: Views) -> None:
+        """Run sends and receives that were called as one group. A send is over once its receive has been called.
+
+        Raises:
+            RuntimeError: the ends of a transfer do not fit.
+        """
+        sends = list(zip((call for call in calls if call.reads), reads, strict=True))
+        receives = list(zip((call for call in calls if call.writes), writes, strict=True))
+        ready = torch.ones(1, dtype=torch.uint8)
+        works = [self.gloo.send([ready], call.peer, READY) for call, _ in receives]
+        for call, numbers in sends:
+            self.gloo.recv([torch.empty_like(ready)], call.peer, READY).wait(self.limit)
+            works.append(self.gloo.send([call.signature()], call.peer, SIGNATURE))
+            works.append(self.gloo.send([numbers], call.peer, NUMBERS))
+        for call, numbers in receives:
+            own, came = call.signature(), torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
+            self.gloo.recv([came], call.peer, SIGNATURE).wait(self.limit)
+            if not fits(own, came):
+                ends = f"rank {self.rank} {call}, rank {call.peer} {described(came)}"
+                raise RuntimeError(f"the ends of a transfer over {self.name} do not fit: {ends}")
+            works.append(self.gloo.recv([numbers], call.peer, NUMBERS))
+        for work in works:
+            work.wait(self.limit)

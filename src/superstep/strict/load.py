@@ -1,0 +1,59 @@
+"""Puts the strict device into torch, which asks once whether there is a GPU: so this comes before torch is imported."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+
+from superstep.strict.build import MODULE, build_library, torch_folder
+from superstep.strict.settings import Settings
+
+LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+"""Of torch, in an order in which each finds what it needs."""
+
+
+def load(settings: Settings) -> ModuleType:
+    """Torch with as many emulated GPUs as the settings say, and NCCL between them.
+
+    Raises:
+        ConfigError: the device cannot be built here.
+        RuntimeError: torch is imported already.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: the strict device has to be loaded before it.")
+    library = build_library()
+    faulthandler.enable()  # says which line touched memory of the device
+    for name in LIBRARIES:
+        ctypes.CDLL(str(torch_folder() / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
+    spec = importlib.util.spec_from_file_location(MODULE, library, loader=loader)
+    assert spec is not None
+    device = importlib.util.module_from_spec(spec)
+    loader.exec_module(device)
+    sys.modules[MODULE] = device
+    configure(device, settings)
+    torch = importlib.import_module("torch")
+    # These import torch, and so cannot be imported before.
+    importlib.import_module("superstep.strict.torch_cuda").install(device)
+    importlib.import_module("superstep.strict.gpu_operators").install(device)
+    importlib.import_module("superstep.strict.nccl").install(device)
+    atexit.register(device.stop)
+    return torch
+
+
+def configure(device: ModuleType, settings: Settings) -> None:
+    """Change how tasks are ordered; the devices only before the first is used."""
+    device.configure(
+        settings.devices,
+        settings.device_bytes,
+        settings.seed,
+        settings.delay_us,
+        settings.order,
+        settings.raises,
+    )

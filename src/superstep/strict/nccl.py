@@ -1,0 +1,354 @@
+"""NCCL on the strict device: ``ProcessGroupNCCL``'s rules, with Gloo to move the numbers.
+
+A communicator is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use,
+or its making where it is bound to a GPU, keeps the host until all members have come. What NCCL refuses is refused, and
+what it lets hang is named, where members tell each other (``exchange``) or by the watchdog.
+
+Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.strict.exchange import Call, Reduction, Views, Wire
+from superstep.strict.works import BarrierWork, StreamWork, Watchdog
+
+c10d = dist.distributed_c10d
+CUDA_TYPE = 1
+Run = Callable[[Wire, Views, Views], None]
+
+
+class GroupOptions:
+    """``ProcessGroupNCCL.Options``; torch sets what it knows of the group."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=0)
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.split_from: Communicator | None = None
+        self.split_color = 0
+
+
+class Communicator(dist.ProcessGroup):
+    """``ProcessGroupNCCL``, and the group that has it."""
+
+    Options = GroupOptions
+    supports_splitting = True
+    supports_coalescing = True
+    # Set by ``install``.
+    device: ModuleType
+    watchdog: Watchdog
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: GroupOptions) -> None:  # type: ignore[name-defined]
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.options = options
+        self._store = store
+        self._name, self._desc = options.group_name, ""
+        self._numbers = itertools.count(1)
+        self._splits = itertools.count(1)
+        self._together: list[Call] | None = None
+        self._wires: dict[int, tuple[int, Wire]] = {}
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """By which ``torch.distributed`` calls it."""
+        return "nccl"
+
+    @property
+    def group_name(self) -> str:
+        """By which it is found."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it was made for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        if device.type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _group_start(self) -> None:
+        pass
+
+    def _group_end(self) -> None:
+        pass
+
+    def _is_initialized(self) -> bool:
+        return bool(self._wires)
+
+    # How members come together.
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Make the communicator now. Split off another one, all members of that take part."""
+        assert device is not None
+        self.bound_device_id = device
+        if self.options.split_from is not None:
+            self.options.split_from.perform_nocolor_split(device)
+        self._wire(device.index)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part in splitting this one, as a rank that is no member of what comes of it."""
+        self._meet(f"split {next(self._splits)}")
+
+    def _meet(self, what: str) -> None:
+        if self._store.add(f"{what} came", 1) == self.size():
+            self._store.set(f"{what} met", "yes")
+        self._store.wait([f"{what} met"], self.options._timeout)
+
+    def _wire(self, index: int) -> tuple[int, Wire]:
+        """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
+        if index not in self._wires:
+            self._store.set(f"gpu of {self.rank()}", str(index))
+            self._meet(f"cuda {len(self._wires)}")
+            gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
+            if len(set(gpus)) < self.size():
+                raise dist.DistBackendError(
+                    f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
+                )
+            limit = self.options._timeout
+            store = dist.PrefixStore(f"gloo {len(self._wires)}/", self._store)
+            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=limit)
+            wire = Wire(gloo, self.rank(), self.size(), limit, f"communicator {self._name}")
+            self._wires[index] = self.device.add_communicator(index, self.options.config.max_ctas), wire
+        return self._wires[index]
+
+    def abort(self) -> None:
+        """End what is under way and what waits."""
+        for queue, _ in self._wires.values():
+            self.device.abort(queue)
+        self.watchdog.forget()
+
+    def shutdown(self) -> None:
+        """Let go of it; what is under way is waited for."""
+        for queue, _ in self._wires.values():
+            self.device.drain(queue)
+        self._wires.clear()
+
+    # How a call is issued.
+
+    def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
+        return self._issue([Call(name, what, self.device.caller(), checked(reads), checked(writes), run)])
+
+    def _transfer(
+        self, name: str, peer: int, *, sent: Sequence[Tensor] = (), received: Sequence[Tensor] = ()
+    ) -> StreamWork:
+        if not 0 <= peer < self.size() or peer == self.rank():
+            raise ValueError(f"Invalid peer rank {peer} for {name} of rank {self.rank()} of {self.size()}")
+        what = in_words(*sent, *received)
+        call = Call(name, what, self.device.caller(), checked(sent), checked(received), peer=peer)
+        if self._together is None:
+            return self._issue([call])
+        self._together.append(call)
+        return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
+
+    def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
+        reads = [tensor for call in calls for tensor in call.reads]
+        writes = [tensor for call in calls for tensor in call.writes]
+        (index,) = {tensor.device.index for tensor in (*reads, *writes)}
+        queue, wire = self._wire(index)
+        stream = torch.cuda.Stream(stream_id=queue, device_index=index, device_type=CUDA_TYPE)
+        stream.wait_event(torch.cuda.current_stream(index).record_event())
+
+        def run(read_views: Views, written_views: Views) -> None:
+            if calls[0].peer is None:
+                wire.collect(calls[0], read_views, written_views)
+            else:
+                wire.transfer(calls, read_views, written_views)
+
+        what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
+        self.device.launch(queue, reads, writes, run, what)
+        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", wire.limit)
+        self.watchdog.watch(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> StreamWork | None:
+        calls, self._together = self._together, None
+        return self._issue(calls) if calls else None
+
+    # The calls.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """A reduction, in place."""
+        rule, own = Reduction.of(opts), listed(tensors)
+        return self._call(
+            "all_reduce", f"{rule} of {in_words(*own)}", own, own, lambda wire, _, to: wire.reduce(to[0], rule)
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """The numbers of one member, on all."""
+        own = listed(tensors)
+        what = f"{in_words(*own)} from {opts.rootRank}"
+        reads, writes = (own, []) if opts.rootRank == self.rank() else ([], own)
+        return self._call(
+            "broadcast", what, reads, writes, lambda wire, at, to: wire.broadcast((*at, *to)[0], opts.rootRank)
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """Each member's numbers, in a tensor for each."""
+        own, all_of_them = listed(inputs), outputs[0]
+        return self._call("all_gather", in_words(*own), own, all_of_them, lambda wire, at, to: wire.gather(to, at[0]))
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """Each member's numbers, one after the other."""
+        require(
+            output.numel() == own.numel() * self.size(),
+            "output tensor size must be equal to world_size times input tensor size",
+        )
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            wire.gather(list(to[0].view(-1).chunk(wire.size)), at[0].reshape(-1))
+
+        return self._call("all_gather_single", in_words(own), [own], [output], run)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """A reduction, of which each member gets its part."""
+        require(
+            output.numel() * self.size() == whole.numel(),
+            "input tensor must be the same size as output size times world size",
+        )
+        rule = Reduction.of(opts)
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            total = at[0].clone().view(-1)
+            wire.reduce(total, rule)
+            to[0].view(-1).copy_(total.chunk(wire.size)[wire.rank])
+
+        return self._call("reduce_scatter_single", f"{rule} of {in_words(whole)}", [whole], [output], run)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,  # noqa: ANN401
+    ) -> StreamWork:
+        """A part for each member, from each member."""
+        to_each, from_each = list(input_split_sizes or ()), list(output_split_sizes or ())
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            wire.exchange(to[0], at[0], from_each, to_each)
+
+        return self._call("all_to_all_single", f"{own.dtype}", [own], [output], run)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
+        """To another member; NCCL knows no tags."""
+        return self._transfer("send", peer, sent=tensors)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
+        """From another member."""
+        return self._transfer("recv", peer, received=tensors)
+
+    def barrier(self, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """A reduction that the host waits for; on the GPU that is named, bound, first used, or guessed by rank."""
+        named = list(getattr(opts, "device_ids", None) or ())
+        bound = getattr(self.bound_device_id, "index", None)
+        index = next((each for each in (*named[:1], bound, *self._wires) if each is not None), None)
+        if index is None:
+            index = self.rank() % torch.cuda.device_count()
+        one = torch.zeros(1, device=torch.device("cuda", index))
+        call = Call(
+            "barrier",
+            "",
+            self.device.caller(),
+            [one],
+            [one],
+            lambda wire, _, to: wire.reduce(to[0], Reduction.of(None)),
+        )
+        return self._issue([call], BarrierWork)
+
+    # Names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def require(rule: bool, why: str) -> None:
+    """Raise what ProcessGroupNCCL raises of sizes."""
+    if not rule:
+        raise ValueError(why)
+
+
+def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Tensors, of which torch gives one or a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def checked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Tensors as NCCL takes them: of a GPU, and without gaps.
+
+    Raises:
+        RuntimeError, ValueError: as ProcessGroupNCCL does.
+    """
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+    return tensors
+
+
+def in_words(*tensors: Tensor) -> str:
+    """How many numbers, and of which type."""
+    return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+
+
+def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """``torch.distributed``'s, which makes a group of calls only where the process group is its own class."""
+    group = operations[0].group or dist.group.WORLD
+    if not isinstance(group, Communicator):
+        return torch_batch(operations)  # type: ignore[arg-type]
+    with c10d._coalescing_manager(group, operations[0].tensor.device, async_ops=True) as manager:
+        for one in operations:
+            end = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
+            one.op(one.tensor, group=group, tag=one.tag, **end)
+    return manager.works
+
+
+torch_batch = dist.batch_isend_irecv
+
+
+def install(device: ModuleType) -> None:
+    """Give torch NCCL, which its build for CPUs lacks.
+
+    Args:
+        device: the compiled module.
+    """
+    Communicator.device, Communicator.watchdog = device, Watchdog(device)
+    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = Communicator
+    c10d._NCCL_AVAILABLE = True
+    dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
+    dist.Backend.default_device_backend_map["cuda"] = "nccl"
+    torch.cuda.nccl = importlib.import_module("torch.cuda.nccl")
+    torch.cuda.nccl.version = lambda: (2, 27, 0)

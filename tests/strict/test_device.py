@@ -1,0 +1,306 @@
+"""The strict device by itself: it computes what the CPU does, late, and refuses what a GPU would get wrong."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strict_ranks import device_module
+from superstep.strict.load import configure
+from superstep.strict.settings import Settings
+
+pytestmark = pytest.mark.strict
+
+GPU = torch.device("cuda", 0)
+SETTINGS = Settings(devices=8, device_bytes=1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def device():
+    module = device_module()
+    configure(module, SETTINGS)
+    torch.cuda.synchronize()
+    module.take_races()
+    module.take_host_waits()
+    yield module
+    torch.cuda.synchronize()
+    module.take_races()
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+OPERATORS = {
+    "matmul": lambda t: t @ t.t(),
+    "cat": lambda t: torch.cat([t, t]),
+    "index": lambda t: t[torch.tensor([1, 2], device=t.device)],
+    "softmax": lambda t: t.softmax(-1),
+    "topk": lambda t: t.topk(3).values,
+    "sort": lambda t: t.sort(-1).values,
+    "cumsum": lambda t: t.cumsum(0),
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+    "masked_fill": lambda t: t.masked_fill(t > 0, 1.0),
+    "transpose": lambda t: t.t().contiguous(),
+    "bf16": lambda t: (t.bfloat16() @ t.bfloat16().t()).float(),
+    "nonzero": lambda t: (t > 0).nonzero(),
+    "foreach": lambda t: torch._foreach_add([t, t], 1.0)[1],
+    "norm": torch.linalg.vector_norm,
+    "rms_norm": lambda t: F.rms_norm(t, (16,)),
+    "embedding": lambda t: F.embedding(torch.tensor([0, 3], device=t.device), t),
+    "addmm into": lambda t: torch.addmm(t[:, :8], t, t.t(), out=torch.empty(8, 8, device=t.device)),
+    "scatter_add": lambda t: t.scatter_add(0, torch.zeros(8, 16, dtype=torch.long, device=t.device), t),
+    "index_put": lambda t: t.clone().index_put_((torch.tensor([0], device=t.device),), t[1:2]),
+    "bincount": lambda t: torch.bincount((t[0] > 0).long()),
+    "split": lambda t: t.split(4)[1] + 1,
+    "expand": lambda t: t[:, None].expand(8, 3, 16).reshape(24, 16),
+    "cross_entropy": lambda t: F.cross_entropy(t, torch.zeros(8, dtype=torch.long, device=t.device)),
+    "attention": lambda t: F.scaled_dot_product_attention(*[t.view(1, 2, 4, 16)] * 3, is_causal=True),
+    "attention bf16": lambda t: F.scaled_dot_product_attention(*[t.view(1, 2, 4, 16).bfloat16()] * 3, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_compute_what_the_cpu_does(name, device):
+    of_cpu, operator = numbers(8, 16), OPERATORS[name]
+    got, wanted = operator(of_cpu.to(GPU)), operator(of_cpu)
+    assert got.device == GPU
+    tolerance = 2e-2 if "bf16" in name else 1e-5
+    torch.testing.assert_close(got.cpu().float(), wanted.float(), atol=tolerance, rtol=tolerance)
+    assert device.take_races() == []
+
+
+def test_the_backward_pass_runs_in_a_thread_of_its_own_on_the_same_gpu():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((threading.current_thread() is threading.main_thread(), torch.cuda.current_device()))
+            return grad * 2
+
+    x = torch.ones(4, device="cuda:3", requires_grad=True)
+    Twice.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 4
+    assert seen == [(False, 3)]
+
+
+def test_two_uses_that_nothing_orders_are_an_error_with_both_lines():
+    other, x = torch.cuda.Stream(), torch.ones(1000, device=GPU)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x.mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"race: aten::add.*test_device.py:\d+.*reads.*aten::mul.*test_device.py:\d+.*writes"
+    ):
+        x + 1
+
+
+@pytest.mark.parametrize("order", ["event", "stream", "host"])
+def test_what_is_ordered_is_no_race(order, device):
+    other, x = torch.cuda.Stream(), torch.ones(1000, device=GPU)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x.mul_(2)
+    match order:
+        case "event":
+            torch.cuda.current_stream().wait_event(other.record_event())
+        case "stream":
+            torch.cuda.current_stream().wait_stream(other)
+        case "host":
+            other.synchronize()
+    assert (x + 1)[0].item() == 3
+    assert device.take_races() == []
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_memory_that_another_stream_still_uses_is_recorded_there_or_named(is_recorded, device):
+    other, x = torch.cuda.Stream(), torch.ones(5000, device=GPU)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        y = x * 2
+    if is_recorded:
+        x.record_stream(other)
+    del x
+    races = device.take_races()
+    if is_recorded:
+        assert races == []
+    else:
+        assert len(races) == 1
+        assert "is freed while aten::mul" in races[0]
+        assert "record_stream" in races[0]
+    del y
+
+
+def test_what_was_freed_is_poisoned():
+    x = torch.ones(5000, device=GPU)
+    torch.cuda.synchronize()
+    del x
+    assert torch.empty(5000, device=GPU).isnan().all().item()
+
+
+def test_storages_are_resized_as_zero_does_it():
+    x = torch.arange(100.0, device=GPU)
+    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    assert x.fill_(3).sum().item() == 300
+
+
+def test_memory_ends_where_the_settings_say():
+    before = torch.cuda.memory_allocated()
+    held = torch.empty(1 << 29, dtype=torch.uint8, device=GPU)
+    assert torch.cuda.memory_allocated() - before == 1 << 29
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate"):
+        torch.empty((1 << 29) + 1, dtype=torch.uint8, device=GPU)
+    del held
+    torch.empty((1 << 29) + 1, dtype=torch.uint8, device=GPU)
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_tensors_of_two_devices_are_refused(other):
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(4, device=GPU) + torch.ones(4, device=other)
+
+
+def test_a_thread_begins_on_the_first_gpu_and_its_context_is_counted(device):
+    torch.cuda.set_device(2)
+    try:
+        torch.ones(1, device="cuda:2")
+        before = device.contexts()
+        thread = threading.Thread(target=lambda: torch.ones(1, device="cuda"))
+        thread.start()
+        thread.join()
+        assert device.contexts() - before <= {0}
+        assert 0 in device.contexts()
+    finally:
+        torch.cuda.set_device(0)
+
+
+def test_waits_of_the_host_are_counted_by_operator_and_line(device):
+    x = torch.ones(4, device=GPU)
+    assert device.take_host_waits() == {}
+    x.sum().item()
+    (waits,) = device.take_host_waits().items()
+    assert waits[0].startswith("item (")
+    assert "test_device.py:" in waits[0]
+    assert waits[1] == 1
+    torch.ones(4).pin_memory().to(GPU, non_blocking=True)
+    assert device.take_host_waits() == {}
+
+
+def test_events_tell_time_once_they_are_over():
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    x = torch.ones(64, 64, device=GPU)
+    x @ x
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) > 0
+
+
+def test_the_latest_order_runs_nothing_before_the_host_waits(device):
+    configure(device, Settings(devices=8, device_bytes=1 << 30, order="latest"))
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    event.synchronize()
+    assert event.query()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_attention_takes_sixteen_bits_only(dtype):
+    q = numbers(1, 2, 16, 8).to(GPU, dtype)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    if dtype == torch.bfloat16:
+        assert flash(q, q, q, 0.0, True)[0].shape == q.shape
+        return
+    with pytest.raises(RuntimeError, match="FlashAttention only support fp16 and bf16"):
+        flash(q, q, q, 0.0, True)
+
+
+def run_alone(code):
+    """The code in a process of its own, on the strict device: its exit status, stdout and stderr."""
+    begin = "from superstep.strict.load import load; from superstep.strict.settings import Settings; load(Settings())\n"
+    program = begin + "import ctypes, os, torch\nd = 'cuda'\n" + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_host_cannot_touch_the_devices_memory():
+    done = run_alone("x = torch.ones(10, device=d); torch.cuda.synchronize()\nctypes.string_at(x.data_ptr(), 4)")
+    assert done.returncode == -11
+    assert "strict device: the host touched memory of cuda:0" in done.stderr
+    assert "<string>" in done.stderr, "the line that touched it"
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_pinned_memory_is_shut_until_the_host_has_waited_for_the_copy(is_waited_for):
+    wait = "torch.cuda.current_stream().synchronize()" if is_waited_for else ""
+    done = run_alone(
+        f"""
+        p = torch.empty(1000, pin_memory=True); x = torch.ones(1000, device=d)
+        p.copy_(x, non_blocking=True)
+        {wait}
+        print(p.sum().item())
+        """
+    )
+    if is_waited_for:
+        assert done.stdout == "1000.0\n", done.stderr
+    else:
+        assert done.returncode == -11
+        assert "pinned memory that a copy still uses" in done.stderr
+
+
+def test_pinned_memory_that_is_written_before_its_copy_is_over_is_named():
+    done = run_alone("p = torch.ones(1000).pin_memory()\nx = p.to(d, non_blocking=True)\np.fill_(2)")
+    assert done.returncode == -11
+    assert "pinned memory that a copy still uses" in done.stderr
+
+
+def test_a_fork_of_a_process_that_has_used_the_device_may_not():
+    done = run_alone(
+        """
+        x = torch.ones(10, device=d)
+        if os.fork() == 0:
+            try:
+                x + 1
+            except RuntimeError as error:
+                print(error, flush=True)
+            os._exit(0)
+        os.wait()
+        """
+    )
+    assert "Cannot re-initialize CUDA in forked subprocess" in done.stdout, done.stderr
+
+
+def test_it_is_loaded_before_torch_or_not_at_all():
+    done = run_alone("load(Settings())")
+    assert done.returncode == 1
+    assert "torch is imported already" in done.stderr
+
+
+def test_a_seed_gives_its_order_again(device):
+    """Of tasks that are all there before the first one runs."""
+
+    def order(seed):
+        torch.cuda.synchronize()
+        configure(device, Settings(devices=8, device_bytes=1 << 30, seed=seed, order="latest"))
+        start, ends = torch.cuda.Event(enable_timing=True), []
+        start.record()
+        for stream in streams:
+            stream.wait_event(start)
+            ends += [stream.record_event(torch.cuda.Event(enable_timing=True)) for _ in range(4)]
+        torch.cuda.synchronize()
+        return sorted(range(len(ends)), key=lambda number: start.elapsed_time(ends[number]))
+
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(5)}) > 1
