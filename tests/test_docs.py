@@ -18,6 +18,7 @@ import pytest
 
 from longer import longer
 from saved import write as write_checkpoint
+from superstep.cli import begin as cli_begin
 from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
 from superstep.cli.chat import verb as chat
 from superstep.cli.doctor import verb as doctor
@@ -227,6 +228,8 @@ def call(place, monkeypatch):
         raise Accepted(run)
 
     monkeypatch.setattr(rundir, "choose", begin)
+    monkeypatch.setattr(cli_begin, "load", lambda settings: None)  # emulated GPUs come before torch, which is here
+    monkeypatch.setattr(prove, "choose", lambda asked, ranks: "cpu")
     monkeypatch.setattr(prove, "prepare", begin)
     monkeypatch.setattr(prove, "prepared", begin)
     monkeypatch.setattr(sample, "text", begin)

@@ -12,6 +12,8 @@ from superstep.cli.refusals import check_apart, check_prove, check_rewards, chec
 from superstep.plan.config import PlanConfig
 from superstep.plan.mesh import AXES
 from superstep.runtime import seed
+from superstep.strict.load import load
+from superstep.strict.settings import Settings
 from superstep.tune.rl.config import RlRecipe
 
 
@@ -38,7 +40,11 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     elif verb == "prove":
         options, yields_to = prove.read(argv)
         check_prove(options, yields_to)
-        if (options.world or _ranks(options.plan)) > 1:
+        if options.device is not None:
+            count, device_bytes = prove.emulated_gpus(options)
+            load(Settings(devices=count, device_bytes=device_bytes, raises=False))
+            seed.begin("superstep.cli.prove.verb", is_unused=True)
+        elif (options.world or _ranks(options.plan)) > 1:
             seed.begin("superstep.cli.prove.verb")
     elif verb == "serve":
         check_serve(*serve.read(argv))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from superstep.cli.new_file import require_new_file
 from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of
 from superstep.errors import ConfigError
-from superstep.plan.config import RunConfig
+from superstep.plan.config import DeviceKind, RunConfig
+from superstep.plan.mesh import AXES
+
+MEMORY_GIB, MOST_GPUS, MOST_GPU_BYTES = 80, 16, 192 << 30
 
 DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches, and compare every tensor."
 
@@ -28,12 +34,44 @@ class Options(RunConfig):
     faults: bool = False
     """Compare bits: a run whose ranks are killed, stopped and hung, whose launcher is killed, whose newest checkpoint
     is damaged and whose disk is full, against the same run undisturbed, in exact mode."""
+    device: str | None = None
+    """Emulated GPUs to run the GPU path on, without one: strict for as many as there are ranks, with 80 GiB each, or
+    strict:8x24GiB. Names uses of memory that nothing orders, waits of the host, and calls of NCCL that do not fit."""
+    out: str | None = None
+    """With --device: a new file for the order in which a step's kernels ran, for ui.perfetto.dev."""
     serve: bool = False
     """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
     serve_tp: int = 1
     """Ranks of that server."""
     serve_logprobs: int | None = None
     """The fewest log-probabilities of it to compare, all ways together; none takes what `steps` batches have."""
+
+
+def emulated_gpus(options: Options) -> tuple[int, int]:
+    """How many GPUs ``--device`` asks for, and the bytes of each.
+
+    Raises:
+        ConfigError: it is not written as it must be.
+    """
+    asked = re.fullmatch(r"strict(?::(\d+))?(?:[x:](\d+(?:\.\d+)?)(GiB|MiB))?", options.device or "")
+    if asked is None:
+        raise ConfigError(f"--device = '{options.device}' must be strict, strict:8 or strict:8x80GiB.")
+    count, size, unit = asked.groups()
+    ranks = options.world or math.prod(getattr(options.plan, axis) or 1 for axis in AXES)
+    return int(count or ranks), int(float(size or MEMORY_GIB) * (2**20 if unit == "MiB" else 2**30))
+
+
+def _on_gpus(options: Options) -> DeviceKind:
+    count, size = emulated_gpus(options)
+    if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size <= MOST_GPU_BYTES:
+        raise ConfigError(
+            f"--device = '{options.device}': from 1 to {MOST_GPUS} GPUs are emulated, with 1MiB to 192GiB each."
+        )
+    if options.plan.device == "cpu":
+        raise ConfigError("plan.device = 'cpu' and --device exclude each other; leave plan.device out.")
+    if options.faults or options.serve or options.exact or options.all:
+        raise ConfigError("--device emulates GPUs for one layout; leave --all, --exact, --faults and --serve out.")
+    return "cuda"
 
 
 def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
@@ -71,4 +109,10 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
         raise ConfigError("--steps = 1 leaves none after a restart; --exact needs at least 2.")
     if options.faults and (options.all or options.serve):
         raise ConfigError("--faults hurts one run; leave --all and --serve out.")
+    if options.out is not None:
+        if options.device is None:
+            raise ConfigError("--out is for what ran on emulated GPUs; add --device strict.")
+        require_new_file("--out", Path(options.out))
+    if options.device is not None:
+        options = replace(options, plan=replace(options.plan, device=_on_gpus(options)))
     return options, tuple(flags) if path is None or path.is_dir() else None

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from superstep.cli.arguments.prove import Options, read
 from superstep.cli.choices import changed_layout
+from superstep.cli.new_file import write_new_file
 from superstep.cli.options import settled
 from superstep.cli.preparing import prepared
+from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
 from superstep.cli.prove.exact import ExactCase, prove_bits
 from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.served import prove_served
@@ -25,6 +27,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.runtime.device import choose
 from superstep.runtime.launch import World, launch_on
+from superstep.strict.timeline import timeline_text
 from superstep.train.batches import stream_of
 from superstep.train.model import resolved, vocab_of
 from superstep.train.proof.case import Case, Cases, prove_case
@@ -59,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
         if options.exact:
             return _exact(options, run, corpus)
         if not options.all:
-            return run_one(run, corpus, steps=options.steps)
+            return (
+                run_one(run, corpus, steps=options.steps)
+                if options.device is None
+                else _run_emulated(run, corpus, options)
+            )
         return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 
@@ -103,13 +110,31 @@ def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
 
 def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     """Prove one layout and print what was found."""
-    _ask_for_one_order()
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
-        case = Cases(Path(folder), corpus, steps=steps).case(run, reruns=True)
+    with _case(run, corpus, steps) as case:
         verdict = launch_on(run.config.plan.device, run.plan.mesh.world, _rank, (case,))[0]
     for line in verdict_lines(case, verdict):
         _say(line)
     return 0 if verdict.is_proven else 1
+
+
+def _run_emulated(run: Resolved, corpus: Path, options: Options) -> int:
+    """The same on emulated GPUs, and what they saw."""
+    with _case(run, corpus, options.steps) as case:
+        verdict, seen = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
+    for line in (*verdict_lines(case, verdict), *emulated_lines(run, seen)):
+        _say(line)
+    if options.out is not None:
+        write_new_file(Path(options.out), timeline_text([rank.step.ran for rank in seen]))
+        _say(f"The order of a step's kernels: {options.out}, for ui.perfetto.dev or chrome://tracing.")
+    return 0 if verdict.is_proven and is_clean(seen) else 1
+
+
+@contextmanager
+def _case(run: Resolved, corpus: Path, steps: int) -> Iterator[Case]:
+    """What one layout is proven on, as long as its files are there."""
+    _ask_for_one_order()
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
+        yield Cases(Path(folder), corpus, steps=steps).case(run, reruns=True)
 
 
 def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:

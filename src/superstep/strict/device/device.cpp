@@ -90,6 +90,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(state.lock);
     return state.contexts;
   });
+  module.def("record", [](bool is_recording) {
+    Lock lock(state.lock);
+    state.is_recording = is_recording;
+  });
+  module.def("take_ran", [] {
+    Lock lock(state.lock);
+    std::vector<std::tuple<int, bool, std::string, double, double>> ran;
+    for (auto& each : std::exchange(state.ran, {})) ran.emplace_back(each.stream, each.is_communicator, each.what, each.begin_s, each.end_s);
+    return ran;
+  });
   module.def("devices", [] { return state.settings.devices; });
   module.def("launches", [] {
     Lock lock(state.lock);

@@ -66,8 +66,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     start();
+    std::string why = "cuda.synchronize";
     for (size_t number = 0; number < stream_count(); number++)
-      if (state.streams[number]->device == device) wait_for(int(number), issued(int(number)), "cuda.synchronize");
+      if (state.streams[number]->device == device) wait_for(int(number), issued(int(number)), std::exchange(why, ""));
   }
   static uint64_t issued(int number) {
     Lock lock(state.lock);

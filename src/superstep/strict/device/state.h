@@ -75,6 +75,14 @@ struct Task {
   uint64_t whole = 0;  // its number among those that take the whole device; 0 for others
 };
 
+// When a task ran, by the clock of all processes of the host.
+struct Ran {
+  int stream;
+  bool is_communicator;
+  std::string what;
+  double begin_s, end_s;
+};
+
 struct StreamState {
   int number, device;
   bool is_communicator = false;
@@ -109,6 +117,8 @@ struct State {
   std::set<Block*> shut;  // pinned blocks that the host may not use now
   Clock host;
   std::vector<std::string> races;
+  bool is_recording = false;
+  std::vector<Ran> ran;  // while it records
   std::string failure;  // of a task: raised by the next call
   int waiting = 0;      // threads of the host that wait
   uint64_t whole_issued = 0, whole_done = 0;

@@ -45,6 +45,8 @@ inline bool is_ready(const StreamState& stream) {
   return !stream.tasks.empty() && !stream.is_busy && (!stream.tasks.front().after || stream.tasks.front().after->is_done);
 }
 
+inline double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   stream.is_busy = true;
   Task task = std::move(stream.tasks.front());
@@ -52,6 +54,7 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   lock.unlock();
   if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
   std::string failure;
+  double begin_s = now_s();
   in_kernel = true;
   try {
     if (task.run) task.run();
@@ -61,6 +64,7 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   task.run = nullptr;  // frees what it held, before anybody is told that it is over
   in_kernel = false;
   lock.lock();
+  if (state.is_recording) state.ran.push_back({stream.number, stream.is_communicator, task.what, begin_s, now_s()});
   if (stream.is_aborted) {
     stream.tasks.clear();
     stream.is_busy = false;
@@ -224,13 +228,13 @@ inline uint64_t issue(int number, Issue call) {
   return task;
 }
 
-// The host waits for a task; ``why`` is counted.
+// The host waits for a task; ``why`` is counted, unless it is empty.
 inline void wait_for(int number, uint64_t task, const std::string& why) {
   require_owner();
   std::string at = why + " (" + caller() + ")";
   WithoutGil without;
   Lock lock(state.lock);
-  state.host_waits[at]++;
+  if (!why.empty()) state.host_waits[at]++;
   StreamState& stream = *state.streams[number];
   host_waits_until(lock, [&] { return stream.done >= task || !state.failure.empty(); });
   host_learns(stream.known);

@@ -287,6 +287,23 @@ def _straight(
     return found, bits
 
 
+def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterator[None]:
+    """Train on the batches and look at nothing; it yields after each step has been issued."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
+    try:
+        engine = Engine(run, units_of(run), mesh, example=batches[0].tokens_BS[:1])
+        for step, batch in enumerate(batches):
+            engine.train_step(
+                microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh),
+                valid_tokens=batch.valid_tokens,
+                divisor=batch.divisor,
+                lr=rate(run.config.train, step),
+            )
+            yield
+    finally:
+        mesh.destroy()
+
+
 def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:
     run, mesh = engine.run, engine.mesh
     mine = batch.rows(rows(run.plan, mesh))

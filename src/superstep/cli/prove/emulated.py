@@ -1,0 +1,96 @@
+"""prove --device strict: the layout on emulated GPUs, and what they saw beside the numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from superstep.cli.figures import bytes_text
+from superstep.cost.program.memory_fit import memory_of
+from superstep.plan.resolve import Resolved
+from superstep.runtime.launch import World, gather
+from superstep.strict.seen import Look, Seen
+from superstep.train.proof.case import Case, prove_case
+from superstep.train.proof.close import Verdict, plain_steps
+
+MOST_SHOWN = 10
+"""Races, and lines that wait, that are shown of all ranks together."""
+
+WARM_STEPS = 1
+"""Steps before the one that is looked at: the first one fills caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """What a rank's GPU saw.
+
+    Attributes:
+        step: in one step of training, which did nothing else.
+        all: in that one, in those before, and in the proof.
+    """
+
+    step: Seen
+    all: tuple[Seen, ...]
+
+
+def prove_emulated(world: World, case: Case) -> tuple[Verdict, list[OnGpu]]:
+    """What the case came to, and what each rank's GPU saw; on every rank."""
+    look = Look(world.device.index)
+    steps: list[Seen] = []
+    for number, _ in enumerate(plain_steps(world, case.run, case.batches[:1] * (WARM_STEPS + 1))):
+        steps.append(look.take())
+        look.record(is_recording=number + 1 == WARM_STEPS)
+    verdict = prove_case(world, case)
+    return verdict, gather(OnGpu(steps[-1], (*steps, look.take())))
+
+
+def emulated_lines(run: Resolved, ranks: Sequence[OnGpu]) -> Iterator[str]:
+    """What the GPUs saw: races and waits of all ranks, the fullest of them, and who uses another one's."""
+    races, waits = (
+        _total(seen.races for rank in ranks for seen in rank.all),
+        _total(rank.step.host_waits for rank in ranks),
+    )
+    fullest = max((rank.step for rank in ranks), key=lambda step: step.peak_bytes)
+    issued = sum(seen.launches for rank in ranks for seen in rank.all)
+    predicted = "" if run.decoder is None else f", {bytes_text(max(rank.bytes for rank in memory_of(run)))} predicted"
+    yield f"On {len(ranks)} emulated GPU{'s' * (len(ranks) > 1)} with {bytes_text(fullest.device_bytes)}:"
+    yield f"  {'peak':12}{bytes_text(fullest.peak_bytes)} in a step, on the fullest GPU{predicted}"
+    yield f"  {'host waits':12}{waits.total():,} in a step, on all ranks together"
+    yield from _counted(waits)
+    yield f"  {'races':12}{len(races) or 'none'} in {issued:,} kernels, copies and collectives"
+    yield from _counted(races)
+    for number, others in _strays(ranks):
+        yield f"  {'context':12}rank {number} uses {others} too, which takes memory there; its GPU is cuda:{number}"
+    yield f"{'NO RACE' if not races else 'RACES'}: " + (
+        "no two uses of memory met that nothing orders." if not races else "on a GPU the numbers above are luck."
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """By what is the same on every rank and in every step: without the numbers of streams and of calls."""
+    found = Counter[str]()
+    for count in counts:
+        for text, times in count.items():
+            found[re.sub(r"call \d+ of communicator \S+: |aten::| o[fn] stream \d+", "", text)] += times
+    return found
+
+
+def _counted(found: Counter[str]) -> Iterator[str]:
+    for text, count in found.most_common(MOST_SHOWN):
+        yield f"    {count:,}x {text}"
+    if len(found) > MOST_SHOWN:
+        yield f"    and {len(found) - MOST_SHOWN} more"
+
+
+def _strays(ranks: Sequence[OnGpu]) -> Iterator[tuple[int, str]]:
+    for number, rank in enumerate(ranks):
+        others = rank.all[-1].contexts - {number}
+        if others:
+            yield number, ", ".join(f"cuda:{other}" for other in sorted(others))
+
+
+def is_clean(ranks: Sequence[OnGpu]) -> bool:
+    """Whether nothing was seen that is wrong on a GPU."""
+    return not any(seen.races for rank in ranks for seen in rank.all) and not any(_strays(ranks))

@@ -1,0 +1,89 @@
+"""superstep prove --device strict, as a user calls it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.strict
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/howto/emulate-gpus.md"
+SMALL = (
+    "--model.layers",
+    "1",
+    "--data.sequence-tokens",
+    "64",
+    "--train.batch-sequences",
+    "8",
+    "--plan.microbatch",
+    "4",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Text of its own, which is prepared in a moment."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"The number after {n} is {n + 1}.\n" for n in range(4000)), encoding="utf-8")
+    return ("--data.corpus", str(path))
+
+
+def prove(*argv):
+    command = [sys.executable, "-m", "superstep", "prove", *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+
+
+def test_a_layout_is_proven_and_the_order_of_a_step_is_written(text, tmp_path):
+    out = tmp_path / "order.json"
+    done = prove("recipes/own_model.toml", *SMALL, *text, "--device", "strict:2x1GiB", "--out", out)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "On 2 emulated GPUs with 1 GiB" in done.stdout
+    assert re.search(r"races +none in \d{1,3},\d{3} kernels", done.stdout)
+    assert re.search(r"peak +\d+\.?\d* MiB in a step", done.stdout)
+    events = json.loads(out.read_text(encoding="utf-8"))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    names = {event["name"] for event in slices}
+    assert any("all_gather_single" in name for name in names)
+    assert any(name.startswith("addmm") for name in names)
+    assert any("own_model.py:" in event["args"]["line"] for event in slices)
+
+
+def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
+    (function,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
+    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(norm_beside(self.norm_2, h_BSD))")
+    assert planted != source
+    model = tmp_path / "own_model.py"
+    first, rest = planted.split("\n\n\n", 1)
+    model.write_text(first + "\n\n" + function + "\n\n" + rest, encoding="utf-8")
+    done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    line = max(n for n, line in enumerate(model.read_text().splitlines(), 1) if line == "        return norm(h_BSD)")
+    assert re.search(
+        rf"\d+x all_gather_single .* reads bytes that \S+ \({model}:{line} .* writes, and no event", done.stdout
+    )
+    assert "RACES" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--device", "gpu"], "--device = 'gpu' must be strict, strict:8 or strict:8x80GiB."),
+        (["--device", "strict:99"], "from 1 to 16 GPUs are emulated"),
+        (["--device", "strict:1x0GiB"], "with 1MiB to 192GiB each"),
+        (["--device", "strict", "--plan.device", "cpu"], "plan.device = 'cpu' and --device exclude each other"),
+        (["--device", "strict", "--all"], "--device emulates GPUs for one layout"),
+        (["--out", "order.json"], "--out is for what ran on emulated GPUs; add --device strict."),
+        (["--device", "strict:1", "--plan.dp", "2"], "2 ranks on a host with 1 GPU"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(argv, why):
+    done = prove(*argv)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
