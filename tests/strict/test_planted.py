@@ -73,7 +73,7 @@ def skip_each(rank, world, config, most):
             return look().races
 
         assert races() == []
-        waits = skips.waits
+        waits = list(skips.waits)
         count = max(gather(len(waits)))  # ranks of a pipeline may have one more
         found = {number: races(number) for number in range(1, count + 1, -(-count // most))}
         mesh.destroy()

@@ -40,6 +40,7 @@ def gpu_of(rank, world, settings=None):
     configure(module, settings or Settings(devices=8, device_bytes=1 << 30))
     given = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"gpus {given.add(f'rank {rank}', 1)}/", given)
+    dist.barrier()  # a member that is still connecting would see another one leave
     dist.destroy_process_group()
     device = Device("cuda", rank)
     device.make_current()
