@@ -6,6 +6,9 @@
 Counted is what torch's allocator hands out on each rank, from before the trainer is there to the end of the run: every
 tensor, and what operations make within themselves. The process's own memory is not: libraries and pages that the system
 keeps are several times a model that a laptop trains. What is compared is the fullest rank's peak.
+
+torch's profiler counts in the thread that began it alone. A sampler's weights are read, and laid out, by another, which
+the rank waits for as it wakes; while it is counted, the rank reads them itself.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,6 +45,7 @@ from superstep.plan.config import (
 from superstep.plan.model.named import shape_of
 from superstep.plan.resolve import resolve
 from superstep.runtime.launch import World, gather, launch_apart
+from superstep.serve import reader
 from superstep.train.run_folder import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig
@@ -64,10 +69,20 @@ LAYOUTS: dict[str, dict] = {"dp=1": {}, "dp=2 zero=2": {"dp": 2, "zero": 2}, "tp
 ALLOWED = 0.05
 
 
+class InPlace:
+    """What stands for a thread of a reader: it runs where it is started."""
+
+    def __init__(self, *, target: Callable[[], None], **named: object) -> None:
+        self.start = target
+
+
 @contextmanager
 def counted() -> Iterator[Callable[[], int]]:
     """What is handed out within the block; told behind it is the most that was there at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    with (
+        mock.patch.object(reader, "Thread", InPlace),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
+    ):
         yield lambda: _highest(seen)
 
 

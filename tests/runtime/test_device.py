@@ -171,8 +171,7 @@ def test_groups_and_barriers_are_bound_to_a_ranks_own_gpu(host, monkeypatch):
 def test_weights_that_are_read_beside_a_step_take_memory_on_the_ranks_gpu_alone(host):
     found = host(4)
     reading = Reading(SimpleNamespace(), Device("cuda", 2), {}, is_named=False)
-    reading.start()
-    reading.join()
+    assert reading.reader.wait(60)
     assert found.contexts == [("set_device", torch.device("cuda", 2))]
 
 

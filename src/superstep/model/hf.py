@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from superstep.plan.model.shape import ModelShape
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEADER_BYTES = 100_000_000
+"""The most that safetensors takes as the head of a file."""
 ROWS_AT_ONCE = 4096
 """Of a matrix that is only compared."""
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -39,13 +41,25 @@ class StoredTensor(Protocol):
 
 
 class Weights(Mapping[str, StoredTensor]):
-    """The tensors of a folder by global name, none of them read yet. The files stay mapped while it lives."""
+    """The tensors of a folder by global name, none of them read yet. The files stay mapped while it lives.
 
-    def __init__(self, path: Path, file_of: Mapping[str, Any]) -> None:
+    Args:
+        path: of the folder or file.
+        file_of: the opened file of each tensor, by name.
+        progress: called before each tensor.
+    """
+
+    def __init__(self, path: Path, file_of: Mapping[str, Any], progress: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self.progress = progress
         self._file_of = file_of
 
+    def watched(self, progress: Callable[[], None]) -> Weights:
+        """The same, for who wants to know that reading goes on."""
+        return Weights(self.path, self._file_of, progress)
+
     def __getitem__(self, name: str) -> StoredTensor:
+        self.progress()
         stored: StoredTensor = self._file_of[name].get_slice(name)
         return stored
 
@@ -72,6 +86,7 @@ def open_weights(path: Path) -> Weights:
             files = [path / FILE]
         for file in files:
             require_regular(file)
+            _read_header(file)
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
     except OSError as error:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
@@ -89,6 +104,13 @@ def require_regular(file: Path) -> None:
     """
     if not stat.S_ISREG(file.stat().st_mode):
         raise StateError(f"{file} is no regular file; name a file of weights.")
+
+
+def _read_header(file: Path) -> None:
+    """Read what safetensors reads with Python's lock held: where it never comes, other threads go on meanwhile."""
+    with file.open("rb", buffering=0) as stream:
+        size_bytes = int.from_bytes(stream.read(8), "little")
+        stream.read(min(size_bytes, HEADER_BYTES))
 
 
 def _indexed_files(folder: Path) -> list[Path]:

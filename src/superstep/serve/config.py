@@ -35,6 +35,7 @@ class ServeConfig:
         speculate: who guesses tokens, which the model then judges: ``ngram``, or the folder of a small model; empty for
             nobody.
         draft_tokens: the most tokens guessed for a request in one step.
+        read_timeout_s: how long new weights may give no tensor, or an adapter nothing, before they are refused.
     """
 
     context_tokens: int | None = None
@@ -52,6 +53,7 @@ class ServeConfig:
     replay: Path | None = None
     speculate: str = ""
     draft_tokens: int = 4
+    read_timeout_s: float = 60.0
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:

@@ -150,7 +150,8 @@ def load_rank(
         guessing, beside = choose(small, asked, tp, device)
         memory.sleep_with(beside)
     give_back()
-    party, is_paged = Party(memory, weights, tp, device), memory.is_paged
+    party, is_paged = Party(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
+    forward.adapters.timeout_s = serve.read_timeout_s
     return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, UserError
+from superstep.model.adapter import Adapter
 from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import Ranks
 from superstep.serve.engine import Engine
@@ -39,6 +40,10 @@ from superstep.serve.messages import (
     UnloadAdapter,
     Wake,
 )
+from superstep.serve.reader import Reader
+
+ADAPTER_S = 0.02
+"""How long a step waits for an adapter: most are read by then."""
 
 REST_S = 0.05
 """How long is waited for a file at a time, where nothing is to be computed."""
@@ -56,6 +61,8 @@ class Steward:
         self._engine = engine
         self._model = model
         self._line: deque[tuple[int, Change | Sleep | Wake]] = deque()
+        self._shelf_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
+        self._adapter: Reader[Adapter] | None = None
         self._done: list[Done] = []
         self._paused: Pause | None = None
         self._barriers: dict[Literal["pause", "change"], int] = {}
@@ -83,7 +90,7 @@ class Steward:
     @property
     def is_busy(self) -> bool:
         """Whether ``tick`` has something to do, or to wait for."""
-        return bool(self._line or self._done or self._draining is not None)
+        return bool(self._line or self._shelf_line or self._done or self._draining is not None)
 
     def ask(self, number: int, deed: Deed) -> None:
         """Take something on; ``tick`` says when it is done."""
@@ -93,7 +100,7 @@ class Steward:
             case Resume():
                 self._resume(number)
             case LoadAdapter() | UnloadAdapter():
-                self._shelve(number, deed)
+                self._shelf_line.append((number, deed))
             case _:
                 self._line.append((number, deed))
 
@@ -102,6 +109,8 @@ class Steward:
         if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
             self._say(self._draining)
             self._draining = None
+        while self._shelf_line and self._shelve(*self._shelf_line[0]):
+            self._shelf_line.popleft()
         while self._line and self._try(*self._line[0]):
             self._line.popleft()
         done, self._done = self._done, []
@@ -110,8 +119,8 @@ class Steward:
     def rest(self) -> None:
         """Wait for what is being read, for a moment. To be called where nothing can be computed."""
         reading = self._model.party.reading
-        if reading is not None and reading.is_alive():
-            reading.join(REST_S)
+        if reading is not None and not reading.is_over:
+            reading.reader.wait(REST_S)
         elif self.is_busy:
             time.sleep(REST_S)
 
@@ -130,6 +139,8 @@ class Steward:
         """
         self._require_weights()
         self._model.read(source)
+        while not self._model.is_read():
+            self.rest()
         self._switch(source, requests)
         return self._engine.info.version
 
@@ -202,7 +213,7 @@ class Steward:
                 )
             self._model.read(Path(deed.path))
             return False
-        if reading.is_alive():
+        if not self._model.is_read():
             return False
         if deed.requests == "wait" and not reading.why:
             before = self._barriers.setdefault("change", self._engine.arrivals)
@@ -213,7 +224,6 @@ class Steward:
     def _switch(self, source: Path | Tensors, requests: Literal["recompute", "keep", "wait", "abort"]) -> None:
         reading = self._model.party.reading
         assert reading is not None, "something was read"
-        reading.join()
         try:
             if reading.version == self._engine.info.version and not reading.why:
                 self._model.forget()
@@ -250,11 +260,17 @@ class Steward:
         self._answer_drain()
         self._say(number)
 
-    def _shelve(self, number: int, deed: LoadAdapter | UnloadAdapter) -> None:
-        """Adapters need no memory of others, and are small: they come and go at once."""
+    def _shelve(self, number: int, deed: LoadAdapter | UnloadAdapter) -> bool:
+        """Whether an adapter has come or gone: each is read beside the steps before any rank reads it between two."""
         try:
             match deed:
                 case LoadAdapter(name, path):
+                    if self._adapter is None:
+                        self._adapter = self._model.begin_adapter(Path(path))
+                    if not self._adapter.wait(ADAPTER_S):
+                        return False
+                    reader, self._adapter = self._adapter, None
+                    reader.result()
                     self._engine.adapters.load(name, Path(path))
                 case UnloadAdapter(name):
                     self._engine.adapters.unload(name)
@@ -262,6 +278,7 @@ class Steward:
             self._say(number, str(error))
         else:
             self._say(number)
+        return True
 
     def _answer_drain(self) -> None:
         """Who waits for a pause that is no more is told how things stand."""

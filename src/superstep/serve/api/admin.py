@@ -47,6 +47,7 @@ from superstep.serve.messages import (
     UnloadAdapter,
     Wake,
 )
+from superstep.serve.reader import Reader
 
 Handler = Callable[[Request, Service], Awaitable[Response]]
 
@@ -107,7 +108,7 @@ async def weights(request: Request, service: Service) -> Response:
 async def change_weights(request: Request, service: Service) -> Response:
     """Other weights, between two steps."""
     fields = read_model(ChangeFields, await read_json(request, service.limits))
-    path = allowed(fields.path, admin_of(service).folders)
+    path = await look_up(fields.path, admin_of(service))
     return await _do(Change(str(path), fields.requests), service)
 
 
@@ -133,7 +134,7 @@ async def wake(request: Request, service: Service) -> Response:
     """The end of sleep, with other weights where a path is given."""
     body = await read_json(request, service.limits) if request.headers.get("content-type") else {}
     fields = read_model(WakeFields, body)
-    path = None if fields.path is None else str(allowed(fields.path, admin_of(service).folders))
+    path = None if fields.path is None else str(await look_up(fields.path, admin_of(service)))
     return await _do(Wake(path), service)
 
 
@@ -158,7 +159,7 @@ async def load_adapter(request: Request, service: Service) -> Response:
             param="name",
             code="invalid_value",
         )
-    path = allowed(fields.path, admin_of(service).folders)
+    path = await look_up(fields.path, admin_of(service))
     try:
         return _told_adapters(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
     except StateError as error:
@@ -190,6 +191,18 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/admin/adapters", load_adapter),
     ("DELETE", "/admin/adapters/{name:path}", unload_adapter),
 )
+
+
+async def look_up(path: str, admin: Admin) -> Path:
+    """As ``allowed``, while the event loop goes on: a mount that does not answer keeps nobody else.
+
+    Raises:
+        Refused: as there; 400 where no answer came in time.
+    """
+    try:
+        return await Reader(path, lambda progress: allowed(path, admin.folders), timeout_s=admin.timeout_s).answer()
+    except StateError as error:
+        raise Refused(str(error), param="path", code="invalid_value") from None
 
 
 def allowed(path: str, folders: Sequence[Path]) -> Path:

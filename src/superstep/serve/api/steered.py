@@ -14,6 +14,7 @@ import msgspec
 from superstep.errors import SuperstepError
 from superstep.serve.api.backend import Away
 from superstep.serve.messages import Deed, Pause, Resume, Standing
+from superstep.serve.reader import TIMEOUT_S
 
 
 class Steered(Protocol):
@@ -55,11 +56,13 @@ class Admin:
         key: that a client must know.
         folders: that weights may be taken from.
         engine: that is told.
+        timeout_s: how long a path may be looked for.
     """
 
     key: str
     folders: Sequence[Path]
     engine: Steered
+    timeout_s: float = TIMEOUT_S
 
 
 class Several:

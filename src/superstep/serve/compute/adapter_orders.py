@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,21 @@ from superstep.runtime.collectives import from_first, stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.adapters import Adapters
+from superstep.serve.reader import Reader
 
 LOAD, DROP = FIRST = (-2, -3)
 """What an order begins with."""
+
+
+def begin(adapters: Adapters, folder: Path) -> Reader[Adapter]:
+    """Begin to read an adapter."""
+    if adapters.refusal:
+        raise ConfigError(adapters.refusal)
+
+    def read(progress: Callable[[], None]) -> Adapter:
+        return read_adapter(folder, adapters.linears)
+
+    return Reader(folder, read, timeout_s=adapters.timeout_s)
 
 
 def load(adapters: Adapters, number: int, folder: Path, group: Group | None, device: Device) -> str:
@@ -28,9 +40,7 @@ def load(adapters: Adapters, number: int, folder: Path, group: Group | None, dev
     Raises:
         UserError: it cannot be used, or is not the same on every rank. No rank holds it then.
     """
-    if adapters.refusal:
-        raise ConfigError(adapters.refusal)
-    adapter = read_adapter(folder, adapters.linears)
+    adapter = begin(adapters, folder).result()
     if group is not None:
         from_first([LOAD, number, *str(folder).encode()], group, device.torch)
         if not _is_everywhere(adapter, group, device):
@@ -51,7 +61,7 @@ def obey(numbers: Sequence[int], adapters: Adapters, group: Group, device: Devic
     match numbers:
         case [n, number, *path] if n == LOAD:
             try:
-                adapter = read_adapter(Path(bytes(path).decode()), adapters.linears)
+                adapter = begin(adapters, Path(bytes(path).decode())).result()
             except UserError:
                 adapter = None
             if _is_everywhere(adapter, group, device) and adapter is not None:

@@ -23,6 +23,7 @@ from superstep.runtime.mesh import Group
 from superstep.serve.compute.low_rank import Additions, Factors, Now, now_of
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Part
+from superstep.serve.reader import TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,14 @@ class Adapters:
         served: the units, whose forwards change when the first adapter comes.
         tp: the ranks that share the model; None where there is one.
         refusal: why there can be none; empty where there can.
+
+    Attributes:
+        timeout_s: how long the reading of one may take.
     """
 
     def __init__(self, served: Served, tp: Group | None, refusal: str = "") -> None:
         self.refusal = refusal
+        self.timeout_s = TIMEOUT_S
         self.linears = linears_of(served.run.shape)
         self._served = served
         self._tp = tp

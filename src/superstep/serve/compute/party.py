@@ -8,8 +8,8 @@ Orders come between steps, to all ranks in one row, and so every rank does them 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.renewal import Beside, Memory
+from superstep.serve.reader import TIMEOUT_S, Reader
 from superstep.serve.weights import Source, given, hold, open_source
 
 SAID_BYTES = 1024
@@ -37,6 +38,10 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     """Begin to read weights beside those in place."""
 
     path: str
+
+
+class IsRead(msgspec.Struct, frozen=True, tag=True):
+    """Say whether all is read: nobody waits for a rank whose disk is slow."""
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
@@ -59,47 +64,87 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     path: str | None
 
 
-Order = Read | Switch | Forget | Sleep | Wake
+Order = Read | IsRead | Switch | Forget | Sleep | Wake
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Order).decode
 
 
-class Reading(threading.Thread):
-    """Reads weights beside those in place.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights that were read.
+
+    Attributes:
+        source: where they came from, which is held.
+        version: what they are called; empty where nobody wanted to know.
+        beside: this rank's part.
+    """
+
+    source: Source
+    version: str
+    beside: Beside
+
+
+class Reading:
+    """Weights that are read beside those in place, by a thread that can be given up.
 
     Args:
         memory: of this rank.
         device: where that is.
         source: what to read.
-        is_named: whether this rank is the one that finds out what the weights are called.
+        is_named: whether to find out what the weights are called.
+        timeout_s: how long nothing may come.
     """
 
-    def __init__(self, memory: Memory, device: Device, source: Path | Tensors, *, is_named: bool) -> None:
-        super().__init__(name="weights", daemon=True)
-        self.source: Source | None = None
-        self.beside: Beside | None = None
-        self.version = ""
-        self.why = ""
-        self._memory, self._device = memory, device
-        self._from = source
-        self._is_named = is_named
+    def __init__(
+        self,
+        memory: Memory,
+        device: Device,
+        source: Path | Tensors | Source,
+        *,
+        is_named: bool,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        def read(progress: Callable[[], None]) -> Loaded:
+            device.make_current()
+            found = opened(source)
+            try:
+                found.weights = found.weights.watched(progress)
+                version = found.version() if is_named else ""
+                return Loaded(found, version, memory.read(found.weights))
+            except BaseException:
+                drop(found)
+                raise
 
-    def run(self) -> None:
-        """Read; ``why`` says what went wrong."""
+        def drop(found: Source) -> None:
+            if found is not source:  # else somebody else holds it
+                found.close()
+
+        path = source if isinstance(source, Path) else source.weights.path if isinstance(source, Source) else "tensors"
+        self.reader = Reader(path, read, timeout_s=timeout_s, drop=lambda late: drop(late.source))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is read, or cannot be."""
+        return self.reader.is_over
+
+    @property
+    def why(self) -> str:
+        """Why the weights cannot be served; empty where they can. Waits for the end."""
         try:
-            self._device.make_current()
-            self.source = opened(self._from)
-            if self._is_named:
-                self.version = self.source.version()
-            self.beside = self._memory.read(self.source.weights)
+            self.reader.result()
         except FAILURES as error:
-            self.why = reason(error)
+            return reason(error)
+        return ""
+
+    @property
+    def version(self) -> str:
+        """What the weights are called; empty where they cannot be served. Waits for the end."""
+        return "" if self.why else self.reader.result().version
 
     def close(self) -> None:
         """Let go of everything."""
-        self.beside = None
-        if self.source is not None:
-            self.source.close()
+        if not self.why:
+            self.reader.result().source.close()
 
 
 class Party:
@@ -110,15 +155,19 @@ class Party:
         source: where the weights in place came from at first.
         group: the ranks that share the model; None where there is one.
         device: where they compute.
+        timeout_s: how long a reading may get nothing before it is given up.
     """
 
-    def __init__(self, memory: Memory, source: Path, group: Group | None, device: Device) -> None:
+    def __init__(
+        self, memory: Memory, source: Path, group: Group | None, device: Device, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.memory = memory
         self.path = source
         self._source: Source | Path = source
         self._lock = hold(source)
         self._group = group
         self._device = device
+        self._timeout_s = timeout_s
         self._reading: Reading | None = None
 
     @property
@@ -137,6 +186,8 @@ class Party:
             match order:
                 case Read(path):
                     self.read(Path(path))
+                case IsRead():
+                    self.is_read()
                 case Switch():
                     self.switch()
                 case Forget():
@@ -166,8 +217,13 @@ class Party:
     def read(self, source: Path | Tensors) -> None:
         """Begin to read."""
         assert self._reading is None, "one at a time"
-        self._reading = Reading(self.memory, self._device, source, is_named=self.is_first)
-        self._reading.start()
+        self._reading = self._read(source, is_named=self.is_first)
+
+    def is_read(self) -> bool:
+        """Whether every rank's reading is over."""
+        assert self._reading is not None, "something is read"
+        mine = torch.tensor([int(self._reading.is_over)], device=self._device.torch)
+        return bool(mine.item() if self._group is None else stack_ranks(mine, self._group).min().item())
 
     def switch(self) -> None:
         """Put what was read into place.
@@ -177,21 +233,18 @@ class Party:
         """
         reading = self._reading
         assert reading is not None, "something was read"
-        reading.join()
         why = self._first(reading.why)
         if why:
             self.forget()
             raise StateError(why)
-        assert reading.beside is not None
-        assert reading.source is not None
-        self.memory.switch(reading.beside)
-        self._reading, reading.beside = None, None
-        self._keep(reading.source)
+        loaded = reading.reader.result()
+        self.memory.switch(loaded.beside)
+        self._reading = None
+        self._keep(loaded.source)
 
     def forget(self) -> None:
         """Let go of what was read."""
         if self._reading is not None:
-            self._reading.join()
             self._reading.close()
             self._reading = None
 
@@ -208,10 +261,15 @@ class Party:
         why, version, source = "", "", None
         changes = self.memory.changes
         try:
-            if not self.memory.has_weights or path is not None:
-                source = opened(path) if path is not None else self._again()
-                version = known or (source.version() if self.is_first else "")
-            self.memory.wake(None if source is None else source.weights)
+            if self.memory.has_weights and path is None:
+                self.memory.wake(None)
+            else:
+                self.memory.sleep(keeps_weights=False)  # there is no room for two sets
+                again = self._source if path is None else path
+                reading = self._read(again, is_named=self.is_first and not known)
+                loaded = reading.reader.result()
+                source, version = loaded.source, known or loaded.version
+                self.memory.wake(loaded.beside)
         except FAILURES as error:
             why = reason(error)
         why = self._first(why)
@@ -225,8 +283,8 @@ class Party:
             self._keep(source)
         return version
 
-    def _again(self) -> Source:
-        return opened(self._source) if isinstance(self._source, Path) else self._source
+    def _read(self, source: Path | Tensors | Source, *, is_named: bool) -> Reading:
+        return Reading(self.memory, self._device, source, is_named=is_named, timeout_s=self._timeout_s)
 
     def _keep(self, source: Source) -> None:
         """Hold on to where the weights came from: who sleeps without them needs it once more."""
@@ -248,8 +306,10 @@ class Party:
         return next((one for one in told if one), "")
 
 
-def opened(source: Path | Tensors) -> Source:
-    """A path's weights, or tensors of this process."""
+def opened(source: Path | Tensors | Source) -> Source:
+    """A path's weights, tensors of this process, or what is open already."""
+    if isinstance(source, Source):
+        return source
     return open_source(source) if isinstance(source, Path) else Source(given(source))
 
 

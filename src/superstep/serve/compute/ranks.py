@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.errors import ConfigError
+from superstep.model.adapter import Adapter
 from superstep.runtime.collectives import from_first
 from superstep.runtime.device import Device
 from superstep.runtime.exact.linear import Cut
@@ -24,6 +25,7 @@ from superstep.serve.compute.adapters import Adapters
 from superstep.serve.compute.draw import Totals
 from superstep.serve.compute.party import (
     Forget,
+    IsRead,
     Order,
     Party,
     Read,
@@ -35,6 +37,7 @@ from superstep.serve.compute.party import (
     order_to_numbers,
 )
 from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
+from superstep.serve.reader import Reader
 
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
@@ -119,6 +122,10 @@ class Ranks:
         found = top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), logits_RV.argmax(-1).tolist()
         return [Totals(*each) for each in zip(*found, strict=True)]
 
+    def begin_adapter(self, folder: Path) -> Reader[Adapter]:
+        """Begin to read an adapter beside the steps, to see that it can be read."""
+        return adapter_orders.begin(self._forward.adapters, folder)
+
     def load_adapter(self, number: int, folder: Path) -> str:
         """Hold an adapter under a number, on every rank or on none; its version.
 
@@ -146,6 +153,15 @@ class Ranks:
         else:
             self._require_alone()
         self.party.read(source)
+
+    def is_read(self) -> bool:
+        """Whether all ranks' reading is over; rank 0's own is looked at first."""
+        reading = self.party.reading
+        assert reading is not None, "something is read"
+        if not reading.is_over:
+            return False
+        self._order(IsRead())
+        return self.party.is_read()
 
     def switch(self) -> None:
         """Put what was read into place on all ranks.

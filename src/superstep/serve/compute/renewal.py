@@ -11,7 +11,7 @@ new values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class Beside:
         place: puts the products laid out from them into place.
     """
 
-    parts: Mapping[str, Tensor]
+    parts: dict[str, Tensor]
     place: Callable[[], None]
 
 
@@ -91,10 +91,13 @@ class Memory:
 
     def switch(self, beside: Beside) -> None:
         """Put weights into place. To be called between two steps."""
-        for name, part in beside.parts.items():
+        while beside.parts:  # each is let go of as soon as it is copied
+            name, part = beside.parts.popitem()
             values = self._served.params[name].values
-            if part is not values:
-                values.copy_(part)
+            if not self.has_weights:
+                _take(values)
+            values.copy_(part)
+            del part
         beside.place()
         self.changes += 1
 
@@ -112,19 +115,10 @@ class Memory:
             if self._linears is not None:
                 self._linears.drop()
 
-    def wake(self, weights: Weights | None) -> None:
-        """Take the memory again, and with it weights where there are none; they are read into their place.
-
-        Raises:
-            StateError: they cannot be served; it sleeps on then.
-        """
-        if weights is not None:
-            _take(*(held.values for held in self._served.params.values()))
-            try:
-                self.switch(self._filled(self._served, weights))
-            except BaseException:
-                self.sleep(keeps_weights=False)
-                raise
+    def wake(self, beside: Beside | None) -> None:
+        """Take the memory again, and with it weights where there are none: their memory is used up one by one."""
+        if beside is not None:
+            self.switch(beside)
             self.has_weights = True
         for one in (self, *self._others):
             _take(one._store.keys, one._store.values)
@@ -136,7 +130,12 @@ class Memory:
         parts = {name: held.values for name, held in served.params.items()}
         if self._linears is None:
             return Beside(parts, lambda: None)
-        return Beside(parts, self._linears.beside(lambda param: parts[self._name_of[id(param)]]))
+
+        def value_of(param: Tensor) -> Tensor:
+            weights.progress()  # to lay out takes its time as well
+            return parts[self._name_of[id(param)]]
+
+        return Beside(parts, self._linears.beside(value_of))
 
 
 def _require_shape(served: Served, weights: Weights) -> None:
