@@ -336,13 +336,12 @@ def _case(rank, world, folder, exact, plant, kinds):
 
 def _other_content():
     """A rank that finds other files than rank 0 did."""
-    from superstep.serve.compute import adapter_orders
 
     def read(folder, linears):
         found = read_adapter(folder, linears)
         return Adapter(parts=found.parts, is_stabilized=found.is_stabilized, version="f" * 16)
 
-    return mock.patch.object(adapter_orders, "read_adapter", read)
+    return mock.patch.object(placing, "read_adapter", read)
 
 
 def _cut(field):

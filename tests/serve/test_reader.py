@@ -1,30 +1,44 @@
 """Files that never answer: the deed is refused after its time, answers go on, and the next change works."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import httpx
 import pytest
+import torch.distributed as dist
 from test_weights import EXACT, tensors_of
 
+import low_rank
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from superstep.errors import StateError
+from superstep.model import adapter as adapter_module
 from superstep.model import hf
+from superstep.model.adapter import linears_of, write_adapter
 from superstep.model.hf import save_weights
+from superstep.runtime.device import Device
+from superstep.serve import deeds as deeds_module
 from superstep.serve.api import admin as admin_module
 from superstep.serve.api.app import make_app
 from superstep.serve.api.steered import Admin
-from superstep.serve.compute import adapter_orders
-from superstep.serve.load import open_both
+from superstep.serve.compute import adapters as adapters_module
+from superstep.serve.compute.ranks import follow
+from superstep.serve.deeds import Deeds
+from superstep.serve.load import load_rank, open_both
 from superstep.serve.messages import Change, LoadAdapter, Standing
 from superstep.serve.reader import Reader
 from superstep.serve.request import Info, Request, Sampling
 
-FAST = replace(EXACT, exact=False)
-SOON_S = 0.2
+SOON_S = 2.0
+"""Long enough for a small model on a loaded machine, short enough to wait for."""
+FAST = replace(EXACT, exact=False, read_timeout_s=SOON_S)
 
 
 @pytest.fixture
@@ -67,13 +81,11 @@ def after(engine, steward, deed):
 @pytest.mark.usefixtures("held")
 def test_weights_that_never_come_are_refused_while_answers_go_on(folder):
     engine, steward = open_both(folder / "model", FAST)
-    version, party = engine.info.version, steward._model.party
-    party._timeout_s = SOON_S
+    version = engine.info.version
     done, tokens = after(engine, steward, Change(str(folder / "hangs")))
-    assert f"{folder / 'hangs'} was not read: nothing came for 0.2 s" in done.why
+    assert f"{folder / 'hangs'} was not read: nothing came for 2 s" in done.why
     assert tokens > 0
     assert engine.info.version == version
-    party._timeout_s = 60.0
     done, _ = after(engine, steward, Change(str(folder / "good")))
     assert not done.why
     assert engine.info.version != version
@@ -84,36 +96,130 @@ def test_weights_that_never_come_are_refused_while_answers_go_on(folder):
 def test_an_engine_whose_weights_never_come_sleeps_on_and_wakes_with_others(folder, keeps_weights):
     engine, steward = open_both(folder / "model", FAST)
     steward.sleep(keeps_weights=keeps_weights)
-    steward._model.party._timeout_s = SOON_S
     with pytest.raises(StateError, match="nothing came for"):
         steward.wake(folder / "hangs")
     assert steward.standing.state == "asleep"
-    steward._model.party._timeout_s = 60.0
     steward.wake(folder / "good")
     assert steward.standing.state == "serving"
     done, _ = after(engine, steward, Change(str(folder / "model")))
     assert not done.why
 
 
-def test_an_adapter_that_never_comes_is_refused_while_answers_go_on(folder, monkeypatch):
-    engine, steward = open_both(folder / "model", FAST)
+@contextmanager
+def held_adapters():
+    """Adapters in a folder called 'hangs' are not read until the block ends, where this rank's reading hangs."""
     end = threading.Event()
 
     def read_adapter(path, linears):
         if path.name == "hangs":
             end.wait()
-        raise StateError("read to the end")
+        return adapter_module.read_adapter(path, linears)
 
-    monkeypatch.setattr(adapter_orders, "read_adapter", read_adapter)
-    adapters = steward._model._forward.adapters
-    adapters.timeout_s = SOON_S
-    done, tokens = after(engine, steward, LoadAdapter("a", str(folder / "hangs")))
-    assert "was not read: nothing came for" in done.why
+    with mock.patch.object(adapters_module, "read_adapter", read_adapter):
+        try:
+            yield
+        finally:
+            end.set()
+
+
+def write_adapters(folder):
+    for name, seed in {"hangs": 1, "good": 2}.items():
+        write_adapter(folder / "adapters" / name, low_rank.random_adapter(seed, linears=linears_of(tensors_of(0)[1])))
+    return folder / "adapters"
+
+
+def test_an_adapter_that_never_comes_is_refused_while_answers_go_on(folder):
+    adapters = write_adapters(folder)
+    engine, steward = open_both(folder / "model", FAST)
+    with held_adapters():
+        done, tokens = after(engine, steward, LoadAdapter("a", str(adapters / "hangs")))
+        assert f"{adapters / 'hangs'} was not read: nothing came for 2 s" in done.why
+        assert tokens > 0
+        done, _ = after(engine, steward, LoadAdapter("a", str(adapters / "good")))
+    assert not done.why
+    assert [one.name for one in done.standing.adapters] == ["a"]
+
+
+def one_rank_hangs(rank, world, folder, adapters):
+    """Two ranks, of which the second reads nothing of a folder called 'hangs'."""
+    tp, device, serve = dist.group.WORLD, Device("cpu"), replace(FAST, tp=world)
+    if rank > 0:
+        mine = load_rank(folder, serve, rank, tp, device)
+        with held_adapters():
+            follow(mine.forward, tp, device, mine.party)
+        return None
+    engine, steward = open_both(folder, serve, tp=tp)
+    try:
+        found = []
+        for name in ("hangs", "good"):
+            done, tokens = after(engine, steward, LoadAdapter("a", str(adapters / name)))
+            found.append((done.why, tokens, [one.name for one in done.standing.adapters]))
+        return found
+    finally:
+        engine.end()
+
+
+@pytest.mark.multiproc
+def test_an_adapter_that_one_rank_cannot_read_holds_up_no_rank(folder, pool):
+    adapters = write_adapters(folder)
+    refused, taken = pool.run(2, one_rank_hangs, folder / "model", adapters)[0]
+    why, tokens, names = refused
+    assert f"{adapters / 'hangs'} was not read: nothing came for 2 s" in why
     assert tokens > 0
-    adapters.timeout_s = 60.0
-    done, _ = after(engine, steward, LoadAdapter("a", str(folder / "good")))
-    assert done.why == "read to the end"
+    assert names == []
+    assert taken[0] == ""
+    assert taken[2] == ["a"]
+
+
+def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, monkeypatch):
+    end, released = threading.Event(), threading.Event()
+
+    class Held:
+        def close(self):
+            released.set()
+
+    def hold(path):
+        if path.name != "hangs":
+            return None
+        end.wait()
+        return Held()
+
+    monkeypatch.setattr(deeds_module, "hold", hold)
+    deeds = Deeds(lambda order: None, folder / "model", {}, read_timeout_s=SOON_S)
+    for name in ("hangs", "good"):
+        deeds._accepted(folder / name)
+        assert deeds.newest == folder / name
     end.set()
+    assert released.wait(60)
+    deeds.close()
+
+
+HANGS = """
+import os, sys, threading
+from superstep.serve.reader import Reader
+from superstep.serve import weights
+
+def never():
+    os.open(sys.argv[1], os.O_RDONLY)
+
+class Hanging(dict):
+    def __getitem__(self, name):
+        never()
+
+Reader("a fifo", lambda progress: never())
+Reader("tensors", lambda progress: weights.digests(Hanging(a=1, b=2)))
+while sum(thread.name == "reader" for thread in threading.enumerate()) < 4:
+    pass
+print("leaves", flush=True)
+"""
+
+
+def test_a_process_ends_though_its_readings_hang(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path / "fifo")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "leaves\n")
 
 
 def test_reading_that_gets_on_is_not_given_up_and_what_comes_late_is_dropped():
@@ -127,7 +233,7 @@ def test_reading_that_gets_on_is_not_given_up_and_what_comes_late_is_dropped():
         dropped.append(result)
         late.set()
 
-    reader = Reader("a path", work, timeout_s=SOON_S, drop=drop)
+    reader = Reader("a path", work, timeout_s=0.2, drop=drop)
     with pytest.raises(StateError, match="a path was not read"):
         reader.result()
     end.set()

@@ -66,7 +66,12 @@ def _admin(model: ServedModel, options: Options, host: Host | Replicas, key: str
         return None
     beside = (folder.parent for _, folder in folders_of(options.serve.adapters or ""))
     folders = (model.root, *(Path(folder) for folder in options.serve.weights), *beside)
-    return Admin(key=key, folders=[folder.resolve() for folder in folders], engine=host)
+    return Admin(
+        key=key,
+        folders=[folder.resolve() for folder in folders],
+        engine=host,
+        timeout_s=options.serve.read_timeout_s,
+    )
 
 
 def admin_key(asked: str | None, found: str | None) -> str | None:

@@ -44,6 +44,7 @@ def serve_config(run: RunConfig | None, options: Asked) -> ServeConfig:
         adapters=folders_of(asked.adapters or ""),
         speculate=_guesser(asked.speculate),
         draft_tokens=asked.draft_tokens,
+        read_timeout_s=asked.read_timeout_s,
         replay=None if asked.replay is None else Path(asked.replay),
     )
 

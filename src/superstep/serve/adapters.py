@@ -1,6 +1,6 @@
 """The adapters that an engine answers with: by name, counted by the requests that use them.
 
-    load "tone"   ──► number 1 ──► every rank reads the folder, between two steps
+    load "tone"   ──► number 1 ──► every rank reads the folder beside the steps, and holds it between two
     load "tone"   ──► number 2: new requests take it; number 1 goes when its last request has ended
     unload "tone" ──► no new request; number 2 goes in the same way
 
@@ -19,12 +19,25 @@ from superstep.errors import ConfigError, did_you_mean
 from superstep.model.adapter_config import CONFIG
 from superstep.serve.request import AdapterInfo
 
+WAIT_S = 1.0
+"""How long is waited for an adapter at a time."""
+
 
 class Holder(Protocol):
     """The ranks, as far as adapters go."""
 
-    def load_adapter(self, number: int, folder: Path) -> str:
-        """Hold an adapter, on every rank or on none; its version.
+    def read_adapter(self, folder: Path) -> None:
+        """Begin to read an adapter, on every rank.
+
+        Raises:
+            ConfigError: the model can have none.
+        """
+
+    def is_adapter_read(self, most_s: float) -> bool:
+        """Whether every rank has read it, or cannot; may wait for so long."""
+
+    def hold_adapter(self, number: int) -> str:
+        """Hold what was read, on every rank or on none; its version.
 
         Raises:
             UserError: it cannot be used.
@@ -66,6 +79,7 @@ class Shelf:
         self._named: dict[str, Chosen] = {}
         self._users: Counter[int] = Counter()
         self._last = 0
+        self._reading = ""
 
     @property
     def all(self) -> tuple[AdapterInfo, ...]:
@@ -73,15 +87,45 @@ class Shelf:
         return tuple(AdapterInfo(name=name, version=chosen.version) for name, chosen in self._named.items())
 
     def load(self, name: str, folder: Path) -> AdapterInfo:
-        """Read an adapter, in the place of one of the same name. Requests under way keep what they began with.
+        """``read`` and ``hold``; waits for what is read meanwhile.
 
         Raises:
             UserError: it cannot be used. What was there of the name stays.
         """
+        self.read(name, folder)
+        while not self.is_read(WAIT_S):
+            pass
+        return self.hold()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is being read, or was and is not yet held."""
+        return bool(self._reading)
+
+    def read(self, name: str, folder: Path) -> None:
+        """Begin to read an adapter.
+
+        Raises:
+            ConfigError: it has no name, or this model can have none.
+        """
         if not name:
             raise ConfigError(f"adapter '{folder}' has no name; give it one.")
+        self._holder.read_adapter(folder)
+        self._reading = name
+
+    def is_read(self, most_s: float) -> bool:
+        """Whether it has been read, or cannot be; may wait for so long."""
+        return self._holder.is_adapter_read(most_s)
+
+    def hold(self) -> AdapterInfo:
+        """Answer with what was read, in the place of one of the same name. Requests under way keep what they have.
+
+        Raises:
+            UserError: it cannot be used. What was there of the name stays.
+        """
+        name, self._reading = self._reading, ""
         self._last += 1
-        made = Chosen(self._last, self._holder.load_adapter(self._last, folder))
+        made = Chosen(self._last, self._holder.hold_adapter(self._last))
         before = self._named.get(name)
         self._named[name] = made
         self._drop_unused(before)

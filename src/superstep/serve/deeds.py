@@ -29,8 +29,9 @@ from superstep.serve.messages import (
     UnloadAdapter,
     Wake,
 )
+from superstep.serve.reader import TIMEOUT_S, Reader
 from superstep.serve.request import AdapterInfo, Info
-from superstep.serve.weights import hold
+from superstep.serve.weights import Lock, hold
 
 NOBODY = 0
 """The number of a deed whose end nobody waits for."""
@@ -42,6 +43,8 @@ class Deeds:
     Args:
         send: hands an order on to the ranks.
         path: of the model's own weights.
+        adapters: the folders of those that are there from the start, by name.
+        read_timeout_s: how long a folder of weights may take to be locked.
 
     Attributes:
         standing: how the engine stood when it last said so.
@@ -49,13 +52,21 @@ class Deeds:
         adapters: the folders of the adapters that are there, by name.
     """
 
-    def __init__(self, send: Callable[[Order], None], path: Path, adapters: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        send: Callable[[Order], None],
+        path: Path,
+        adapters: Mapping[str, Path],
+        read_timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.standing = Standing()
         self.adapters = dict(adapters)
         self.newest: Path | None = None
         self._send = send
         self._path = path
-        self._lock = hold(path)
+        self._read_timeout_s = read_timeout_s
+        self._lock = self._hold(path)
+        self._lock.result()
         self._asked: dict[int, tuple[Deed, asyncio.Future[Standing]]] = {}
         self._paused: Pause | None = None
         self._asleep: Sleep | None = None
@@ -156,8 +167,7 @@ class Deeds:
 
     def close(self) -> None:
         """Let go of the weights."""
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.give_up()
 
     def _note(self, deed: Deed) -> None:
         match deed:
@@ -179,13 +189,21 @@ class Deeds:
                     self._accepted(Path(path))
 
     def _accepted(self, path: Path) -> None:
-        """Hold on to the newest weights: ranks that are started again read them."""
-        before, self._lock = self._lock, None
-        with suppress(StateError):  # the ranks have it open, and with it a lock of their own
-            self._lock = hold(path)
+        """Hold on to the newest weights: ranks that are started again read them.
+
+        Nobody waits for the lock: what the ranks say goes on, and they have a lock of their own.
+        """
+        before, self._lock = self._lock, self._hold(path)
         self.newest = path
-        if before is not None:
-            before.close()
+        before.give_up()
+
+    def _hold(self, path: Path) -> Reader[Lock | None]:
+        return Reader(path, lambda progress: hold(path), timeout_s=self._read_timeout_s, drop=_let_go)
+
+
+def _let_go(lock: Lock | None) -> None:
+    if lock is not None:
+        lock.close()
 
 
 def _spelt(state: str) -> str:

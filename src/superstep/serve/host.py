@@ -89,7 +89,7 @@ class Host:
         self._counters = Counters()
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._deeds = Deeds(self._send, folder, dict(serve.adapters))
+        self._deeds = Deeds(self._send, folder, dict(serve.adapters), serve.read_timeout_s)
         self._mail: dict[int, Mail] = {}
         self._moved_s = time.monotonic()
         self._number = 0

@@ -151,7 +151,6 @@ def load_rank(
         memory.sleep_with(beside)
     give_back()
     party, is_paged = Party(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
-    forward.adapters.timeout_s = serve.read_timeout_s
     return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
 
 
@@ -263,7 +262,15 @@ def open_both(
     rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain
     cells = None if grain is None else grain.cells
-    model = Ranks(rank.forward, cells=cells, group=tp, device=device, party=rank.party, small=rank.small)
+    model = Ranks(
+        rank.forward,
+        cells=cells,
+        group=tp,
+        device=device,
+        party=rank.party,
+        small=rank.small,
+        read_timeout_s=serve.read_timeout_s,
+    )
     info = Info(
         name=folder.name,
         vocab=rank.run.shape.vocab,

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, UserError
-from superstep.model.adapter import Adapter
 from superstep.serve.compute.party import Tensors
 from superstep.serve.compute.ranks import Ranks
 from superstep.serve.engine import Engine
@@ -40,7 +39,6 @@ from superstep.serve.messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.reader import Reader
 
 ADAPTER_S = 0.02
 """How long a step waits for an adapter: most are read by then."""
@@ -61,8 +59,7 @@ class Steward:
         self._engine = engine
         self._model = model
         self._line: deque[tuple[int, Change | Sleep | Wake]] = deque()
-        self._shelf_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
-        self._adapter: Reader[Adapter] | None = None
+        self._adapter_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
         self._done: list[Done] = []
         self._paused: Pause | None = None
         self._barriers: dict[Literal["pause", "change"], int] = {}
@@ -90,7 +87,7 @@ class Steward:
     @property
     def is_busy(self) -> bool:
         """Whether ``tick`` has something to do, or to wait for."""
-        return bool(self._line or self._shelf_line or self._done or self._draining is not None)
+        return bool(self._line or self._adapter_line or self._done or self._draining is not None)
 
     def ask(self, number: int, deed: Deed) -> None:
         """Take something on; ``tick`` says when it is done."""
@@ -100,7 +97,7 @@ class Steward:
             case Resume():
                 self._resume(number)
             case LoadAdapter() | UnloadAdapter():
-                self._shelf_line.append((number, deed))
+                self._adapter_line.append((number, deed))
             case _:
                 self._line.append((number, deed))
 
@@ -109,8 +106,8 @@ class Steward:
         if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
             self._say(self._draining)
             self._draining = None
-        while self._shelf_line and self._shelve(*self._shelf_line[0]):
-            self._shelf_line.popleft()
+        while self._adapter_line and self._try_adapter(*self._adapter_line[0]):
+            self._adapter_line.popleft()
         while self._line and self._try(*self._line[0]):
             self._line.popleft()
         done, self._done = self._done, []
@@ -260,20 +257,19 @@ class Steward:
         self._answer_drain()
         self._say(number)
 
-    def _shelve(self, number: int, deed: LoadAdapter | UnloadAdapter) -> bool:
-        """Whether an adapter has come or gone: each is read beside the steps before any rank reads it between two."""
+    def _try_adapter(self, number: int, deed: LoadAdapter | UnloadAdapter) -> bool:
+        """Whether an adapter has come or gone, or was refused."""
+        adapters = self._engine.adapters
         try:
             match deed:
                 case LoadAdapter(name, path):
-                    if self._adapter is None:
-                        self._adapter = self._model.begin_adapter(Path(path))
-                    if not self._adapter.wait(ADAPTER_S):
+                    if not adapters.is_reading:
+                        adapters.read(name, Path(path))
+                    if not adapters.is_read(ADAPTER_S):
                         return False
-                    reader, self._adapter = self._adapter, None
-                    reader.result()
-                    self._engine.adapters.load(name, Path(path))
+                    adapters.hold()
                 case UnloadAdapter(name):
-                    self._engine.adapters.unload(name)
+                    adapters.unload(name)
         except UserError as error:
             self._say(number, str(error))
         else:

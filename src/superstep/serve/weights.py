@@ -17,12 +17,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch import Tensor
 from superstep.errors import StateError
 from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
 from superstep.runtime.device import cores
+from superstep.serve.reader import Reader
 from superstep.state.durable import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
 from superstep.state.piece import bytes_of
@@ -184,8 +185,14 @@ def digests(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
         held = weights[name][:].detach().cpu().contiguous()
         return digest(bytes_of(held))
 
-    with ThreadPoolExecutor(min(8, cores())) as pool:  # hashing lets other threads run
-        return dict(zip(weights, pool.map(one, weights), strict=True))
+    # Hashing lets other threads run. A pool's threads would be waited for at the process's end, also one that hangs.
+    left = iter(list(weights))
+    readers = [
+        Reader("the weights", lambda progress: {name: one(name) for name in left}, timeout_s=math.inf)
+        for _ in range(min(8, cores()))
+    ]
+    found = {name: digest for reader in readers for name, digest in reader.result().items()}
+    return {name: found[name] for name in weights}
 
 
 def version_of(weights: Mapping[str, StoredTensor], found: Mapping[str, str] | None = None) -> str:

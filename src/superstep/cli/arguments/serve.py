@@ -19,6 +19,9 @@ DESCRIPTION = (
 )
 COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_tokens")
 
+MOST_READ_TIMEOUT_S = 240.0
+"""Ranks that share a model wait for each other no longer than five minutes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
@@ -77,6 +80,8 @@ class ServeOptions:
     run or a folder is a small model of the same vocabulary. It changes no token."""
     draft_tokens: int = 4
     """The most tokens guessed for a request in one step."""
+    read_timeout_s: float = 60.0
+    """Seconds in which new weights must give a tensor, or an adapter all of itself; else the change is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,5 +150,9 @@ def check_least(plan: PlanOptions, serve: ServeOptions) -> None:
     for name, value in least.items():
         if value < 1:
             raise ConfigError(f"{name} = {value} must be at least 1.")
+    if not 0 < serve.read_timeout_s <= MOST_READ_TIMEOUT_S:
+        raise ConfigError(
+            f"serve.read_timeout_s = {serve.read_timeout_s:g} must be more than 0 and at most {MOST_READ_TIMEOUT_S:g}."
+        )
     if serve.context_tokens is not None and serve.context_tokens < 2:
         raise ConfigError(f"serve.context_tokens = {serve.context_tokens} must be at least 2.")

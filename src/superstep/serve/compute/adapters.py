@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from superstep.model.adapter import Adapter, linears_of
+from superstep.model.adapter import Adapter, linears_of, read_adapter
 from superstep.runtime.accumulate import replace_forward
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.low_rank import Additions, Factors, Now, now_of
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Part
-from superstep.serve.reader import TIMEOUT_S
+from superstep.serve.reader import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,13 @@ class Adapters:
         refusal: why there can be none; empty where there can.
 
     Attributes:
-        timeout_s: how long the reading of one may take.
+        folder: that is being read, or was last.
     """
 
     def __init__(self, served: Served, tp: Group | None, refusal: str = "") -> None:
         self.refusal = refusal
-        self.timeout_s = TIMEOUT_S
+        self.folder = Path()
+        self._reader: Reader[Adapter] | None = None
         self.linears = linears_of(served.run.shape)
         self._served = served
         self._tp = tp
@@ -80,6 +82,27 @@ class Adapters:
     def numbers(self) -> set[int]:
         """Of the adapters that are held."""
         return {number for site in self._sites.values() for number in site.additions.factors}
+
+    @property
+    def reader(self) -> Reader[Adapter]:
+        """Of the adapter that is being read."""
+        assert self._reader is not None, "an adapter is read"
+        return self._reader
+
+    def read(self, folder: Path, timeout_s: float) -> None:
+        """Begin to read an adapter, beside whatever is computed; it is given up after so long."""
+        assert self._reader is None, "one at a time"
+        self.folder = folder
+        self._reader = Reader(folder, lambda progress: read_adapter(folder, self.linears), timeout_s=timeout_s)
+
+    def take_read(self) -> Adapter:
+        """What was read, which is not kept here. Waits for it.
+
+        Raises:
+            UserError: it cannot be read, or did not come in time.
+        """
+        reader, self._reader = self.reader, None
+        return reader.result()
 
     @torch.no_grad()
     def put(self, number: int, adapter: Adapter) -> None:

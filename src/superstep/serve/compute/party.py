@@ -13,20 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from superstep.errors import Fault, StateError, SuperstepError
-from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
+from superstep.serve.compute.agreement import all_true, first_reason
 from superstep.serve.compute.renewal import Beside, Memory
 from superstep.serve.reader import TIMEOUT_S, Reader
 from superstep.serve.weights import Source, given, hold, open_source
-
-SAID_BYTES = 1024
-"""The most of a reason that a rank tells the others."""
 
 FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
 """What weights that cannot be read, or have no room, are met with."""
@@ -155,11 +151,11 @@ class Party:
         source: where the weights in place came from at first.
         group: the ranks that share the model; None where there is one.
         device: where they compute.
-        timeout_s: how long a reading may get nothing before it is given up.
+        read_timeout_s: how long a reading may get nothing before it is given up.
     """
 
     def __init__(
-        self, memory: Memory, source: Path, group: Group | None, device: Device, timeout_s: float = TIMEOUT_S
+        self, memory: Memory, source: Path, group: Group | None, device: Device, read_timeout_s: float = TIMEOUT_S
     ) -> None:
         self.memory = memory
         self.path = source
@@ -167,7 +163,7 @@ class Party:
         self._lock = hold(source)
         self._group = group
         self._device = device
-        self._timeout_s = timeout_s
+        self._read_timeout_s = read_timeout_s
         self._reading: Reading | None = None
 
     @property
@@ -222,8 +218,7 @@ class Party:
     def is_read(self) -> bool:
         """Whether every rank's reading is over."""
         assert self._reading is not None, "something is read"
-        mine = torch.tensor([int(self._reading.is_over)], device=self._device.torch)
-        return bool(mine.item() if self._group is None else stack_ranks(mine, self._group).min().item())
+        return all_true(self._reading.is_over, self._group, self._device)
 
     def switch(self) -> None:
         """Put what was read into place.
@@ -233,7 +228,7 @@ class Party:
         """
         reading = self._reading
         assert reading is not None, "something was read"
-        why = self._first(reading.why)
+        why = first_reason(reading.why, self._group, self._device)
         if why:
             self.forget()
             raise StateError(why)
@@ -272,7 +267,7 @@ class Party:
                 self.memory.wake(loaded.beside)
         except FAILURES as error:
             why = reason(error)
-        why = self._first(why)
+        why = first_reason(why, self._group, self._device)
         if why:
             self.memory.sleep(keeps_weights=self.memory.has_weights and source is None)
             self.memory.changes = changes
@@ -284,7 +279,7 @@ class Party:
         return version
 
     def _read(self, source: Path | Tensors | Source, *, is_named: bool) -> Reading:
-        return Reading(self.memory, self._device, source, is_named=is_named, timeout_s=self._timeout_s)
+        return Reading(self.memory, self._device, source, is_named=is_named, timeout_s=self._read_timeout_s)
 
     def _keep(self, source: Source) -> None:
         """Hold on to where the weights came from: who sleeps without them needs it once more."""
@@ -293,17 +288,6 @@ class Party:
         if isinstance(self._source, Source) and self._source is not source:
             self._source.close()
         self._source = source
-
-    def _first(self, why: str) -> str:
-        """The first reason that a rank has, on every rank; empty where none has."""
-        if self._group is None:
-            return why
-        said = torch.zeros(SAID_BYTES, dtype=torch.uint8)
-        text = why.encode()[:SAID_BYTES]
-        said[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = stack_ranks(said.to(self._device.torch), self._group).cpu()
-        told = (bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows)
-        return next((one for one in told if one), "")
 
 
 def opened(source: Path | Tensors | Source) -> Source:

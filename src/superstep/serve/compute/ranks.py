@@ -14,7 +14,6 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.model.adapter import Adapter
 from superstep.runtime.collectives import from_first
 from superstep.runtime.device import Device
 from superstep.runtime.exact.linear import Cut
@@ -37,7 +36,7 @@ from superstep.serve.compute.party import (
     order_to_numbers,
 )
 from superstep.serve.compute.rows import Rows, from_numbers, to_numbers
-from superstep.serve.reader import Reader
+from superstep.serve.reader import TIMEOUT_S
 
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
@@ -76,6 +75,7 @@ class Ranks:
         device: where they compute.
         party: this rank's part in what is done between steps; None where nothing ever is.
         small: this rank's part of the model that guesses; None where there is none.
+        read_timeout_s: how long an adapter may take to be read.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class Ranks:
         device: Device,
         party: Party | None = None,
         small: Compute | None = None,
+        read_timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._forward = forward
+        self._read_timeout_s = read_timeout_s
         self._small = small
         self._cells = cells
         self._group = group
@@ -122,17 +124,25 @@ class Ranks:
         found = top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), logits_RV.argmax(-1).tolist()
         return [Totals(*each) for each in zip(*found, strict=True)]
 
-    def begin_adapter(self, folder: Path) -> Reader[Adapter]:
-        """Begin to read an adapter beside the steps, to see that it can be read."""
-        return adapter_orders.begin(self._forward.adapters, folder)
+    def read_adapter(self, folder: Path) -> None:
+        """Begin to read an adapter on all ranks, beside the steps.
 
-    def load_adapter(self, number: int, folder: Path) -> str:
-        """Hold an adapter under a number, on every rank or on none; its version.
+        Raises:
+            ConfigError: this model can have none.
+        """
+        adapter_orders.read(self._forward.adapters, folder, self._group, self._device, self._read_timeout_s)
+
+    def is_adapter_read(self, most_s: float) -> bool:
+        """Whether all ranks' reading of it is over; waits so long for rank 0's own."""
+        return adapter_orders.is_read(self._forward.adapters, self._group, self._device, most_s)
+
+    def hold_adapter(self, number: int) -> str:
+        """Hold the adapter that was read under a number, on every rank or on none; its version.
 
         Raises:
             UserError: it cannot be used.
         """
-        return adapter_orders.load(self._forward.adapters, number, folder, self._group, self._device)
+        return adapter_orders.hold(self._forward.adapters, number, self._group, self._device)
 
     def drop_adapter(self, number: int) -> None:
         """Let go of an adapter, on every rank."""

@@ -1,0 +1,31 @@
+"""What the ranks that share a model say to each other, so that all of them go on in the same way."""
+
+from __future__ import annotations
+
+import torch
+
+from superstep.runtime.collectives import stack_ranks
+from superstep.runtime.device import Device
+from superstep.runtime.mesh import Group
+
+REASON_BYTES = 1024
+"""The most of a reason that a rank tells the others."""
+
+
+def all_true(mine: bool, group: Group | None, device: Device) -> bool:
+    """Whether it is true on every rank; every rank gets the same answer."""
+    if group is None:
+        return mine
+    return bool(stack_ranks(torch.tensor([int(mine)], device=device.torch), group).min().item())
+
+
+def first_reason(mine: str, group: Group | None, device: Device) -> str:
+    """The reason of the first rank that has one, on every rank; empty where none has."""
+    if group is None:
+        return mine
+    said = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+    text = mine.encode()[:REASON_BYTES]
+    said[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = stack_ranks(said.to(device.torch), group).cpu()
+    reasons = (bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows)
+    return next((one for one in reasons if one), "")
