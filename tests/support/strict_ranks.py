@@ -1,15 +1,21 @@
 """Ranks on the strict device: each on an emulated GPU of its own, in a process group of the emulated NCCL."""
 
 import importlib
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from pool import IMPORTED
 from superstep.runtime.device import Device
+from superstep.runtime.seed import heed_all, planted
 from superstep.strict.load import configure
 from superstep.strict.settings import Settings
+
+SETTINGS = Settings(devices=8, device_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ def device_module():
 def gpu_of(rank, world, settings=None):
     """The rank's GPU, and the default process group on it, in place of the pool's; what was seen comes out."""
     module = device_module()
-    configure(module, settings or Settings(devices=8, device_bytes=1 << 30))
+    configure(module, settings or SETTINGS)
     given = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"gpus {given.add(f'rank {rank}', 1)}/", given)
     dist.barrier()  # a member that is still connecting would see another one leave
@@ -60,3 +66,38 @@ def gpu_of(rank, world, settings=None):
     yield device, look
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_to_the_end(world, job, folder, *args, limit_s=60.0):
+    """The job on ranks that may die: of each, its exit status and what it wrote to stderr. ``job(rank, world, *args)``
+    finds no process group; its store is a file of the folder.
+    """
+    context = planted(IMPORTED)
+    ranks = [context.Process(target=_write_apart, args=(rank, world, job, folder, args)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(limit_s)
+        rank.kill()
+        rank.join()
+    return [(rank.exitcode, (folder / f"stderr {number}").read_text()) for number, rank in enumerate(ranks)]
+
+
+def _write_apart(rank, world, job, folder, args):
+    with open(folder / f"stderr {rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    heed_all()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    job(rank, world, folder, *args)
+
+
+def begin_nccl(rank, world, folder, limit_s):
+    """The default group of such ranks, each on the GPU of its number."""
+    configure(device_module(), SETTINGS)
+    Device("cuda", rank).make_current()
+    store = dist.FileStore(str(folder / "store"), world)
+    limit = timedelta(seconds=limit_s)
+    gpu = torch.device("cuda", rank)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
+    return gpu

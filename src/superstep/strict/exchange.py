@@ -18,8 +18,8 @@ from torch import Tensor
 
 SIGNATURE_BYTES = 512
 DIGEST_BYTES = 8
-READY, SIGNATURE, NUMBERS = 1, 2, 3
-"""Tags of the messages of a transfer: the receiver is there, what is sent, and the numbers."""
+WANTED, SENT, NUMBERS = 1, 2, 3
+"""Tags of the messages of a transfer: what the receiver calls, what the sender calls, and the numbers."""
 
 Views = list[Tensor]
 
@@ -126,7 +126,21 @@ class Wire:
         self.gloo.allgather([list(outputs)], [own]).wait(self.limit)
 
     def exchange(self, output: Tensor, own: Tensor, from_each: Sequence[int], to_each: Sequence[int]) -> None:
-        """A part for each member, from each member."""
+        """A part for each member, from each member.
+
+        Raises:
+            RuntimeError: a member sends another part than this one receives from it.
+        """
+        mine = torch.tensor(list(to_each) or [len(own) // self.size] * self.size)
+        sent = [torch.empty_like(mine) for _ in range(self.size)]
+        self.gloo.allgather([sent], [mine]).wait(self.limit)
+        wanted = list(from_each) or [len(output) // self.size] * self.size
+        for rank, (each, rows) in enumerate(zip(sent, wanted, strict=True)):
+            if int(each[self.rank]) != rows:
+                raise RuntimeError(
+                    f"all_to_all over {self.name}: rank {self.rank} receives {rows} rows from rank {rank}, which sends "
+                    f"{int(each[self.rank])}"
+                )
         options = dist.AllToAllOptions()
         self.gloo.alltoall_base(output, own, list(from_each), list(to_each), options).wait(self.limit)
 
@@ -155,18 +169,27 @@ class Wire:
         """
         sends = list(zip((call for call in calls if call.reads), reads, strict=True))
         receives = list(zip((call for call in calls if call.writes), writes, strict=True))
-        ready = torch.ones(1, dtype=torch.uint8)
-        works = [self.gloo.send([ready], call.peer, READY) for call, _ in receives]
+        works = [self.gloo.send([call.signature()], call.peer, WANTED) for call, _ in receives]
+        faults: list[str] = []
         for call, numbers in sends:
-            self.gloo.recv([torch.empty_like(ready)], call.peer, READY).wait(self.limit)
-            works.append(self.gloo.send([call.signature()], call.peer, SIGNATURE))
-            works.append(self.gloo.send([numbers], call.peer, NUMBERS))
+            fault = self._compare(call, WANTED)
+            works.append(self.gloo.send([call.signature()], call.peer, SENT))
+            if fault:
+                faults.append(fault)
+            else:
+                works.append(self.gloo.send([numbers], call.peer, NUMBERS))
         for call, numbers in receives:
-            own, came = call.signature(), torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
-            self.gloo.recv([came], call.peer, SIGNATURE).wait(self.limit)
-            if not fits(own, came):
-                ends = f"rank {self.rank} {call}, rank {call.peer} {described(came)}"
-                raise RuntimeError(f"the ends of a transfer over {self.name} do not fit: {ends}")
-            works.append(self.gloo.recv([numbers], call.peer, NUMBERS))
+            if fault := self._compare(call, SENT):
+                faults.append(fault)
+            else:
+                works.append(self.gloo.recv([numbers], call.peer, NUMBERS))
         for work in works:
             work.wait(self.limit)
+        if faults:
+            raise RuntimeError(f"the ends of a transfer over {self.name} do not fit: {faults[0]}")
+
+    def _compare(self, call: Call, tag: int) -> str:
+        """Both ends of a transfer, once the other one has come; empty where they fit."""
+        came = torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
+        self.gloo.recv([came], call.peer, tag).wait(self.limit)
+        return "" if fits(call.signature(), came) else f"rank {self.rank} {call}, rank {call.peer} {described(came)}"

@@ -25,6 +25,9 @@ from superstep.strict.works import BarrierWork, StreamWork, Watchdog
 
 c10d = dist.distributed_c10d
 CUDA_TYPE = 1
+WATCHDOG_FIRST = timedelta(minutes=1)
+"""A message may take so much longer than a call: what hangs is the watchdog's to name."""
+
 Run = Callable[[Wire, Views, Views], None]
 
 
@@ -59,6 +62,7 @@ class Communicator(dist.ProcessGroup):
         self._numbers = itertools.count(1)
         self._splits = itertools.count(1)
         self._together: list[Call] | None = None
+        self._is_aborted = False
         self._wires: dict[int, tuple[int, Wire]] = {}
 
     # What torch asks of a group.
@@ -111,37 +115,52 @@ class Communicator(dist.ProcessGroup):
         assert device is not None
         self.bound_device_id = device
         if self.options.split_from is not None:
-            self.options.split_from.perform_nocolor_split(device)
+            self.options.split_from.split(self.options._timeout)
         self._wire(device.index)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Take part in splitting this one, as a rank that is no member of what comes of it."""
-        self._meet(f"split {next(self._splits)}")
+        self.split(self.options._timeout)
 
-    def _meet(self, what: str) -> None:
+    def split(self, limit: timedelta) -> None:
+        """Wait until all members take part in making a communicator out of this one."""
+        self._meet(f"split {next(self._splits)}", limit)
+
+    def _meet(self, what: str, limit: timedelta) -> None:
+        self._store.set(f"{what} {self.rank()}", "yes")
         if self._store.add(f"{what} came", 1) == self.size():
             self._store.set(f"{what} met", "yes")
-        self._store.wait([f"{what} met"], self.options._timeout)
+        try:
+            self._store.wait([f"{what} met"], limit)
+        except RuntimeError as late:
+            missing = [rank for rank in range(self.size()) if not self._store.check([f"{what} {rank}"])]
+            raise dist.DistBackendError(
+                f"communicator {self._name}: ranks {missing} of it have not come to '{what}' within "
+                f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
+            ) from late
 
     def _wire(self, index: int) -> tuple[int, Wire]:
         """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
         if index not in self._wires:
             self._store.set(f"gpu of {self.rank()}", str(index))
-            self._meet(f"cuda {len(self._wires)}")
+            limit = self.options._timeout
+            self._meet(f"use {len(self._wires)}", limit)
             gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
             if len(set(gpus)) < self.size():
                 raise dist.DistBackendError(
                     f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
                 )
-            limit = self.options._timeout
             store = dist.PrefixStore(f"gloo {len(self._wires)}/", self._store)
-            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=limit)
-            wire = Wire(gloo, self.rank(), self.size(), limit, f"communicator {self._name}")
+            longer = limit + WATCHDOG_FIRST
+            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
+            self._meet(f"wire {len(self._wires)}", longer)  # one that left now would end it for who still connects
+            wire = Wire(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
             self._wires[index] = self.device.add_communicator(index, self.options.config.max_ctas), wire
         return self._wires[index]
 
     def abort(self) -> None:
         """End what is under way and what waits."""
+        self._is_aborted = True
         for queue, _ in self._wires.values():
             self.device.abort(queue)
         self.watchdog.forget()
@@ -170,6 +189,8 @@ class Communicator(dist.ProcessGroup):
         return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
 
     def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
+        if self._is_aborted:
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}: {self._name}")
         reads = [tensor for call in calls for tensor in call.reads]
         writes = [tensor for call in calls for tensor in call.writes]
         (index,) = {tensor.device.index for tensor in (*reads, *writes)}
@@ -185,7 +206,7 @@ class Communicator(dist.ProcessGroup):
 
         what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
         self.device.launch(queue, reads, writes, run, what)
-        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", wire.limit)
+        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", self.options._timeout)
         self.watchdog.watch(work)
         return work
 
@@ -276,7 +297,8 @@ class Communicator(dist.ProcessGroup):
         bound = getattr(self.bound_device_id, "index", None)
         index = next((each for each in (*named[:1], bound, *self._wires) if each is not None), None)
         if index is None:
-            index = self.rank() % torch.cuda.device_count()
+            ranks = self.options.global_ranks_in_group or range(self.size())
+            index = ranks[self.rank()] % torch.cuda.device_count()
         one = torch.zeros(1, device=torch.device("cuda", index))
         call = Call(
             "barrier",

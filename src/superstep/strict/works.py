@@ -32,9 +32,13 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have what is issued to the current stream from now on come after the call."""
-        self.end.wait(torch.cuda.current_stream())
+        self._order()
         self._kept, self._results = (), []
         return True
+
+    def _order(self) -> None:
+        """By the current stream of the GPU that it runs on, which need not be the current one of the thread."""
+        self.end.wait(torch.cuda.current_stream(self.end.device))
 
     def synchronize(self) -> None:
         """``wait``."""
@@ -59,7 +63,7 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """What it writes, for work that is issued after ``wait``."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self.end.wait(torch.cuda.current_stream())
+        self._order()
         future.set_result(self._results)
         return future
 

@@ -44,7 +44,7 @@ inline void free_on_own_stream(Region& region, Block* block) {
   char* real = real_address(block->begin);
   size_t bytes = block->bytes;
   stream.known.set(stream.number, ++stream.issued);
-  stream.tasks.push_back({[real, bytes] { memset(real, POISON, bytes); }, nullptr, nullptr, "poison", 0});
+  stream.tasks.push_back({[real, bytes] { memset(real, POISON, bytes); }, nullptr, nullptr, "poison"});
   Access poison{block->begin, block->end(), true, stream.number, stream.issued, "the allocator, which got the block back,"};
   block->accesses.push_back(poison);
   region.cached[{block->stream, block->bytes}].push_back(block);

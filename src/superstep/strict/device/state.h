@@ -72,7 +72,8 @@ struct Task {
   std::function<void()> run;
   std::shared_ptr<EventState> after, sets;
   std::string what;
-  uint64_t whole = 0;  // its number among those that take the whole device; 0 for others
+  int blocks = 0;      // of the device that it holds, where it is bound to a few
+  uint64_t whole = 0;  // its number among those that may take the whole device; 0 for others
 };
 
 // When a task ran, by the clock of all processes of the host.
@@ -121,7 +122,8 @@ struct State {
   std::vector<Ran> ran;  // while it records
   std::string failure;  // of a task: raised by the next call
   int waiting = 0;      // threads of the host that wait
-  uint64_t whole_issued = 0, whole_done = 0;
+  uint64_t whole_issued = 0;
+  std::map<int, std::set<uint64_t>> whole;  // those that have not ended, by device
   std::map<int, int> narrow_blocks;  // in use, by device
   Moment last_issue;
   std::map<std::string, size_t> host_waits;  // by what waited, and where

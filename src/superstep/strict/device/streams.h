@@ -77,7 +77,7 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
     task.sets->is_done = true;
     task.sets->when = std::chrono::steady_clock::now();
   }
-  state.whole_done = std::max(state.whole_done, task.whole);
+  state.whole[stream.device].erase(task.whole);
   if (!failure.empty() && state.failure.empty()) state.failure = failure;
   state.changed.notify_all();
 }
@@ -113,14 +113,16 @@ inline void run_communicator(StreamState& stream) {
   while (!state.is_stopping) {
     int& in_use = state.narrow_blocks[stream.device];
     auto has_place = [&] {
-      uint64_t number = stream.tasks.front().whole;
-      return stream.blocks ? in_use + stream.blocks <= MOST_NARROW_BLOCKS : !number || number == state.whole_done + 1;
+      auto& next = stream.tasks.front();
+      bool is_first = !next.whole || next.whole == *state.whole[stream.device].begin();
+      return is_first && in_use + next.blocks <= MOST_NARROW_BLOCKS;
     };
     state.changed.wait(lock, [&] { return state.is_stopping || (is_ready(stream) && has_place()); });
     if (state.is_stopping) return;
-    in_use += stream.blocks;
+    int blocks = stream.tasks.front().blocks;
+    in_use += blocks;
     run_first(stream, lock, 0);
-    in_use -= stream.blocks;
+    in_use -= blocks;
     state.changed.notify_all();
   }
 }
@@ -166,8 +168,10 @@ inline void abort_stream(int number) {
   Lock lock(state.lock);
   StreamState& stream = *state.streams[number];
   stream.is_aborted = true;
-  for (auto& task : stream.tasks)
+  for (auto& task : stream.tasks) {
     if (task.sets) task.sets->is_done = true;
+    state.whole[stream.device].erase(task.whole);
+  }
   stream.done = stream.issued;
   if (!stream.is_busy) stream.tasks.clear();
   state.changed.notify_all();
@@ -216,7 +220,9 @@ inline uint64_t issue(int number, Issue call) {
   std::string race = note_accesses(stream, call.ranges, call.what, call.is_peer);
   if (call.sets) call.sets->known = stream.known;
   uint64_t whole = call.is_communication && !stream.blocks ? ++state.whole_issued : 0;
-  stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, whole});
+  if (whole) state.whole[stream.device].insert(whole);
+  int blocks = call.is_communication ? stream.blocks : 0;
+  stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, blocks, whole});
   state.contexts.insert(stream.device);
   state.launches++;
   state.last_issue = std::chrono::steady_clock::now();

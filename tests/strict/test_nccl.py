@@ -1,0 +1,454 @@
+"""NCCL on emulated GPUs: its calls give the numbers of Gloo, it refuses what NCCL does, and names calls that differ."""
+
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end
+from superstep.runtime.shared.own import gather_single, scatter_single
+from superstep.strict.load import configure
+
+pytestmark = pytest.mark.strict
+
+TIME_S = 110
+"""Of a job, on a machine that has other work too."""
+
+
+def numbers(rank, *shape, dtype=torch.float32):
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return found.to(dtype) if dtype.is_floating_point else (100 * found).to(dtype)
+
+
+# The numbers of its calls.
+
+
+def reduced(operation, dtype=torch.float32):
+    def call(rank, world, place, group):
+        x = numbers(rank, 3, 4, dtype=dtype).to(place)
+        if operation == dist.ReduceOp.AVG and place.type == "cpu":  # which Gloo does not have
+            dist.all_reduce(x, group=group)
+            return x / world
+        dist.all_reduce(x, operation, group=group)
+        return x
+
+    return call
+
+
+def broadcast(rank, world, place, group):
+    x = numbers(rank, 5).to(place)
+    dist.broadcast(x, world - 1, group=group)
+    return x
+
+
+def gathered(rank, world, place, group):
+    parts = [torch.empty(2, 3, device=place) for _ in range(world)]
+    dist.all_gather(parts, numbers(rank, 2, 3).to(place), group=group)
+    return torch.stack(parts)
+
+
+def gathered_single(rank, world, place, group):
+    whole = torch.empty(world * 2, 3, device=place)
+    gather_single(whole, numbers(rank, 2, 3).to(place), group=group)
+    return whole
+
+
+def scattered(rank, world, place, group):
+    part = torch.empty(2, 3, device=place)
+    whole = numbers(rank, 2 * world, 3).to(place)
+    if place.type == "cpu":
+        dist.all_reduce(whole, group=group)
+        return whole.chunk(world)[rank]
+    scatter_single(part, whole, group=group)
+    return part
+
+
+def exchanged(rank, world, place, group):
+    """Rank r sends r + p rows to rank p."""
+    rows = [rank + peer for peer in range(world)]
+    out = torch.empty(sum(rows), 2, device=place)
+    dist.all_to_all_single(out, numbers(rank, sum(rows), 2).to(place), rows, rows, group=group)
+    return out
+
+
+def exchanged_evenly(rank, world, place, group):
+    out = torch.empty(2 * world, 2, device=place)
+    dist.all_to_all_single(out, numbers(rank, 2 * world, 2).to(place), group=group)
+    return out
+
+
+def passed_on(rank, world, place, group):
+    """Along the ranks, one after the other."""
+    x = numbers(rank, 4).to(place)
+    if rank > 0:
+        dist.recv(x, rank - 1, group=group)
+    x += 1
+    if rank < world - 1:
+        dist.send(x, rank + 1, group=group)
+    return x
+
+
+def passed_round(rank, world, place, group):
+    """To both neighbours at once: calls of one group, in whatever order they are listed."""
+    x, left, right = numbers(rank, 4).to(place), torch.empty(4, device=place), torch.empty(4, device=place)
+    up, down = (rank + 1) % world, (rank - 1) % world
+    calls = [
+        dist.P2POp(dist.isend, x, up, group, tag=1),
+        dist.P2POp(dist.isend, x * 2, down, group, tag=2),
+        dist.P2POp(dist.irecv, left, down, group, tag=1),
+        dist.P2POp(dist.irecv, right, up, group, tag=2),
+    ]
+    for work in dist.batch_isend_irecv(calls if rank else calls[2:] + calls[:2]):
+        work.wait()
+    return torch.stack([left, right])
+
+
+def objects(rank, world, place, group):
+    every, one = [None] * world, [f"of {rank}" if rank == 0 else None, rank]
+    dist.all_gather_object(every, {"rank": rank, "text": "x" * rank}, group=group)
+    dist.broadcast_object_list(one, 0, group=group)
+    dist.barrier(group)
+    return every, one
+
+
+CALLS = {
+    "sum": reduced(dist.ReduceOp.SUM),
+    "mean": reduced(dist.ReduceOp.AVG),
+    "max": reduced(dist.ReduceOp.MAX),
+    "min": reduced(dist.ReduceOp.MIN),
+    "sum of integers": reduced(dist.ReduceOp.SUM, torch.int64),
+    "sum of bf16": reduced(dist.ReduceOp.SUM, torch.bfloat16),
+    "broadcast": broadcast,
+    "all_gather": gathered,
+    "all_gather_single": gathered_single,
+    "reduce_scatter": scattered,
+    "all_to_all, uneven": exchanged,
+    "all_to_all": exchanged_evenly,
+    "send and recv": passed_on,
+    "batch_isend_irecv": passed_round,
+    "objects": objects,
+}
+
+
+def call_all(rank, world):
+    with gpu_of(rank, world) as (device, look):
+        gloo, found = dist.new_group(backend="gloo"), {}
+        for name, call in CALLS.items():
+            pair = [call(rank, world, device.torch, None), call(rank, world, torch.device("cpu"), gloo)]
+            found[name] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in pair]
+        return found, look()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_calls_give_gloos_numbers(pool, world):
+    for found, seen in pool.run(world, call_all, timeout_s=TIME_S):
+        for name, (of_nccl, of_gloo) in found.items():
+            if isinstance(of_nccl, torch.Tensor):
+                torch.testing.assert_close(of_nccl, of_gloo, msg=name)
+            else:
+                assert of_nccl == of_gloo
+        assert seen.races == []
+
+
+# Calls that differ.
+
+
+def failures(call):
+    """What a call and what follows from it raise, in order."""
+    found = []
+    for step in (call, torch.cuda.synchronize, torch.cuda.synchronize):
+        try:
+            step()
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def ones(device, *shape, dtype=torch.float32):
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+def sum_and_gather(device, rank):
+    """The same two calls on each rank, in two orders."""
+    calls = [lambda: dist.all_reduce(ones(device, 8)), lambda: gather_single(ones(device, 8), ones(device, 4))]
+    for call in calls if rank else calls[::-1]:
+        call()
+
+
+def swap_ends(device, rank):
+    """Of two transfers, rank 1 receives the second one first."""
+    if rank == 0:
+        dist.send(ones(device, 8), 1)
+        dist.send(ones(device, 4), 1)
+    else:
+        dist.recv(ones(device, 4), 0)
+        dist.recv(ones(device, 8), 0)
+
+
+DIFFERENT = {
+    "count": lambda device, rank: dist.all_reduce(ones(device, 8 + rank)),
+    "dtype": lambda device, rank: dist.all_reduce(ones(device, 8, dtype=(torch.float32, torch.float64)[rank])),
+    "rule": lambda device, rank: dist.all_reduce(ones(device, 8), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank]),
+    "root": lambda device, rank: dist.broadcast(ones(device, 8), rank),
+    "operation": lambda device, rank: dist.all_reduce(ones(device, 8)) if rank else dist.broadcast(ones(device, 8), 0),
+    "order": sum_and_gather,
+}
+
+
+def call_differently(rank, world, name):
+    with gpu_of(rank, world) as (device, _):
+        return failures(lambda: DIFFERENT[name](device.torch, rank))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_members_that_call_differently_are_named_with_both_lines(pool, name):
+    for rank, found in enumerate(pool.run(2, call_differently, name, timeout_s=TIME_S)):
+        line = r"\S*test_nccl.py:\d+"
+        wanted = f"members of communicator .* call differently: rank {rank} .*{line}.* rank {1 - rank} .*{line}"
+        assert found, "nothing was raised"
+        assert re.search(wanted, found[0], re.DOTALL), found
+
+
+def exchange_differently(rank, world):
+    with gpu_of(rank, world) as (device, _):
+        rows = [2, 3 + rank]
+        out = torch.empty(5 + rank, device=device.torch)
+        return failures(lambda: dist.all_to_all_single(out, ones(device.torch, 5 + rank), rows, rows))
+
+
+def test_parts_that_are_sent_and_received_in_other_sizes_are_named(pool):
+    first, second = pool.run(2, exchange_differently, timeout_s=TIME_S)
+    assert "rank 0 receives 3 rows from rank 1, which sends 2" in first[0]
+    assert "rank 1 receives 2 rows from rank 0, which sends 3" in second[0]
+
+
+def swap_transfers(rank, world):
+    with gpu_of(rank, world) as (device, _):
+        return failures(lambda: swap_ends(device.torch, rank))
+
+
+def test_ends_of_a_transfer_that_do_not_fit_are_named(pool):
+    sent, received = pool.run(2, swap_transfers, timeout_s=TIME_S)
+    ends = ["rank 0 send of 8 float32 .*", "rank 1 recv of 4 float32 .*"]
+    assert re.search(f"the ends of a transfer .* do not fit: {ends[0]}{ends[1]}", sent[0])
+    assert re.search(f"the ends of a transfer .* do not fit: {ends[1]}{ends[0]}", received[0])
+
+
+# What is refused at the call.
+
+
+def refuse(rank, world):
+    """What each call raises."""
+    with gpu_of(rank, world) as (device, _):
+        gpu = device.torch
+        strided = ones(gpu, 4, 4)[:, ::2]
+        refused = {
+            "cpu": lambda: dist.all_reduce(torch.ones(4)),
+            "strided": lambda: dist.all_reduce(strided),
+            "strided send": lambda: dist.send(strided, 1 - rank),
+            "itself": lambda: dist.send(ones(gpu, 4), rank),
+            "nobody": lambda: dist.group.WORLD.send([ones(gpu, 4)], 7, 0),
+            "gathered": lambda: gather_single(ones(gpu, 7), ones(gpu, 4)),
+            "scattered": lambda: scatter_single(ones(gpu, 3), ones(gpu, 4)),
+        }
+        found = {name: failures(call) for name, call in refused.items()}
+        dist.barrier()
+        return found
+
+
+def test_what_nccl_refuses_is_refused(pool):
+    wanted = {
+        "cpu": "No backend type associated with device type cpu",
+        "strided": "Tensors must be contiguous",
+        "strided send": "Tensors must be contiguous",
+        "itself": "Invalid|own rank|itself|same",
+        "nobody": "Invalid peer rank 7",
+        "gathered": "must be equal to world_size times input tensor size",
+        "scattered": "must be the same size as output size times world size",
+    }
+    for found in pool.run(2, refuse, timeout_s=TIME_S):
+        for name, text in wanted.items():
+            assert re.search(text, found[name][0]), (name, found[name])
+            assert len(found[name]) == 1
+
+
+def share_a_gpu(rank, world):
+    with gpu_of(rank, world):
+        store = dist.PrefixStore("shared", dist.distributed_c10d._get_default_store())
+        shared = dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
+        return failures(lambda: shared.allreduce([ones("cuda:0", 4)]))
+
+
+def test_two_ranks_on_one_gpu_are_refused(pool):
+    for found in pool.run(2, share_a_gpu, timeout_s=TIME_S):
+        assert "Duplicate GPU detected" in found[0]
+
+
+def leave_out_a_group(rank, world):
+    with gpu_of(rank, world):
+        limit = timedelta(seconds=1)
+        found = failures(lambda: dist.new_group([0, 1], timeout=limit)) if rank == 0 else []
+        wait_for_each_other(rank, "made")
+        return found
+
+
+def wait_for_each_other(rank, what):
+    """By the store, as nothing on the GPUs is to order the ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{what} {rank}", "yes")
+    store.wait([f"{what} {1 - rank}"], timedelta(seconds=TIME_S))
+
+
+def test_a_group_that_one_rank_does_not_make_says_which(pool):
+    found, _ = pool.run(2, leave_out_a_group, timeout_s=TIME_S)
+    assert re.search(
+        r"ranks \[1\] of it have not come to 'split 1' within 1 s; every rank has to make each group", found[0]
+    ), found
+
+
+def guess(rank, world, folder):
+    """Barriers of a default group that is bound to no GPU, on a rank that computes on the last GPUs of its host."""
+    configure(device_module(), SETTINGS)
+    torch.cuda.set_device(7 - rank)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
+    before = device_module().contexts()
+    dist.barrier()
+    (folder / f"contexts {rank}").write_text(f"{before} {device_module().contexts()}")
+
+
+def test_a_barrier_of_a_group_that_is_bound_to_no_gpu_guesses_one_by_rank(tmp_path):
+    for rank, (status, text) in enumerate(run_to_the_end(2, guess, tmp_path)):
+        assert status == 0, text
+        assert (tmp_path / f"contexts {rank}").read_text() == f"set() {{{rank}}}"
+
+
+# How calls are ordered.
+
+
+def wait_on_the_device(rank, world):
+    """Rank 1 calls only once rank 0 has come back from ``wait``."""
+    with gpu_of(rank, world) as (device, look):
+        store = dist.distributed_c10d._get_default_store()
+        x = ones(device.torch, 4)
+        if rank == 1:
+            store.wait(["rank 0 went on"], timedelta(seconds=TIME_S))
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        was_over = work.is_completed()
+        store.set(f"rank {rank} went on", "yes")
+        y = x + 1  # after it all the same
+        return was_over, y.tolist(), look().races
+
+
+def test_wait_orders_streams_and_no_host(pool):
+    first, second = pool.run(2, wait_on_the_device, timeout_s=TIME_S)
+    assert first[0] is False
+    assert first[1:] == second[1:] == ([3.0] * 4, [])
+
+
+def abort_one(rank, world):
+    """Rank 0 has a call under way that rank 1 never makes, and another one behind it over another group."""
+    with gpu_of(rank, world) as (device, _):
+        hangs, goes_on = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x, y = ones(device.torch, 4), ones(device.torch, 4)
+        if rank == 0:
+            dist.all_reduce(x, group=hangs, async_op=True)
+        work = dist.all_reduce(y, group=goes_on, async_op=True)
+        if rank == 0:
+            assert not work.is_completed()
+            hangs.abort()
+        work.wait()
+        torch.cuda.synchronize()
+        used_again = failures(lambda: dist.all_reduce(x, group=hangs)) if rank == 0 else []
+        return y.tolist(), used_again
+
+
+def test_abort_ends_what_is_under_way_and_what_waits_behind_it(pool):
+    (first, used_again), (second, _) = pool.run(2, abort_one, timeout_s=TIME_S)
+    assert first == second == [2.0] * 4
+    assert "was aborted on rank 0" in used_again[0]
+
+
+def narrow_group(blocks, limit):
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = blocks
+    options._timeout = limit
+    return dist.new_group([0, 1], pg_options=options, timeout=limit)
+
+
+def call_crosswise(rank, world, folder, blocks):
+    """Two communicators, used in opposite orders; the first call of each rank is under way when it makes the second."""
+    gpu = begin_nccl(rank, world, folder, 3)
+    limit = timedelta(seconds=3)
+    groups = [narrow_group(blocks, limit) if blocks else dist.new_group([0, 1], timeout=limit) for _ in range(2)]
+    x, y = ones(gpu, 4), ones(gpu, 4)
+    torch.cuda.synchronize()
+    dist.all_reduce(x, group=groups[rank], async_op=True)  # the first of two
+    while not any("runs call" in task for task in device_module().under_way()):
+        time.sleep(0.01)
+    dist.all_reduce(y, group=groups[1 - rank], async_op=True)
+    torch.cuda.synchronize()
+    assert x.tolist() == y.tolist() == [2.0] * 4
+
+
+def test_narrow_communicators_run_beside_each_other(tmp_path):
+    for status, text in run_to_the_end(2, call_crosswise, tmp_path, 16):
+        assert status == 0, text
+
+
+@pytest.mark.parametrize("blocks", [0, 32])
+def test_a_hang_of_communicators_that_have_no_room_beside_each_other_is_named(tmp_path, blocks):
+    require_hang(run_to_the_end(2, call_crosswise, tmp_path, blocks), "# the first of two")
+
+
+def send_both(rank, world, folder):
+    """Each sends first, outside of a group of calls."""
+    gpu = begin_nccl(rank, world, folder, 2)
+    dist.send(ones(gpu, 4), 1 - rank)  # before its recv
+    dist.recv(ones(gpu, 4), 1 - rank)
+    torch.cuda.synchronize()
+
+
+def leave_out(rank, world, folder):
+    gpu = begin_nccl(rank, world, folder, 2)
+    dist.all_reduce(ones(gpu, 4))
+    if rank == 0:
+        dist.all_reduce(ones(gpu, 5))  # one alone
+        torch.cuda.synchronize()
+    else:
+        wait_for_text(folder / "stderr 0", "watchdog")
+
+
+def wait_for_text(path, text):
+    """Until a file has it: the other rank's end is not to be this one's."""
+    while text not in path.read_text():
+        time.sleep(0.05)
+
+
+HANGS = {"send and send": (send_both, "# before its recv"), "left out": (leave_out, "# one alone")}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_named_by_the_watchdog(tmp_path, name):
+    job, line = HANGS[name]
+    require_hang(run_to_the_end(2, job, tmp_path), line)
+
+
+def require_hang(ends, line):
+    """A rank was ended by its watchdog, which names the line that hangs."""
+    number = line_number(line)
+    hung = [text for status, text in ends if status == -6]
+    assert hung, ends
+    for text in hung:
+        assert re.search(rf"watchdog: call \d+ .*test_nccl.py:{number}.* has not ended in its time; under way:", text)
+        assert re.search(r"stream \d+ runs call \d+ of communicator", text)
+
+
+def line_number(text):
+    """Where this file has a text, which it has once more: in the test that asks."""
+    with open(__file__, encoding="utf-8") as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
