@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from longer import longer
+from predicted_runs import keep_predicted_from
 from saved import write as write_checkpoint
 from superstep.cli import begin as cli_begin
 from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
@@ -182,6 +183,7 @@ def place(tmp_path, saved, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "run.toml").write_text(write_config(config), encoding="utf-8")
         (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
+        keep_predicted_from(folder, run)
         (folder / "trace.json").write_text(f'{{"step": 60, "ranks": [{trace}]}}', encoding="utf-8")
         if name in trained:
             (folder / "checkpoints").mkdir()

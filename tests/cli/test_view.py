@@ -11,9 +11,13 @@ from hypothesis import given, settings
 
 import told_runs
 from plans import SCHEDULES, plan_of, plans
+from predicted_runs import MEASURED, keep_predicted_from
 from superstep.cli import moving, view
+from superstep.cli.figures import seconds_text
 from superstep.cli.main import main
+from superstep.cli.train.foretold import foretold
 from superstep.cost.program.predict import Machine, predict
+from superstep.cost.program.prediction_file import read_predicted_from
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
 from superstep.observe.page.assemble import unpacked
@@ -27,6 +31,7 @@ from superstep.program.text import read_program, write_program
 from superstep.train.model import operations
 
 MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+"""What a measurement finds now."""
 CONFIG = RunConfig(
     model=ModelConfig(name="tiny"), train=TrainConfig(batch_sequences=4), plan=PlanConfig(pp=2, microbatch=1)
 )
@@ -56,13 +61,23 @@ def traced(timeline, *, start_s=1000.0, slower=1.0):
     return json.dumps({"step": 20, "ranks": ranks})
 
 
+def predicted_before(folder, *, is_weighed=False):
+    """What the event of a run's start tells of the prediction; ``view`` is to find the same."""
+    run = resolve(CONFIG)
+    keep_predicted_from(folder, run, is_weighed=is_weighed)
+    prediction = predict(run, MEASURED, operations(run), is_weighed=is_weighed)
+    parts = foretold(run, operations(run), prediction)
+    return {"predicted_step_s": prediction.step_s, "predicted_spent_s": dict(parts.spent_s)}
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     """A run whose recorded step took twice the predicted seconds."""
     run = resolve(CONFIG)
-    timeline = predict(run, MACHINE, operations(run)).timeline
+    timeline = predict(run, MEASURED, operations(run)).timeline
     folder = tmp_path / "run"
     folder.mkdir()
+    keep_predicted_from(folder, run)
     (folder / "run.toml").write_text(write_config(run.config), encoding="utf-8")
     (folder / "program.txt").write_text(write_program(timeline.program), encoding="utf-8")
     (folder / "trace.json").write_text(traced(timeline, slower=2.0), encoding="utf-8")
@@ -116,10 +131,10 @@ def test_the_program_is_printed_on_demand(toml, run_folder, capsys):
 def test_a_run_shows_its_step_and_the_predicted_one_on_one_scale(run_folder, capsys):
     assert main(["view", str(run_folder), "--width", "120"]) == 0
     out = capsys.readouterr().out
-    ran, predicted = out.split("predicted for this machine")
+    ran, predicted = out.split("predicted when the run began")
     assert f"step 20 of {run_folder}, as it ran" in ran
     run = resolve(CONFIG)
-    step_ms = predict(run, MACHINE, operations(run)).step_s * 1e3
+    step_ms = predict(run, MEASURED, operations(run)).step_s * 1e3
     assert f"step {2 * step_ms:.4g} ms" in ran
     assert f"step {step_ms:.4g} ms" in predicted
     widest = [max(len(line) for line in text.splitlines() if "│" in line) for text in (ran, predicted)]
@@ -166,8 +181,56 @@ def test_plans_beside_it_are_left_out_where_the_page_would_be_large(toml, tmp_pa
     assert all("left out to keep the page small; --plan.schedule" in why for why in left_out)
 
 
+def write_metrics(folder, predicted):
+    started, *lines = told_runs.lines(steps=50)
+    text = "\n".join(map(json.dumps, [started | predicted, *lines]))
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_a_run_has_one_prediction_wherever_it_is_shown(run_folder, is_weighed, capsys):
+    """The machine is faster now than when the run began; parts add up to the one figure."""
+    predicted = predicted_before(run_folder, is_weighed=is_weighed)
+    step_s, parts = predicted["predicted_step_s"], predicted["predicted_spent_s"]
+    assert sum(parts.values()) == pytest.approx(step_s)
+    assert ("log-probabilities" in parts) == is_weighed
+    write_metrics(run_folder, predicted)
+    assert main(["view", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    within_s = step_s - parts.get("log-probabilities", 0.0)
+    assert f"predicted {seconds_text(within_s)}" in out
+    assert f"step {within_s * 1e3:.4g} ms" in out.split("predicted when the run began")[1]
+    if is_weighed:
+        assert f"(and {seconds_text(parts['log-probabilities'])} for log-probabilities before it)" in out
+    (told,) = unpacked(data_of(run_folder / "report.html")["runs"])["runs"]
+    assert told["spent"]["predicted"] == parts
+    assert told["started"]["predicted_step_s"] == step_s
+    rows = {what: (predicted, measured) for what, predicted, measured, unit in told["ledger"] if unit == "s"}
+    assert rows["a step"][0] == rows["the recorded step"][0] == step_s
+    for column in (0, 1):
+        of_parts = [row[column] for what, row in rows.items() if what.startswith(" ")]
+        assert sum(one for one in of_parts if one is not None) == pytest.approx(rows["the recorded step"][column])
+    data = data_of(run_folder / "step.html")
+    step = unpacked(data["options"][data["chosen"]]["program"])
+    assert step["predicted"]["step_ns"] == round(within_s * 1e9)
+
+
+def test_a_run_without_a_prediction_shows_its_recorded_step_alone(run_folder, capsys):
+    (run_folder / "prediction.toml").unlink()
+    assert main(["view", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"step 20 of {run_folder}, as it ran" in out
+    assert "predicted" not in out
+    assert "has no prediction (prediction.toml)" in refused([run_folder, "--out", "a.html"], capsys)
+
+
+def test_what_a_run_was_predicted_from_is_read_back_as_it_was(run_folder):
+    given = keep_predicted_from(run_folder, resolve(CONFIG))
+    assert read_predicted_from(run_folder / "prediction.toml") == given
+
+
 def test_the_page_of_a_run_has_both_steps(run_folder, capsys):
-    (run_folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, told_runs.lines(steps=50))), encoding="utf-8")
+    write_metrics(run_folder, predicted_before(run_folder))
     assert main(["view", str(run_folder)]) == 0
     out = capsys.readouterr().out
     assert f"the step as a page that moves: {run_folder / 'step.html'}" in out

@@ -12,7 +12,7 @@ import pytest
 import step_pages
 import told_runs
 from superstep.observe.page.compare import LEAST_STEPS, compared, mean_and_error
-from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, thinned
+from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, spent_parts, thinned
 
 
 def test_a_change_of_layout_is_marked_after_the_step_before_it():
@@ -29,7 +29,8 @@ def test_a_change_of_layout_is_marked_after_the_step_before_it():
 def test_a_run_is_told_as_its_metrics_have_it():
     lines = list(told_runs.lines(steps=300, experts=4))
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
-    value = run_value(RunTold(name="a run", lines=lines, ran=one.measured, predicted=one.timeline))
+    lines[0]["predicted_spent_s"] = spent_parts(one.timeline)
+    value = run_value(RunTold(name="a run", lines=lines, ran=one.measured))
     steps = [line for line in lines if line["event"] == "step"]
     assert value["step"] == [line["step"] for line in steps]
     for name in COLUMNS:

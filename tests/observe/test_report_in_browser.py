@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import browser
@@ -14,7 +16,7 @@ from superstep.observe.doctor.seen import RankSeen, RunSeen
 from superstep.observe.doctor.waits import Wait
 from superstep.observe.page.compare import compared
 from superstep.observe.page.doctor import doctor_page
-from superstep.observe.page.report import RunTold, report_page
+from superstep.observe.page.report import RunTold, report_page, spent_parts
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 
@@ -31,13 +33,17 @@ def seen(tmp_path_factory):
 def report():
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
     lines = list(told_runs.lines(experts=4))
+    lines[0]["predicted_spent_s"] = spent_parts(one.timeline)
+    lines[0]["predicted_step_s"] = one.timeline.step_s
+    for line in lines:
+        if line["event"] == "step":  # as long as the recorded one
+            line["step_s"] *= one.measured.step_s / 0.165
     lines[0]["predicted_traffic_bytes"] = {"shards": 17_000_000, "tp": 55_000_000}
     told = RunTold(
         name="a made-up run",
         lines=lines,
         settings="[model]\n",
         ran=one.measured,
-        predicted=one.timeline,
         facts={"python": "3.12", "torch": "2.13.0"},
     )
     return report_page([told])
@@ -52,6 +58,11 @@ def ink(curve):
       for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
       return count;
     }})()"""
+
+
+def _ms(found):
+    number, unit = found
+    return float(number) / (1000 if unit == "µs" else 1)
 
 
 def turn(seen, name, value):
@@ -69,7 +80,18 @@ def test_a_report_has_its_curves_and_asks_for_nothing(seen, report):
     assert len(titles) == 8
     assert all(seen(ink(k)) > 500 for k in range(8))
     assert seen("document.querySelectorAll('#falls .bar').length") == 2
-    assert "a step\t132\u00a0ms" in seen("document.getElementById('ledger').innerText")
+    ledger = seen("document.getElementById('ledger').innerText").splitlines()
+    assert [line.split("\t")[:2] for line in ledger[1:3]] == [
+        ["a step", "316.8\u00a0ms"],
+        ["the recorded step", "316.8\u00a0ms"],
+    ]
+    # What is written adds up as a reader adds it, to the last digit but for its rounding.
+    told = seen("[...document.querySelectorAll('#falls .soft')].map((one) => one.textContent)")
+    assert [text.partition(":")[0] for text in told] == ["as it ran", "predicted"]
+    for text in told:
+        whole_ms, *parts_ms = map(_ms, re.findall(r"([\d.]+)\u00a0(µs|ms)", text))
+        assert len(parts_ms) >= 6, text
+        assert sum(parts_ms) == pytest.approx(whole_ms, rel=5e-4), text
     assert seen("[...document.querySelectorAll('#axes b')].map((one) => one.textContent)") == ["tp", "shards"]
     assert "step-000600" in seen("document.getElementById('events').innerText")
     seen.keep("report-light")

@@ -11,6 +11,7 @@ import torch
 import runs
 import small
 from longer import first_few
+from superstep.cli.figures import seconds_text
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig
@@ -119,7 +120,9 @@ def test_a_model_of_ones_own_is_trained_resumed_viewed_and_sampled(tmp_path, mon
     assert not (checkpoint / "config.json").exists()
     capsys.readouterr()
     assert main(["view", "run"]) == 0
-    assert "step 6 of run, as it ran" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 6 of run, as it ran" in out
+    assert f"predicted {seconds_text(runs.events(Path('run'), 'started')[-1]['predicted_step_s'])}" in out
     assert main(["view", "run.toml", "--program"]) == 0
     assert main(["view", "run.toml"]) == 0
     assert "predicted for this machine" in capsys.readouterr().out

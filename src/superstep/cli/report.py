@@ -57,7 +57,7 @@ def _write_report(folder: RunFolder) -> None:
     write_whole(folder.report, report_page([run_told(folder, ran=recorded(folder))]))
 
 
-def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timeline | None = None) -> RunTold:
+def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> RunTold:
     """What a run's folder holds.
 
     Raises:
@@ -76,7 +76,6 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None, predicted: Timel
         samples=list(read(folder.samples)) if folder.samples.is_file() else [],
         settings=folder.config.read_text(encoding="utf-8"),
         ran=ran,
-        predicted=predicted,
         fault=_fault(folder),
         damage=damage(folder.metrics),
         facts=facts(),

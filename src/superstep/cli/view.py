@@ -8,7 +8,7 @@ import shutil
 import sys
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cli.arguments.view import DESCRIPTION
@@ -23,13 +23,14 @@ from superstep.cost.program.machine import Prices
 from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
+from superstep.cost.program.prediction_file import read_predicted_from
 from superstep.errors import ConfigError, Fault, StateError, UserError
 from superstep.observe.jsonl import read
 from superstep.observe.memory_drawing import draw_memory
 from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.timeline import GUTTER, draw_text
-from superstep.observe.trace import load_trace
+from superstep.observe.trace import Recorded, load_trace
 from superstep.plan.resolve import Resolved
 from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
@@ -189,37 +190,52 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
             "the predicted step."
         )
     ran = load_trace(folder.trace, program)
-    run = resolved(read_config(folder.config))
-    seen = operations(run)
-    if seen is None:  # the steps of such models are not predicted
+    step = _predicted_before(folder, ran)
+    if step is None:
         if options.out or options.open:
-            raise StateError(f"'{folder.root}' is not predicted, so it has no page; leave out --out and --open.")
+            raise StateError(
+                f"'{folder.root}' has no prediction ({folder.prediction.name}), so it has no page of its step; leave "
+                "out --out and --open."
+            )
         _say(f"step {ran.step} of {folder.root}, as it ran\n\n{_draw(ran.timeline, picture, ran.timeline.step_s)}")
-        if has_report:
-            _report(folder, ran.timeline)
-        return
-    machine = measure(run, pick(0, run.config.plan.device), seen)
-    prediction = predict(run, machine, seen)
-    longest_s = max(ran.timeline.step_s, prediction.step_s)
-    took_s, predicted_s = ran.timeline.step_s, prediction.step_s
-    title = (
-        f"step {ran.step} of {folder.root}, as it ran: {seconds_text(took_s)}, predicted {seconds_text(predicted_s)}"
-    )
-    _say(
-        f"{title}\n\n{_draw(ran.timeline, picture, longest_s)}\n"
-        f"{_title(prediction, machine)}\n\n{_draw(prediction.timeline, picture, longest_s)}"
-    )
-    step = Seen(run=run, machine=machine, operations=seen, prediction=prediction, ran=ran)
-    about = f"{title}; {_title(prediction, machine)}".replace("\n", "; ")
-    _write(step, str(folder.root), options, about)
+    else:
+        prediction = step.prediction
+        took_s, predicted_s = ran.timeline.step_s, prediction.timeline.step_s
+        title = (
+            f"step {ran.step} of {folder.root}, as it ran: {seconds_text(took_s)}, predicted "
+            f"{seconds_text(predicted_s)}"
+        )
+        if prediction.before_s:
+            title += f" (and {seconds_text(prediction.before_s)} for log-probabilities before it)"
+        machine, longest_s = _title(prediction, step.machine, when="when the run began"), max(took_s, predicted_s)
+        _say(
+            f"{title}\n\n{_draw(ran.timeline, picture, longest_s)}\n"
+            f"{machine}\n\n{_draw(prediction.timeline, picture, longest_s)}"
+        )
+        _write(step, str(folder.root), options, f"{title}; {machine}".replace("\n", "; "))
     if has_report:
-        _report(folder, ran.timeline, prediction.timeline)
+        _report(folder, ran.timeline)
 
 
-def _report(folder: RunFolder, ran: Timeline | None = None, predicted: Timeline | None = None) -> None:
-    """The run's own page anew, with what the step was predicted to take beside what it took."""
+def _predicted_before(folder: RunFolder, ran: Recorded) -> Seen | None:
+    """The recorded step with the prediction that the run made of it; None where it made none: of a model whose work
+    depends on data, say.
+    """
+    if not folder.prediction.is_file():
+        return None
+    given = read_predicted_from(folder.prediction)
+    run = resolved(replace(read_config(folder.config), plan=given.plan))
+    seen = operations(run)
+    if seen is None:
+        return None
+    prediction = predict(run, given.machine, seen, is_weighed=given.is_weighed)
+    return Seen(run=run, machine=given.machine, operations=seen, prediction=prediction, ran=ran)
+
+
+def _report(folder: RunFolder, ran: Timeline | None = None) -> None:
+    """The run's own page anew."""
     if folder.metrics.is_file() and folder.config.is_file():
-        told = run_told(folder, ran=ran, predicted=predicted)
+        told = run_told(folder, ran=ran)
         try:
             write_whole(folder.report, report_page([told]))
             _say(f"the run's report: {folder.report}\n")
@@ -251,10 +267,10 @@ def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
     return f"{title}\n\n{draw_routers(seen, layers, width=picture.width, ink=ink)}"
 
 
-def _title(prediction: Prediction, machine: Prices) -> str:
+def _title(prediction: Prediction, machine: Prices, *, when: str = "for this machine") -> str:
     full = max(prediction.memory, key=lambda rank: rank.bytes)
     return (
-        "predicted for this machine: "
+        f"predicted {when}: "
         f"{machine.gemm_flops_per_s / 1e9:.3g} GFLOP/s in products, {machine.memory_bytes_per_s / 1e9:.3g} GB/s of "
         f"memory, {machine.link_bytes_per_s / 1e9:.3g} GB/s between ranks\n"
         f"fullest rank {bytes_text(full.bytes)}: parameters {bytes_text(full.params)}, "

@@ -44,7 +44,8 @@ class RunStarted:
     predicted_memory_bytes: int | None = None
     """The highest predicted peak of any rank: what its tensors take."""
     predicted_spent_s: Mapping[str, float] = field(default_factory=dict)
-    """The predicted step in parts: compute, waits for each lane, bubble; means over the ranks."""
+    """``predicted_step_s`` in parts that add up to it: compute, waits for each lane, bubble, and the log-probabilities
+    that a loss asks for first; means over the ranks."""
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
     """That peak by what its tensors are: parameters, gradients, optimizer, and what comes and goes within a step."""
     predicted_traffic_bytes: Mapping[str, int] = field(default_factory=dict)

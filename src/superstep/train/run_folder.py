@@ -26,6 +26,11 @@ class RunFolder:
         return self.root / "program.txt"
 
     @property
+    def prediction(self) -> Path:
+        """From what its step was predicted: the plan that ran, and the machine as its ranks measured it."""
+        return self.root / "prediction.toml"
+
+    @property
     def trace(self) -> Path:
         """When each instruction of the last step ran."""
         return self.root / "trace.json"

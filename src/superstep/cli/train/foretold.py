@@ -21,7 +21,7 @@ class Foretold:
     """Parts of a prediction; empty where there is none.
 
     Attributes:
-        spent_s: of the step, means over the ranks.
+        spent_s: of the step, means over the ranks; they add up to ``Prediction.step_s``.
         bytes: of the peak of the fullest rank.
         traffic_bytes: of a step's collectives, by mesh axis, on the rank that has most of it.
     """
@@ -48,7 +48,10 @@ def foretold(run: Resolved, operations: Sequence[UnitOperations] | None, predict
     }
     staying = {"parameters": fullest.params, "gradients": fullest.gradients, "optimizer": fullest.optimizer}
     sizes = {name: size for name, size in (staying | within).items() if size}
-    return Foretold(spent_parts(prediction.timeline), sizes, carried)
+    spent_s = spent_parts(prediction.timeline)
+    if prediction.before_s:
+        spent_s["log-probabilities"] = prediction.before_s
+    return Foretold(spent_s, sizes, carried)
 
 
 def peak_of(run: Resolved, device: Device, machine: Measured | None) -> float | None:

@@ -26,6 +26,7 @@ from superstep.cost.program import adapters
 from superstep.cost.program.machine import Measured
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
+from superstep.cost.program.prediction_file import PredictedFrom, write_predicted_from
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.cost.program.work import MFU_CONVENTION
 from superstep.data.tokens import Manifest, open_corpus
@@ -295,6 +296,8 @@ def _train(world: World, job: Job) -> bool:
             session.watch = stack.enter_context(FolderWatch(job.folder, texts, job.verb))
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
+            if machine is not None:
+                _keep_predicted_from(job, machine)
             started = _started(job, world, session.transport, manifest, machine, position.step)
             started = replace(started, snapshots_unpinned=session.unpinned)
             predicted_step_s = started.predicted_step_s
@@ -346,6 +349,12 @@ def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tr
     counted = Counted(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
     stack.callback(counted.close)
     return counted
+
+
+def _keep_predicted_from(job: Job, machine: Measured) -> None:
+    """Write down from what the step is predicted, so that ``superstep view`` shows the same prediction."""
+    given = PredictedFrom(is_weighed=job.lesson is not None, plan=job.run.config.plan, machine=machine)
+    write_whole(job.folder.prediction, write_predicted_from(given))
 
 
 def _started(

@@ -1,7 +1,8 @@
 """The ledger of a run: what was predicted before its first step, and beside it what was measured.
 
 a step                    the prediction, the median of the steps
-  compute, waits, bubble  of the simulated step, of the one that was recorded
+the recorded step         the prediction, the step of the run's trace; the parts below add up to both
+  compute, waits, bubble  of the prediction, of the recorded step
 tensors of a rank         the highest peak, by what they are; a GPU tells what they took, a CPU's process has more
 traffic                   bytes of a step's collectives by mesh axis, on the rank that has most; predicted alone
 """
@@ -61,8 +62,10 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
     predicted_s = started.get("predicted_spent_s") or {}
     bytes_of = started.get("predicted_bytes") or {}
     is_whole = started.get("memory") == "resident"
+    step_s = started.get("predicted_step_s")
     found = [
-        Row("a step", started.get("predicted_step_s"), finished.get("step_s") or _median(steps, "step_s"), "s"),
+        Row("a step", step_s, finished.get("step_s") or _median(steps, "step_s"), "s"),
+        *([Row("the recorded step", step_s, sum(ran.values()), "s")] if ran else []),
         *(Row(f" {name}", predicted_s.get(name), ran.get(name), "s") for name in dict.fromkeys([*predicted_s, *ran])),
         Row(
             "a step's sampling" if "rolled" in newest else "a step's wait for its batch",

@@ -34,7 +34,6 @@ class RunTold:
         samples: the objects of its samples.jsonl: what it wrote after checkpoints.
         settings: the text of its run.toml.
         ran: a step that it recorded.
-        predicted: the same step before it ran, where that is known.
         fault: why it broke off, where it has.
         damage: which of the lines cannot be read, where some cannot.
         facts: more that is to be said, hardware and versions say.
@@ -45,7 +44,6 @@ class RunTold:
     samples: Iterable[Mapping[str, Any]] = ()
     settings: str = ""
     ran: Timeline | None = None
-    predicted: Timeline | None = None
     fault: str = ""
     damage: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -87,13 +85,8 @@ def run_value(run: RunTold) -> dict[str, Any]:
     evaluated = [line for line in lines if line["event"] == "evaluated"]
     drawn = thinned(steps)
     is_sampled = any(line["event"] == "rolled" for line in lines)
-    spent = {
-        name: spent_parts(timeline)
-        for name, timeline in (("ran", run.ran), ("predicted", run.predicted))
-        if timeline is not None
-    }
-    if "predicted" not in spent and started.get("predicted_spent_s"):
-        spent["predicted"] = started["predicted_spent_s"]
+    ran = {} if run.ran is None else spent_parts(run.ran)
+    spent = {"ran": ran, "predicted": started.get("predicted_spent_s") or {}}
     damaged = [[0, "damaged", run.damage]] if run.damage else []
     return {
         "name": run.name,
@@ -106,9 +99,9 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "layouts": layout_changes(lines),
         "events": [*damaged, *(list(event) for event in _events(lines, run.fault))],
         "totals": _totals(lines, steps, "sampling" if is_sampled else "data"),
-        "spent": spent,
+        "spent": {name: parts for name, parts in spent.items() if parts},
         "waited": "its sampling" if is_sampled else "its wait for data",
-        "ledger": [row.value() for row in ledger(lines, spent.get("ran", {}))],
+        "ledger": [row.value() for row in ledger(lines, ran)],
         "traffic": traffic(lines),
         "measures": measured(lines),
         "samples": _samples(run.samples),
