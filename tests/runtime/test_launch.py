@@ -8,6 +8,7 @@ import tempfile
 import time
 from multiprocessing import util
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ranks import ranks_below
 from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
+from superstep.runtime import left_folders
 from superstep.runtime.launch import Party, gather, launch, launch_parties
 from superstep.runtime.trouble import Trouble, trouble_of
 
@@ -212,6 +214,48 @@ def test_ranks_end_with_a_launcher_that_was_killed(name, tmp_path, short_folder)
     _until(lambda: not any(map(psutil.pid_exists, ranks)), 10)
     # torch makes a folder for its compiler there when it is imported.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+@pytest.mark.multiproc
+def test_what_a_killed_launch_leaves_goes_with_the_next(tmp_path, short_folder):
+    (tmp_path / "script.py").write_text(LAUNCHER.format(paths=sys.path, folder=str(tmp_path)))
+    launcher = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=os.environ | {"TMPDIR": str(short_folder)},
+        start_new_session=True,
+    )
+    marks = [tmp_path / "0", tmp_path / "1"]
+    _until(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
+    os.killpg(launcher.pid, signal.SIGKILL)  # the launcher, its seed and its ranks
+    launcher.wait()
+    left = {path.name for path in short_folder.iterdir() if path.name.startswith(left_folders.PREFIXES)}
+    assert {name.partition("-")[0] for name in left} == {"superstep", "pymp"}
+    for other in ("superstep-launch-of-nobody", "pymp-of-others"):
+        (short_folder / other).mkdir()
+    lives = Path(tempfile.mkdtemp(prefix="superstep-launch-", dir=short_folder))
+    handle = left_folders.own(lives)
+    with mock.patch.object(tempfile, "tempdir", str(short_folder)):
+        launch(2, _meet)
+    os.close(handle)
+    found = {path.name for path in short_folder.iterdir()}
+    assert not left & found
+    assert {"superstep-launch-of-nobody", "pymp-of-others", lives.name} <= found
+
+
+def test_folders_of_other_users_and_links_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for place in ("outside", "superstep-theirs"):
+        (tmp_path / place).mkdir()
+        os.close(left_folders.own(tmp_path / place))
+    (tmp_path / "superstep-link").symlink_to(tmp_path / "outside")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    left_folders.remove_left_folders()
+    assert (tmp_path / "superstep-theirs").is_dir()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left_folders.remove_left_folders()
+    assert not (tmp_path / "superstep-theirs").exists()
+    assert (tmp_path / "outside").is_dir()
 
 
 @pytest.mark.long

@@ -22,7 +22,6 @@ import os
 import pickle
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from superstep.errors import Fault, Lost
 from superstep.plan.config import DeviceKind
 from superstep.runtime.device import Device, choose, pick
 from superstep.runtime.heart import Beats, Heart, Unwatched, page
+from superstep.runtime.left_folders import temporary_folder
 from superstep.runtime.meeting import TIMEOUT, Meeting, Seat
 from superstep.runtime.process_handle import ProcessHandle
 from superstep.runtime.pulse import LOOK_S
@@ -166,8 +166,8 @@ def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -
         What rank 0 of the first party returned. Raises as ``launch_on``.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
-        _ranks(parties, kind, Path(folder), first) as ranks,
+        temporary_folder("superstep-launch-") as folder,
+        _ranks(parties, kind, folder, first) as ranks,
     ):
         stop = Stop()
         with listening(stop, lambda: pass_on(ranks)):
@@ -194,8 +194,8 @@ def launch_here(
         What the first of them returned; and whether all ranks of this host have come to their end.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="superstep-launch-") as folder,
-        _ranks([party], kind, Path(folder)) as ranks,
+        temporary_folder("superstep-launch-") as folder,
+        _ranks([party], kind, folder) as ranks,
     ):
         stop = Stop()
         with listening(stop, lambda: pass_on(ranks)):

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from superstep.errors import Fault
+from superstep.runtime.left_folders import OWNER, own
 
 IGNORED = (signal.SIGTERM, signal.SIGHUP)
 """What the seed does not heed, as a whole job may be sent it. Ctrl-C it ignores by itself."""
@@ -105,6 +106,9 @@ def planted(modules: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_imports(modules))
     resource_tracker.ensure_running()  # its start would unmask SIGTERM
+    sockets = Path(util.get_temp_dir())
+    if not (sockets / OWNER).exists():
+        own(sockets)  # for as long as this process lives
     with stderr_away(), _masked(IGNORED):
         ensure_running()
     return context

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.plan.config import DeviceKind
 from superstep.runtime.launch import launch_from
+from superstep.runtime.left_folders import temporary_folder
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.deeds import NOBODY, Deeds
@@ -241,8 +241,8 @@ class Host:
 
     def _run(self) -> None:
         """One life of the ranks."""
-        with tempfile.TemporaryDirectory(prefix="superstep-serve-") as folder:
-            address = str(Path(folder) / "orders")
+        with temporary_folder("superstep-serve-") as folder:
+            address = str(folder / "orders")
             with Listener(address, "AF_UNIX") as listener:
                 reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
                 reader.start()

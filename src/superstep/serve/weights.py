@@ -34,6 +34,7 @@ from torch import Tensor
 from superstep.errors import StateError
 from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
 from superstep.runtime.device import cores
+from superstep.runtime.left_folders import remove_unlocked
 from superstep.serve.reader import Reader
 from superstep.state.durable import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
@@ -278,19 +279,13 @@ def snapshots(root: Path) -> list[Path]:
 def clean(root: Path, keep: int = KEEP) -> None:
     """Remove snapshots that nobody holds, but for the newest ones, and what dead writers left."""
     for old in snapshots(root)[: -keep or None]:
-        _remove_free(old, MARK)
+        with suppress(OSError):  # somebody holds it
+            remove_unlocked(old, MARK)
     for left in root.glob(f"{UNFINISHED}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > YOUNG_S:
-                _remove_free(left, WRITER)
-
-
-def _remove_free(folder: Path, mark: str) -> None:
-    """Remove a folder whose mark nobody has locked. The mark goes first: who comes later finds no snapshot."""
-    with suppress(OSError), (folder / mark).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / mark).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+                (left / WRITER).touch()  # its writer may have ended before it made the file
+                remove_unlocked(left, WRITER)
 
 
 def _claims(path: Path) -> Mapping[str, str]:
