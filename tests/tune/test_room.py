@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import reinforced
+from superstep.cost.program.communicators import PAIR_BYTES, communicator_bytes
 from superstep.errors import ConfigError
 from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
@@ -15,6 +16,7 @@ from superstep.plan.resolve import Resolved
 from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.serve.load import open_both
+from superstep.tune.rl import apart
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.reinforce import Job, beside, serve_of, with_room
 from superstep.tune.rl.room import pages_apart, pages_for, sizes_of
@@ -110,3 +112,23 @@ def test_ranks_apart_that_have_no_room_are_refused_beforehand(start, tmp_path, m
     with pytest.raises(ConfigError, match=r"state.dir = '.*run' has [\d,]+ bytes left, and the snapshots that"):
         reinforced.job(tmp_path / "run", start, rollout={"placement": "apart"})
     reinforced.job(tmp_path / "run", start, lag=0)  # one at a time
+
+
+def test_on_a_gpu_communicators_need_room_too(start, tmp_path, monkeypatch):
+    """Trainers of two ranks have three groups of NCCL; a sampler that is alone has none."""
+    monkeypatch.setattr(apart, "gather", lambda value: [value])
+    job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart", "ranks": 2}, dp=2)
+    serve = serve_of(job.run, job.rollout)
+    pages = pages_for(job.run, serve, 1 << 40)
+    sizes = sizes_of(job.run, serve, job.rl, pages=pages, gives_back=True)
+    trainer = sizes.training + sizes.step + max(communicator_bytes(job.run.plan))
+    assert trainer > 3 * PAIR_BYTES
+
+    def room(who: str, free_bytes: int) -> int | None:
+        gpu = SimpleNamespace(kind="cuda", free_bytes=lambda ranks: free_bytes)
+        return apart._require_own_room(SimpleNamespace(device=gpu), job, who)
+
+    room("trainer", trainer)
+    with pytest.raises(ConfigError, match=r"'train s0' needs [\d,]+ bytes of the trainer"):
+        room("trainer", trainer - 1)
+    assert room("sampler", 1 << 30)

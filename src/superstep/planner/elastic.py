@@ -32,7 +32,12 @@ KEPT = 32
 
 
 def smaller_plan(
-    run: Resolved, cluster: Cluster, memory_bytes: float, beside: Callable[[Resolved], int] = lambda _: 0
+    run: Resolved,
+    cluster: Cluster,
+    memory_bytes: float,
+    beside: Callable[[Resolved], int] = lambda _: 0,
+    *,
+    is_host: bool = False,
 ) -> Smaller | None:
     """The best plan of a run on other chips than its own: the same computation, and in exact mode the same bits.
 
@@ -41,6 +46,7 @@ def smaller_plan(
         cluster: the chips that are left.
         memory_bytes: of one, as far as a plan may fill it.
         beside: bytes that a rank of a plan has there besides, for its snapshots say.
+        is_host: the chips are cores of hosts.
 
     Returns:
         The run under the plan; None where none fits, or cuts the batch and the model.
@@ -59,6 +65,7 @@ def smaller_plan(
         cluster=cluster,
         compute=config.numerics.compute,
         memory_bytes=memory_bytes,
+        is_host=is_host,
         rules=tuple(_kept(config)),
     )
     side = Side(problem=problem, pricing=pricing_of(problem))

@@ -55,6 +55,7 @@ class Problem:
         base: the run; its ``plan`` counts for nothing but ``prefetch``.
         compute: the format of its products, in the place of the base's.
         memory_bytes: of one chip, as far as a plan may fill it.
+        is_host: its ranks are processes of hosts, which have no communicators.
         rules: what is settled beforehand.
         efficiency: the shares of published rates that a step reaches.
     """
@@ -63,6 +64,7 @@ class Problem:
     cluster: Cluster
     compute: Dtype
     memory_bytes: float
+    is_host: bool = False
     rules: tuple[Rule, ...] = ()
     efficiency: Efficiency = FITTED
 

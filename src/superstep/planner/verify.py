@@ -13,6 +13,7 @@ import numpy as np
 from superstep.cost.closed.estimate import Estimate
 from superstep.cost.closed.footprint import FRAGMENTATION
 from superstep.cost.closed.layout import Layout
+from superstep.cost.program.communicators import beyond_reserve
 from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.simulate import simulate
@@ -51,8 +52,9 @@ class Verified:
         run: resolved, as it would train.
         parts: of the step on its busiest pipeline rank.
         memory: of its fullest one, as the program allocates it.
-        memory_bytes: that with what an allocator holds besides, or the closed form's where it is larger: it has what an
-            instruction makes and drops.
+        communicators_bytes: what the communicators of its fullest rank take beyond what the search keeps free.
+        memory_bytes: with these, the program's memory and what an allocator holds besides, or the closed form's where
+            it is larger: it has what an instruction makes and drops.
         is_simulated: False where the program is too long, or the engine has none for the model; parts and memory are
             then those of the closed form.
     """
@@ -61,6 +63,7 @@ class Verified:
     run: Resolved
     parts: Estimate
     memory: RankBytes | None
+    communicators_bytes: int
     memory_bytes: float
     is_simulated: bool
 
@@ -74,13 +77,15 @@ def verified(found: Found) -> Verified:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = found.side.problem
     run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+    beyond = 0 if problem.is_host else beyond_reserve(run.plan)
     if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
         return Verified(
             found=found,
             run=run,
             parts=found.parts,
             memory=None,
-            memory_bytes=found.memory_bytes,
+            communicators_bytes=beyond,
+            memory_bytes=found.memory_bytes + beyond,
             is_simulated=False,
         )
     program = compile_step(run.plan, is_each_pass_checked=False)
@@ -90,7 +95,8 @@ def verified(found: Found) -> Verified:
         run=run,
         parts=simulated(run, program, found.plan.layout, found.side.pricing),
         memory=memory,
-        memory_bytes=max(memory.bytes + FRAGMENTATION * memory.peak.bytes, found.memory_bytes),
+        communicators_bytes=beyond,
+        memory_bytes=max(memory.bytes + FRAGMENTATION * memory.peak.bytes, found.memory_bytes) + beyond,
         is_simulated=True,
     )
 

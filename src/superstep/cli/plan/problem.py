@@ -67,9 +67,12 @@ def memory_of(cluster: Cluster, gib: float | None) -> float:
     """
     if gib is None:
         return own_bytes(cluster, FULL)
-    if gib * 2**30 > cluster.chip.memory_bytes:
-        has = cluster.chip.memory_bytes / 2**30
-        raise ConfigError(f"--memory = {gib:g} GiB is more than a chip has; set it to {has:.4g} or less.")
+    if gib * 2**30 > own_bytes(cluster):
+        has = math.floor(100 * own_bytes(cluster) / 2**30) / 100
+        raise ConfigError(
+            f"--memory = {gib:g} GiB is more than a chip has beside its context and communicators; set it to {has:.4g} "
+            "or less."
+        )
     return gib * 2**30
 
 

@@ -186,6 +186,7 @@ def explanation(plan: Verified) -> str:
 
 
 def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
+    yield "more communicators", plan.communicators_bytes
     if plan.memory is None:
         held = plan.found.side.pricing.held(plan.found.plan)
         for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace"):
@@ -199,7 +200,7 @@ def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
     yield "unsettled gradients", exact.peak.gradient_bytes
     yield "activations", exact.peak.kept_bytes
     yield "between units", exact.peak.boundary_bytes
-    yield "made and dropped", max(plan.memory_bytes - exact.bytes, 0.0)
+    yield "made and dropped", max(plan.memory_bytes - plan.communicators_bytes - exact.bytes, 0.0)
 
 
 def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401

@@ -86,6 +86,12 @@ class Options:
     """Write the best plans and their alternatives as JSON."""
 
 
+LESS = (1.02, 1.1)
+"""By which a search is given less memory, where none of its plans fits: at least, and at most in one go, lest it pass
+over plans of few communicators.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """What was found for the options."""
@@ -202,9 +208,10 @@ def first_answer(sides: Sequence[Side], options: Options) -> tuple[Answer, tuple
         fitting = _fitting(plans) or _fitting([verified(each) for each in answer.best])
         if fitting:
             return answer, tuple(sorted(fitting, key=lambda plan: plan.step_s))
-        # The closed form has promised too much: by how much tells what to ask of it.
-        excess = min(plan.memory_bytes / plan.found.memory_bytes for plan in plans)
-        least = limited[0].pricing.memory_bytes / excess
+        # The closed form has promised too much, or knows no communicators: by how much tells what to ask of it.
+        most = sides[0].problem.memory_bytes
+        excess = min(plan.memory_bytes / most for plan in plans)
+        least = limited[0].pricing.memory_bytes / min(max(excess, LESS[0]), LESS[1])
         limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
 
 
@@ -219,7 +226,8 @@ def _too_large(sides: Sequence[Side], options: Options) -> ConfigError:
     whose = "" if options.memory is not None else f" (what is a plan's of the memory of {problem.cluster.chip.name})"
     return ConfigError(
         f"--memory = {problem.memory_bytes / 2**30:.4g} GiB a chip{whose}: no plan fits on {problem.cluster.chips} "
-        f"chips; the smallest takes about {least.bytes / 2**30:.3g} GiB, most of it {least.category}; {mend}."
+        f"chips; the smallest takes about {least.bytes / 2**30:.3g} GiB and its communicators, most of it "
+        f"{least.category}; {mend}."
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import of_device
@@ -57,7 +56,8 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
 def _smaller(run: Resolved, hosts: int, size: int) -> Smaller | None:
     """The best plan on so many hosts, each of so many ranks."""
     if choose(run.config.plan.device, size) == "cpu":
-        return smaller_plan(run, cores(hosts * size, size), Device("cpu").free_bytes(size), snapshot_bytes)
+        free_bytes = Device("cpu").free_bytes(size)
+        return smaller_plan(run, cores(hosts * size, size), free_bytes, snapshot_bytes, is_host=True)
     name = _gpu()
     chip = of_device(name)
     if chip is None:
@@ -67,12 +67,7 @@ def _smaller(run: Resolved, hosts: int, size: int) -> Smaller | None:
         )
     cluster = replace(usual_cluster(chip, hosts * size), domain=min(chip.domain, size))
     memory_bytes = USABLE * chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES
-    return smaller_plan(run, cluster, memory_bytes, _communicators_beyond)
-
-
-def _communicators_beyond(run: Resolved) -> int:
-    """What a rank's communicators take beside what the search for a plan leaves for them."""
-    return max(0, max(communicator_bytes(run.plan)) - int(COMMUNICATOR_BYTES))
+    return smaller_plan(run, cluster, memory_bytes)
 
 
 def _gpu() -> str:

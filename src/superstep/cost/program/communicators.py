@@ -12,8 +12,9 @@ ranks (#864, #986). Other GPUs and versions of NCCL have other figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from superstep.cost.closed.footprint import COMMUNICATOR_BYTES
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import Plan
 from superstep.program.rendezvous import routes, tied_places
@@ -34,14 +35,25 @@ MOST_PEERS = 7
 def communicator_bytes(plan: Plan) -> tuple[int, ...]:
     """Of a rank at each pipeline place, on a GPU: the same at its dp, cp and tp places."""
     ranks = [plan.mesh.rank(Coordinate(pp=pp, dp=0, cp=0, tp=0)) for pp in range(plan.mesh.pp)]
-    exchanged = PEER_BYTES * min(_peers(plan), MOST_PEERS)
-    return tuple(
-        exchanged + sum(PAIR_BYTES if size == 2 else MANY_BYTES for size in group_sizes(plan, rank)) for rank in ranks
-    )
+    taken = dict.fromkeys(ranks, PEER_BYTES * min(_peers(plan), MOST_PEERS))
+    for group in _groups(plan):
+        for rank in taken.keys() & group:
+            taken[rank] += PAIR_BYTES if len(group) == 2 else MANY_BYTES
+    return tuple(taken[rank] for rank in ranks)
+
+
+def beyond_reserve(plan: Plan) -> int:
+    """Of the fullest rank, what a search for plans does not keep free for every plan (``COMMUNICATOR_BYTES``)."""
+    return max(0, max(communicator_bytes(plan)) - int(COMMUNICATOR_BYTES))
 
 
 def group_sizes(plan: Plan, rank: int) -> list[int]:
-    """How many ranks each of a rank's groups has, as ``runtime.mesh`` makes them for NCCL."""
+    """How many ranks each of a rank's groups has."""
+    return [len(group) for group in _groups(plan) if rank in group]
+
+
+def _groups(plan: Plan) -> Iterator[Sequence[int]]:
+    """The groups of all ranks, as ``runtime.mesh`` makes them for NCCL."""
     mesh = plan.mesh
     stages = mesh.groups("pp")
     made: list[Iterable[Sequence[int]]] = [[range(mesh.world)], mesh.groups("cp"), mesh.groups("tp")]
@@ -53,7 +65,7 @@ def group_sizes(plan: Plan, rank: int) -> list[int]:
         made += [mesh.expert_groups(), mesh.sequence_groups()]
     made += [[(ranks[source], ranks[target]) for ranks in stages] for source, target, _ in routes(plan.placement)]
     made += [[[ranks[each] for each in places] for ranks in stages] for places in tied_places(plan)]
-    return [len(ranks) for groups in made for ranks in groups if rank in ranks and len(ranks) > 1]
+    return (ranks for groups in made for ranks in groups if len(ranks) > 1)
 
 
 def _peers(plan: Plan) -> int:

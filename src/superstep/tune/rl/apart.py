@@ -35,7 +35,7 @@ from superstep.tune.rl.line import Line
 from superstep.tune.rl.line_messages import Drawn, Here, Retired
 from superstep.tune.rl.record import NAME, SNAPSHOTS, Record
 from superstep.tune.rl.reinforce import PROGRAM, Job, beside, own_ranks, seated_of, serve_of
-from superstep.tune.rl.room import pages_for, sizes_of
+from superstep.tune.rl.room import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Left, Seat
 from superstep.tune.rl.training import Stopped, Tell, TellSave, Training, tell_nobody
@@ -264,8 +264,9 @@ def _require_own_room(world: World, job: Job, who: Literal["sampler", "trainer"]
     """
     if world.device.kind == "cpu":
         return job.rollout.pages
-    free_bytes = world.device.free_bytes(1)
     serve = serve_of(job.run, job.rollout, job.kernels)
+    plan = job.run.plan if who == "trainer" else sampler_plan(job.run, serve).plan
+    free_bytes = beside_communicators(world.device.free_bytes(1), plan)
     pages = min(gather(pages_for(job.run, serve, free_bytes)))
     require_room(job.program, sizes_of(job.run, serve, job.rl, pages=pages, gives_back=True), {who: free_bytes})
     return pages

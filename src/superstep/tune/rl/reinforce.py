@@ -26,7 +26,15 @@ from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.iterate import Iterate
 from superstep.tune.rl.learner import Learner
 from superstep.tune.rl.record import NAME, Record
-from superstep.tune.rl.room import pages_apart, pages_for, require_disk, require_sizes, sizes_of
+from superstep.tune.rl.room import (
+    beside_communicators,
+    pages_apart,
+    pages_for,
+    require_disk,
+    require_sizes,
+    sampler_plan,
+    sizes_of,
+)
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.seat import Seat, Seated
 from superstep.tune.rl.start import check_run
@@ -219,7 +227,8 @@ def reinforce(
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
     words = words_of(job.start)
     if world.device.kind == "cuda":
-        free_bytes = world.device.free_bytes(1)
+        both = job.run.plan, sampler_plan(job.run, serve_of(job.run, job.rollout, job.kernels)).plan
+        free_bytes = beside_communicators(world.device.free_bytes(1), *both)
         rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
         job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
     texts = beside(job) if world.rank == 0 else {}

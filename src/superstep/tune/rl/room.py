@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.memory import FP32, weights_bytes
 from superstep.cost.program.memory_fit import memory_of
 from superstep.cost.program.workspace import batch_bytes, exact_terms, workspace
 from superstep.cost.serve import ServedModel
 from superstep.errors import ConfigError
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
 from superstep.serve.config import ServeConfig, plan_named
 from superstep.serve.load import setting_model, usual_pages
@@ -35,8 +36,13 @@ def pages_for(run: Resolved, serve: ServeConfig, free_bytes: int) -> int:
         free_bytes: of a rank.
     """
     least = -(-run.config.data.sequence_tokens // serve.page_tokens)
-    page_bytes = serve.page_tokens * setting_model(_plan(run, serve), serve).key_bytes
+    page_bytes = serve.page_tokens * setting_model(sampler_plan(run, serve), serve).key_bytes
     return serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
+
+
+def beside_communicators(free_bytes: int, *plans: Plan) -> int:
+    """What a rank has left of a GPU beside the communicators of its plans: of the trainer's, of the sampler's."""
+    return max(0, free_bytes - sum(max(communicator_bytes(plan)) for plan in plans))
 
 
 def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, gives_back: bool) -> Sizes:
@@ -49,7 +55,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
         pages: of keys.
         gives_back: whether shared ranks give the trainer's memory back while they sample.
     """
-    served = setting_model(_plan(run, serve), serve)
+    served = setting_model(sampler_plan(run, serve), serve)
     ranks, reference_bytes = memory_of(run), weights_bytes(run, compile_step(run.plan))
     if not rl.kl_coef:
         reference_bytes = (0,) * len(ranks)
@@ -86,7 +92,7 @@ def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConf
     logits = contexts * served.vocab * FP32
     rows = min(serve.step_tokens, contexts * tokens)
     inner = served.behind_keys // served.width * served.bytes
-    grain = _plan(run, serve).plan.grain
+    grain = sampler_plan(run, serve).plan.grain
     terms = 0 if grain is None else exact_terms(grain.cells, serve.tp) * rows * served.width * FP32
     # The terms of the last product are there when the widest of the others have gone.
     return of_a_layer * (3 if serve.exact else 1) + 2 * logits + max(rows * inner, terms + rows * inner // 2)
@@ -140,5 +146,6 @@ def require_disk(program: Iterations, run: Resolved, root: Path) -> None:
         )
 
 
-def _plan(run: Resolved, serve: ServeConfig) -> Resolved:
+def sampler_plan(run: Resolved, serve: ServeConfig) -> Resolved:
+    """The model as a sampler's ranks share it."""
     return plan_named(run.config.model.name, serve)

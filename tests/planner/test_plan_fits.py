@@ -1,0 +1,47 @@
+"""What a search for plans proposes for a GPU is what training accepts there, communicators among it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elsewhere import Elsewhere
+from planning import problem_of
+from superstep.cli.plan.problem import memory_of
+from superstep.cli.plan.verb import Options, checked_sides, first_answer, refined
+from superstep.cli.train.memory_fit import require_fit
+from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.planner.calibrate_row import guide
+
+GPU = Elsewhere("cuda", 0)
+GIB = 2**30
+MOE = {"sequence": 2048, "layers": 4, "batch": 16}
+DENSE = {"sequence": 2048, "batch": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "chips", "gib", "asked"),
+    [
+        ("llama3.2-1b", 8, 6.0, DENSE),
+        ("llama3.2-1b", 8, 8.0, DENSE),
+        ("llama3.2-1b", 8, 12.0, DENSE),
+        ("llama3.2-1b", 32, 4.0, DENSE),
+        ("qwen3-30b-a3b", 8, 16.0, MOE),
+        ("qwen3-30b-a3b", 8, 20.0, MOE),
+    ],
+)
+def test_a_gpu_has_room_for_every_plan_that_is_proposed(model, chips, gib, asked):
+    """A chip that has no byte more than is asked for, its context and the usual reserve."""
+    problem = problem_of(model, chips=chips, chip="H100", **asked)
+    free_bytes = gib * GIB + COMMUNICATOR_BYTES
+    chip = replace(problem.cluster.chip, memory_bytes=(free_bytes + CONTEXT_BYTES) / USABLE + 1)
+    cluster = replace(problem.cluster, chip=chip)
+    sides = checked_sides([replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))])
+    options = Options()
+    ranked = refined(sides, first_answer(sides, options), options, guide())
+    proposed = [*ranked.plans, *(each.plan for each in ranked.neighbours)]
+    assert proposed
+    for each in proposed:
+        # Nothing of the units themselves is asked of our own decoder.
+        require_fit(each.run, GPU, (), limit_bytes=int(free_bytes))
