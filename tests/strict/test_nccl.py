@@ -1,5 +1,6 @@
 """NCCL on emulated GPUs: its calls give the numbers of Gloo, it refuses what NCCL does, and names calls that differ."""
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -452,3 +453,17 @@ def line_number(text):
     """Where this file has a text, which it has once more: in the test that asks."""
     with open(__file__, encoding="utf-8") as file:
         return next(number for number, line in enumerate(file, 1) if text in line)
+
+
+def threads_of_groups(rank, world):
+    with gpu_of(rank, world):
+        dist.all_reduce(torch.ones(1, device=f"cuda:{rank}"))
+        before = len(os.listdir("/proc/self/task"))
+        for _ in range(3):
+            group = dist.new_group(list(range(world)), device_id=torch.device("cuda", rank))
+            dist.destroy_process_group(group)
+        return len(os.listdir("/proc/self/task")) - before
+
+
+def test_a_group_that_is_destroyed_leaves_no_thread(pool):
+    assert max(pool.run(2, threads_of_groups)) <= 0

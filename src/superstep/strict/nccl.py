@@ -163,12 +163,14 @@ class Communicator(dist.ProcessGroup):
         self._is_aborted = True
         for queue, _ in self._wires.values():
             self.device.abort(queue)
+            self.device.close(queue)
         self.watchdog.forget()
 
     def shutdown(self) -> None:
         """Let go of it; what is under way is waited for."""
         for queue, _ in self._wires.values():
             self.device.drain(queue)
+            self.device.close(queue)
         self._wires.clear()
 
     # How a call is issued.

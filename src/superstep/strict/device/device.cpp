@@ -137,5 +137,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("caller", &caller);
   module.def("drain", [](int number) { wait_for(number, Guard::issued(number), "the end of a communicator"); });
   module.def("abort", &abort_stream);
+  module.def("close", &close_stream);
   module.def("stop", &stop);
 }

@@ -91,7 +91,7 @@ struct StreamState {
   std::deque<Task> tasks;
   uint64_t issued = 0, done = 0;
   Clock known;
-  bool is_busy = false, is_aborted = false;
+  bool is_busy = false, is_aborted = false, is_closed = false;
   std::thread thread;  // of a communicator
   size_t launches = 0;
 };

@@ -110,15 +110,16 @@ inline void run_kernels() {
 inline void run_communicator(StreamState& stream) {
   at::set_num_threads(1);
   Lock lock(state.lock);
-  while (!state.is_stopping) {
+  auto is_over = [&] { return state.is_stopping || stream.is_closed; };
+  while (!is_over()) {
     int& in_use = state.narrow_blocks[stream.device];
     auto has_place = [&] {
       auto& next = stream.tasks.front();
       bool is_first = !next.whole || next.whole == *state.whole[stream.device].begin();
       return is_first && in_use + next.blocks <= MOST_NARROW_BLOCKS;
     };
-    state.changed.wait(lock, [&] { return state.is_stopping || (is_ready(stream) && has_place()); });
-    if (state.is_stopping) return;
+    state.changed.wait(lock, [&] { return is_over() || (is_ready(stream) && has_place()); });
+    if (is_over()) return;
     int blocks = stream.tasks.front().blocks;
     in_use += blocks;
     run_first(stream, lock, 0);
@@ -177,6 +178,13 @@ inline void abort_stream(int number) {
   state.changed.notify_all();
 }
 
+// Waits for the end of a communicator's thread; one that waits for what does not come is left behind.
+inline void end_thread(StreamState& stream) {
+  if (!stream.thread.joinable()) return;
+  if (stream.is_aborted && stream.is_busy) stream.thread.detach();
+  else stream.thread.join();
+}
+
 // Ends the threads once they have run what they run: before the interpreter goes, whose objects tasks hold.
 inline void stop() {
   WithoutGil without;
@@ -187,11 +195,18 @@ inline void stop() {
     state.changed.notify_all();
   }
   state.kernels.join();
-  for (auto& stream : state.streams) {
-    if (!stream->thread.joinable()) continue;
-    if (stream->is_aborted && stream->is_busy) stream->thread.detach();  // it waits for what does not come
-    else stream->thread.join();
-  }
+  for (auto& stream : state.streams) end_thread(*stream);
+}
+
+// No call of a communicator comes any more.
+inline void close_stream(int number) {
+  WithoutGil without;
+  Lock lock(state.lock);
+  StreamState& stream = *state.streams[number];
+  stream.is_closed = true;
+  state.changed.notify_all();
+  lock.unlock();
+  end_thread(stream);
 }
 
 struct Issue {
