@@ -6,7 +6,10 @@ The rules are those of torch's checks: ``aten/src/ATen/native/transformers/cuda/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +69,51 @@ def flash_back(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_
     return attend_back(grad, q, k, v, None, out, lse, is_causal=is_causal, scale=scale)
 
 
+def parts(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Of each sequence of many that lie one after the other, its queries and its keys."""
+    for of_q, of_k in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        yield slice(*of_q), slice(*of_k)
+
+
+def apart(x_TNH: Tensor, part: slice) -> Tensor:
+    """One of these sequences, [1, N, S, H]."""
+    return x_TNH[part].transpose(0, 1)[None]
+
+
+def flash_parts(q, k, v, starts_q, starts_k, max_q, max_k, dropout, is_causal, debug, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
+    """``_flash_attention_forward`` of many sequences."""
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    for of_q, of_k in parts(starts_q, starts_k):
+        given = apart(q, of_q), apart(k, of_k), apart(v, of_k)
+        mixed, lse[None, :, of_q] = attend(*given, None, is_causal=is_causal, scale=scale)
+        apart(out, of_q).copy_(mixed)
+    seed = torch.zeros((), dtype=torch.uint64)
+    return out, lse, seed.expand(2), seed, torch.empty(0, dtype=q.dtype)
+
+
+def flash_parts_back(  # noqa: ANN201, PLR0913
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    *more: Any,  # noqa: ANN401
+    scale: float | None = None,
+):
+    """``_flash_attention_backward`` of many sequences."""
+    _, _, _, is_causal, *_ = more
+    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for of_q, of_k in parts(starts_q, starts_k):
+        given = apart(grad, of_q), apart(q, of_q), apart(k, of_k), apart(v, of_k), None, apart(out, of_q)
+        back = attend_back(*given, lse[None, :, of_q].contiguous(), is_causal=is_causal, scale=scale)
+        for whole, part, of in zip(found, back, (of_q, of_k, of_k), strict=True):
+            apart(whole, of).copy_(part)
+    return found
+
+
 def efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
     """``_scaled_dot_product_efficient_attention``; its sums are padded to a multiple of 32 queries."""
     out, lse = attend(q, k, v, bias, is_causal=is_causal, scale=scale)
@@ -101,6 +149,8 @@ def mm_into(left, right, out_dtype, *, out):  # noqa: ANN001, ANN201
 OF_CPU = {
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_back,
+    "_flash_attention_forward": flash_parts,
+    "_flash_attention_backward": flash_parts_back,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_back,
     "addmm.dtype_out": addmm_into,
@@ -111,6 +161,8 @@ OF_CPU = {
 RULES = {
     "_scaled_dot_product_flash_attention": lambda q, k, v, *_: require_flash(q, k, v),
     "_scaled_dot_product_flash_attention_backward": lambda grad, q, k, v, *_: require_flash(grad, q, k, v),
+    "_flash_attention_forward": lambda q, k, v, *_: require_flash(q, k, v),
+    "_flash_attention_backward": lambda grad, q, k, v, *_: require_flash(grad, q, k, v),
 }
 """What is refused at the call, as a GPU's kernels do it."""
 

@@ -123,7 +123,9 @@ struct Memory final : public c10::Allocator {
     }
     region.allocated += bytes;
     region.peak = std::max(region.peak, region.allocated);
-    state.contexts.insert(std::max(device, 0));
+    // Pinned memory belongs to a context that is there (getDeviceIndexWithPrimaryContext in
+    // aten/src/ATen/cuda/CachingHostAllocator.cpp), and makes one only where there is none.
+    if (!is_pinned || state.contexts.empty()) state.contexts.insert(is_pinned ? current_device : device);
     if (is_pinned) protect(block);
     return {block->begin, block, &release, place};
   }

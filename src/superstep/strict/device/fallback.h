@@ -75,7 +75,8 @@ inline std::optional<Stack> infer_shapes(Operation& call) {
   for (auto& result : call.schema().returns()) {
     has_fresh |= !result.alias_info();
     auto kind = result.type()->kind();
-    if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return std::nullopt;
+    bool is_known = kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType || kind == c10::TypeKind::IntType || kind == c10::TypeKind::SymIntType;
+    if (!is_known) return std::nullopt;
   }
   Stack metas;
   if (!has_fresh && !call.writes_empty) return metas;
@@ -88,7 +89,7 @@ inline std::optional<Stack> infer_shapes(Operation& call) {
     return std::nullopt;
   } catch (pybind11::error_already_set& error) {  // of a meta kernel in Python
     pybind11::gil_scoped_acquire gil;
-    if (!error.matches(PyExc_NotImplementedError)) throw;
+    if (!error.matches(PyExc_NotImplementedError) && !is_about_meta(error.what())) throw;
     return std::nullopt;
   } catch (const c10::Error& error) {
     if (is_about_meta(error.what())) return std::nullopt;

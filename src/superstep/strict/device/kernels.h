@@ -64,8 +64,9 @@ inline void order_after(int stream, int other) {
   issue(stream, {.what = "event.wait", .after = done});
 }
 
-// Copies on the device's stream. Bytes of plain memory are staged before the call returns; from or to pinned memory a copy
-// that does not block goes on after it; into plain memory the host always waits.
+// Copies on the device's stream. The host waits for one that blocks, from plain memory too (memcpy_and_sync in
+// aten/src/ATen/native/cuda/Copy.cu), and for every one into plain memory. Of those that do not block, bytes of plain
+// memory are staged before the call returns, and what is from or to pinned memory goes on after it.
 inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   bool between = self.is_cuda() && source.is_cuda() && self.get_device() != source.get_device();
@@ -73,17 +74,16 @@ inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blo
   c10::OptionalDeviceGuard guard(c10::Device(CUDA, c10::DeviceIndex(device)));
   at::AutoDispatchBelowADInplaceOrView below;
   std::vector<Range> ranges;
-  bool waits = false;
   at::Tensor from = source, to = kernel_view(self);
   if (source.is_cuda() || source.is_pinned()) {
     ranges.push_back(range_of(source, false));
     from = kernel_view(source);
-    waits |= !source.is_cuda() && !non_blocking;
   } else {
     from = source.clone();
   }
   if (self.is_cuda() || self.is_pinned()) ranges.push_back(range_of(self, true));
-  waits |= !self.is_cuda() && !(self.is_pinned() && non_blocking);
+  bool goes_on = non_blocking && (self.is_cuda() || self.is_pinned());
+  bool waits = !(self.is_cuda() && source.is_cuda()) && !goes_on;
   std::string what = source.is_cuda() ? (self.is_cuda() ? "copy_" : "copy_ to the host") : "copy_ to the device";
   auto run = [from, to] {
     at::AutoDispatchBelowADInplaceOrView below;

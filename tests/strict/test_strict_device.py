@@ -99,7 +99,8 @@ def test_two_uses_that_nothing_orders_are_an_error_with_both_lines():
     with torch.cuda.stream(other):
         x.mul_(2)
     with pytest.raises(
-        RuntimeError, match=r"race: aten::add.*test_device.py:\d+.*reads.*aten::mul.*test_device.py:\d+.*writes"
+        RuntimeError,
+        match=r"race: aten::add.*test_strict_device.py:\d+.*reads.*aten::mul.*test_strict_device.py:\d+.*writes",
     ):
         x + 1
 
@@ -191,8 +192,10 @@ def test_waits_of_the_host_are_counted_by_operator_and_line(device):
     x.sum().item()
     (waits,) = device.take_host_waits().items()
     assert waits[0].startswith("item (")
-    assert "test_device.py:" in waits[0]
+    assert "test_strict_device.py:" in waits[0]
     assert waits[1] == 1
+    torch.ones(4).to(GPU)
+    assert [where[:19] for where in device.take_host_waits()] == ["copy_ to the device"]
     torch.ones(4).pin_memory().to(GPU, non_blocking=True)
     assert device.take_host_waits() == {}
 
@@ -225,6 +228,20 @@ def test_flash_attention_takes_sixteen_bits_only(dtype):
         return
     with pytest.raises(RuntimeError, match="FlashAttention only support fp16 and bf16"):
         flash(q, q, q, 0.0, True)
+
+
+def test_flash_attention_of_many_sequences_is_that_of_each():
+    q, starts = numbers(10, 2, 8).to(GPU, torch.bfloat16), torch.tensor([0, 4, 10], dtype=torch.int32, device=GPU)
+    aten = torch.ops.aten
+    out, lse, *_ = aten._flash_attention_forward(q, q, q, starts, starts, 6, 6, 0.0, True, False)
+    seed = torch.zeros((), dtype=torch.int64, device=GPU)
+    back = aten._flash_attention_backward(q, q, q, q, out, lse, starts, starts, 6, 6, 0.0, True, seed, seed)
+    leaf = q.cpu().float().requires_grad_()
+    heads = [x.transpose(0, 1)[None] for x in leaf.split((4, 6))]
+    whole = torch.cat([F.scaled_dot_product_attention(x, x, x, is_causal=True)[0].transpose(0, 1) for x in heads])
+    (wanted,) = torch.autograd.grad(whole, leaf, q.cpu().float())
+    torch.testing.assert_close(out.cpu().float(), whole.detach(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(sum(x.cpu().float() for x in back), wanted, atol=4e-2, rtol=4e-2)
 
 
 def run_alone(code):
