@@ -86,5 +86,4 @@ def test_the_host_does_not_wait_for_a_block_of_experts(router):
         out.sum().backward()
     assert not seen.waits
     assert seen.called.count("_grouped_mm") == 9
-    assert ("pin_memory" in seen.called) is (router in ("top2", "noisy-topk")), "noise is sent out of pinned memory"
     assert all(param.grad.isfinite().all() for param in block.parameters())

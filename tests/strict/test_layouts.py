@@ -3,10 +3,9 @@
 import pytest
 
 import small
-from strict_ranks import gpu_of
+from strict_ranks import prove_on_gpus
 from superstep.plan.resolve import resolve
-from superstep.runtime.launch import World
-from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.close import write_reference
 
 pytestmark = pytest.mark.strict
 
@@ -45,22 +44,15 @@ LAYOUTS = {
 }
 
 
-def prove_on_gpus(rank, world, folder, config):
-    run = resolve(config)
-    batches = small.batches(packed=False)
-    with gpu_of(rank, world) as (device, look):
-        verdict = prove(World(rank, world, device), run, batches, folder, reruns=False)
-        seen = look()
-    return verdict.first and verdict.first.describe(), seen
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
     layout = LAYOUTS[name]
     config = small.config(packed=False, **{"microbatch": 2, "layers": small.layers_for(layout), **layout})
     run = resolve(config)
-    write_reference(run.shape, run.config.train, small.batches(packed=False), tmp_path)
-    for rank, (first, seen) in enumerate(pool.run(run.plan.mesh.world, prove_on_gpus, tmp_path, config)):
+    batches = small.batches(packed=False)
+    write_reference(run.shape, run.config.train, batches, tmp_path)
+    found = pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, tmp_path, timeout_s=60)
+    for rank, (first, seen) in enumerate(found):
         assert first is None
         assert seen.races == []
         assert seen.contexts == {rank}

@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from pool import IMPORTED
 from superstep.runtime.device import Device
+from superstep.runtime.launch import World
 from superstep.runtime.seed import heed_all, planted
 from superstep.strict.load import configure
 from superstep.strict.settings import Settings
+from superstep.train.proof.close import prove
+from superstep.train.proof.exact import prove_exact
 
 SETTINGS = Settings(devices=8, device_bytes=1 << 30)
 
@@ -101,3 +104,21 @@ def begin_nccl(rank, world, folder, limit_s):
     gpu = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
     return gpu
+
+
+def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None):
+    """The first value of a run that is not the reference's, in words, and what the device saw."""
+    with gpu_of(rank, world, settings) as (device, look):
+        verdict = prove(World(rank, world, device), run, batches, folder, reruns=False, specs=specs)
+        seen = look()
+    return verdict.first and verdict.first.describe(), seen
+
+
+def prove_bits_on_gpus(rank, world, run, batches, folder, relay):
+    """The same of exact mode: the first number whose bits are not those of the CPU's one rank, from the start and from
+    that one's checkpoint.
+    """
+    with gpu_of(rank, world) as (device, look):
+        verdict = prove_exact(World(rank, world, device), run, batches, folder, relay)
+        seen = look()
+    return [difference.describe() for difference in (verdict.first, verdict.first_resumed) if difference], seen

@@ -24,6 +24,7 @@ from superstep.model.exchange import Exchange, Told
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.router import NOBODY, Routing, choices, noise_width, route
+from superstep.numerics.sending import send
 from superstep.plan.model.shape import ModelShape
 
 
@@ -106,7 +107,9 @@ class MixtureOfExperts(nn.Module):
         """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""
         logits_BSE = exchange.whole(self.gate(x_BsD))
         noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
-        routing = route(self.moe, logits_BSE, None if noise_BSE is None else send(noise_BSE, logits_BSE))
+        if noise_BSE is not None:
+            noise_BSE = send(noise_BSE, logits_BSE.device).to(logits_BSE.dtype)
+        routing = route(self.moe, logits_BSE, noise_BSE)
         is_dropped = (routing.expert == NOBODY) & (routing.choice != NOBODY)
         dropped_BSk = routing.choice.where(is_dropped, NOBODY)
         exchange.tell(
@@ -119,11 +122,6 @@ class MixtureOfExperts(nn.Module):
             ),
         )
         return routing
-
-
-def send(noise: Tensor, like: Tensor) -> Tensor:
-    """The host's draws where ``like`` is. Out of pinned memory a copy does not wait for what a GPU was given before."""
-    return (noise.pin_memory() if like.is_cuda else noise).to(like, non_blocking=True)
 
 
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
 from superstep.model.fused_attention import WIDEST_FLASH
 from superstep.numerics.fixed_point import ACTIVATION, Excess
+from superstep.numerics.sending import send
 from superstep.plan.resolve import Resolved
 from superstep.plan.split.sequence import positions
 from superstep.runtime.device import Device
@@ -65,7 +66,7 @@ def build_sight(run: Resolved, mesh: Mesh, excess: Excess) -> Callable[[Tensor |
         if starts is None:
             return across
         # One tensor for all units: they make the tables of their positions once.
-        return Sight(_attend(run, mesh, starts, excess), (held - starts[:, held]).to(mesh.device.torch))
+        return Sight(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
 
     return sight
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.fixed_point import BLOCK, Excess, OutOfRange, from_square_sum, require_exact_loss, square_sum
+from superstep.numerics.sending import send
 from superstep.runtime.buffers import UnitBuffers
 from superstep.runtime.collectives import sum_over
 from superstep.runtime.launch import gather
@@ -100,7 +101,7 @@ class AdamW:
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=told.device)
-            squares[3:] = torch.tensor([bool(excess.found), *flags])
+            squares[3:] = send(torch.tensor([bool(excess.found), *flags]), told.device)
             for part in parts:
                 squares[:3] += square_sum(part)
             summed = sum_over(squares, self._world)
@@ -112,7 +113,8 @@ class AdamW:
         square = torch.zeros((), dtype=torch.float64, device=told.device)
         for part in parts:
             square += _square(part)
-        mine = torch.cat((square.view(1), square.new_tensor([float(flag) for flag in flags]), told))
+        told_flags = send(torch.tensor(flags, dtype=torch.float64), told.device)
+        mine = torch.cat((square.view(1), told_flags, told))
         total: list[float] = sum_over(mine, self._world).tolist()
         return total[0], total[1 + len(flags) :], [each > 0 for each in total[1 : 1 + len(flags)]]
 
@@ -140,7 +142,7 @@ class AdamW:
         """What weight decay is for, and the rest."""
         h = self.hyper
         # The fused kernel divides gradients by grad_scale, so that clipping costs no pass of its own.
-        scale = self._count.new_tensor(max(norm / h.clip_norm, 1.0))
+        scale = self._count.new_full((), max(norm / h.clip_norm, 1.0))
         for (params, grads, first, second), decay in zip(updates, (h.weight_decay, 0.0), strict=True):
             if self._is_exact:
                 for tensors in zip(params, grads, first, second, strict=True):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from superstep.data.stream import Batch, Stream
 from superstep.data.tokens import Corpus, SplitName
+from superstep.numerics.sending import send
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Plan
 from superstep.plan.split.sequence import positions
@@ -57,10 +58,10 @@ def microbatches(
     parts = zip(starts, *(x.split(plan.microbatch) for x in of_tokens), strict=True)
     return [
         Microbatch(
-            tokens=x.to(device),
-            targets=y.to(device),
+            tokens=send(x, device),
+            targets=send(y, device),
             starts=at,
-            streams={name: stream.to(device) for name, stream in zip(names, rest, strict=True)},
+            streams={name: send(stream, device) for name, stream in zip(names, rest, strict=True)},
         )
         for at, x, y, *rest in parts
     ]

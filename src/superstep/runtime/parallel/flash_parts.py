@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from superstep.model.fused_attention import fill_up, has_flash
+from superstep.numerics.sending import send
 from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
 
 _ATEN = torch.ops.aten
@@ -137,10 +138,14 @@ class _Stack:
     Attributes:
         source: of each place, the token among those of all rows: [P, L]. What fills up repeats its part's last.
         is_filled: of each place, whether nothing is there: [P, L].
+        places: those that are not filled up, by number.
+        tokens: of each of these, the token among those of all rows.
     """
 
     source: Tensor
     is_filled: Tensor
+    places: Tensor
+    tokens: Tensor
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int]], device: torch.device) -> Self:
@@ -148,7 +153,10 @@ class _Stack:
         starts, stops = torch.tensor(parts).unbind(1)
         places = starts[:, None] + torch.arange(int((stops - starts).max()))
         source = torch.minimum(places, stops[:, None] - 1)
-        return cls(source.to(device), (places >= stops[:, None]).to(device))
+        is_filled = places >= stops[:, None]
+        # Found on the host: how many there are would have it wait for a GPU.
+        found = source, is_filled, (~is_filled).flatten().nonzero().flatten(), source[~is_filled]
+        return cls(*(send(each, device) for each in found))
 
     def lay(self, x_BNSH: Tensor, fill: float | None = None) -> Tensor:
         """[P, N, L, H]; None fills up with whatever there is."""
@@ -159,8 +167,8 @@ class _Stack:
 
     def back(self, x_PNLH: Tensor, into_BNSH: Tensor) -> None:
         """The reverse: write the parts where they are in their rows."""
-        S, at = into_BNSH.shape[2], self.source[~self.is_filled]
-        into_BNSH.transpose(1, 2)[at // S, at % S] = x_PNLH.transpose(1, 2)[~self.is_filled]
+        S = into_BNSH.shape[2]
+        into_BNSH.transpose(1, 2)[self.tokens // S, self.tokens % S] = _in_a_row(x_PNLH)[self.places]
 
 
 def _stacks(cuts: Cuts, tokens: int, device: torch.device) -> Iterator[_Stack]:
@@ -198,4 +206,4 @@ class _Ends:
         starts = chain.from_iterable((row * tokens + start for start in cut[:-1]) for row, cut in enumerate(cuts))
         places = [*starts, len(cuts) * tokens]
         longest = max(stop - start for start, stop in pairwise(places))
-        return cls(torch.tensor(places, dtype=torch.int32).to(device, non_blocking=True), longest)
+        return cls(send(torch.tensor(places, dtype=torch.int32), device), longest)

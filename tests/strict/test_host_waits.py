@@ -1,0 +1,92 @@
+"""Where the host waits for an emulated GPU within a training step: on a GPU nothing is issued meanwhile."""
+
+import re
+from collections import Counter
+
+import pytest
+from test_models_on_gpus import batches, config
+
+from strict_ranks import device_module, gpu_of
+from superstep.plan.resolve import resolve
+from superstep.runtime.engine import Engine
+from superstep.runtime.mesh import build_mesh
+from superstep.train.batches import microbatches_of, rows
+from superstep.train.model import units_of
+from superstep.train.proof.close import TIMEOUT
+
+pytestmark = pytest.mark.strict
+
+
+def waits_of_a_step(rank, world, run):
+    """Of a second step, its batch included: how often the host waited, by operator and line, before the update and in
+    it.
+    """
+    batch, device = batches(run)[0], device_module()
+    with gpu_of(rank, world) as (gpu, look):
+        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
+        engine = Engine(run, units_of(run), mesh)
+        before = {}
+        inner = engine._executor._step
+
+        def update():
+            before.update(device.take_host_waits())
+            inner()
+
+        engine._executor._step = update
+        for _ in range(2):
+            before.clear()
+            look()
+            mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
+            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+            after = device.take_host_waits()
+        races = look().races
+        mesh.destroy()
+    return before, after, races
+
+
+LAYOUTS = {
+    "dense": {},
+    "tp": {"tp": 2, "sequence_parallel": True},
+    "zero 3": {"dp": 2, "zero": 3, "recompute": "full"},
+    "pp": {"pp": 2, "schedule": "zb-h1"},
+    "ulysses": {"cp": 2, "context": "ulysses"},
+    "documents": {"documents": True},
+    "documents ring": {"documents": True, "cp": 2},
+    "documents of fp32": {"documents": True, "compute": "fp32"},
+    "lora": {"lora": True},
+    "experts": {"router": "dropless"},
+    "experts with noise": {"router": "noisy-topk", "recompute": "selective"},
+    "ep": {"router": "dropless", "dp": 2, "ep": 2},
+    "ep with places": {"router": "switch", "tp": 2, "ep": 2},
+    "experts of fp32": {"router": "dropless", "compute": "fp32"},
+}
+
+EXCHANGED_SIZES = "superstep/runtime/parallel/expert.py"
+"""An exchange of unequal parts takes their sizes from the host: once in each forward pass of a mixture."""
+PRODUCT_OF_EACH = "superstep/model/experts.py"
+"""Outside of bf16 torch has no kernel for the products of all experts: each is a call, whose size the host has to know:
+twice in a forward pass of three products and in the gradients of their inputs, once in each gradient of a weight."""
+BLOCKS = 2 * 2
+"""Two layers, and as many microbatches on a rank."""
+WAITS = {
+    "ep": {EXCHANGED_SIZES: BLOCKS},
+    "ep with places": {EXCHANGED_SIZES: BLOCKS},
+    "experts of fp32": {PRODUCT_OF_EACH: 9 * BLOCKS},
+}
+
+
+def by_file(waits):
+    """How often the host waited, by the file of the innermost line."""
+    found = Counter()
+    for where, count in waits.items():
+        found[re.search(r"\((\S+?):\d+", where).group(1)] += count
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_host_waits_for_sizes_of_experts_alone_and_once_for_the_loss(pool, name):
+    run = resolve(config(**{"layers": 2, "compute": "bf16"} | LAYOUTS[name]))
+    for before, in_update, races in pool.run(run.plan.mesh.world, waits_of_a_step, run, timeout_s=60):
+        assert by_file(before) == WAITS.get(name, {}), before
+        assert by_file(in_update) == {"superstep/runtime/optimizer.py": 1}, in_update
+        assert races == []

@@ -1,0 +1,148 @@
+"""Mixtures of experts, adapters and documents on emulated GPUs: the CPU's numbers, and its digits in exact mode."""
+
+from dataclasses import replace
+
+import pytest
+
+import small
+from strict_ranks import prove_bits_on_gpus, prove_on_gpus
+from superstep.kernels import attention, fused
+from superstep.kernels.native import Built
+from superstep.model.unit import initial
+from superstep.plan.config import LoraConfig
+from superstep.plan.resolve import resolve
+from superstep.runtime.device import Device
+from superstep.runtime.launch import World
+from superstep.train.model import units_of
+from superstep.train.proof.close import write_reference
+from superstep.train.proof.exact import Relay, write_bits
+
+pytestmark = pytest.mark.strict
+
+TOKENS = 32
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+
+
+def config(*, router=None, lora=False, documents=False, head_dim=8, exact=False, compute="fp32", **plan):
+    """A run with heads and experts of widths that kernels for GPUs take."""
+    plan = {"layers": small.layers_for(plan), "microbatch": small.microbatch_for(plan)} | plan
+    found = small.config(packed=documents, masked=documents, compute=compute, **plan)
+    model = replace(found.model, heads=4, kv_heads=2, head_dim=head_dim)
+    if router is not None:
+        model = replace(model, experts=4, router=router, ffn=24, shared_experts=1, balance_weight=0.2, z_weight=0.05)
+    return replace(
+        found,
+        model=model,
+        data=replace(found.data, sequence_tokens=TOKENS),
+        numerics=replace(found.numerics, exact=exact, exact_chunks=4 if exact else None),
+        lora=LORA if lora else None,
+    )
+
+
+def batches(run):
+    documents = run.config.data.document_mask
+    return small.batches(packed=documents, masked=documents, tokens=TOKENS)
+
+
+def both_factors_at_work(run):
+    """The run's units, whose B starts with other values than zeros: else A has no gradient."""
+    found = []
+    for unit in units_of(run):
+        params = dict(unit.params)
+        for local, param in params.items():
+            if param.factor == "b":
+                shape = next(p.dims for u in run.outline.units for p in u.parameters if p.name == param.name)
+                params[local] = replace(param, values=initial(replace(param, std=0.3), shape, 1))
+        found.append(replace(unit, params=params))
+    return found
+
+
+def assert_sound(found):
+    for rank, (first, seen) in enumerate(found):
+        assert not first
+        assert seen.races == []
+        assert seen.contexts == {rank}
+
+
+LAYOUTS = {
+    "experts": {"router": "dropless"},
+    "experts selective": {"router": "switch", "compute": "bf16", "recompute": "selective"},
+    "experts dp": {"router": "top2", "dp": 2, "zero": 2, "compute": "bf16"},
+    "ep dp": {"router": "dropless", "dp": 2, "ep": 2, "zero": 1, "recompute": "full"},
+    "ep dp bf16": {"router": "dropless", "dp": 2, "ep": 2, "zero": 3, "compute": "bf16"},
+    "ep tp": {"router": "switch", "tp": 2, "ep": 2, "sequence_parallel": True},
+    "ep tp bf16": {"router": "dropless", "tp": 2, "ep": 2, "compute": "bf16", "recompute": "selective"},
+    "ep cp": {"router": "top2", "cp": 2, "ep": 2, "zero": 2},
+    "ep cp bf16": {"router": "noisy-topk", "cp": 2, "ep": 2, "context": "ulysses", "compute": "bf16"},
+    "experts pp": {"router": "noisy-topk", "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
+    "ep pp dp": {"router": "dropless", "pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zb-v", "chunks": 2},
+    "lora": {"lora": True, "recompute": "selective"},
+    "lora dp": {"lora": True, "dp": 2, "zero": 3},
+    "lora tp": {"lora": True, "tp": 2, "sequence_parallel": True, "zero": 1},
+    "lora pp": {"lora": True, "pp": 2, "schedule": "zb-h1"},
+    "documents": {"documents": True, "recompute": "selective"},
+    "documents bf16": {"documents": True, "compute": "bf16"},
+    "documents ring": {"documents": True, "cp": 2, "context": "ring"},
+    "documents ring bf16": {"documents": True, "cp": 2, "context": "ring", "compute": "bf16"},
+    "documents ulysses": {"documents": True, "cp": 2, "context": "ulysses", "compute": "bf16"},
+    "documents experts": {"documents": True, "router": "dropless", "cp": 2, "ep": 2},
+    "untied pp": {"tied": False, "pp": 2},
+    "tied pp bf16": {"tied": True, "pp": 2, "compute": "bf16"},
+    "uneven stages": {"pp": 2, "stages": (1, 5)},
+    "uneven stages untied": {"pp": 2, "stages": (4, 2), "tied": False, "schedule": "zb-h1"},
+}
+
+
+def prove_here(rank, world, run, folder):
+    specs = both_factors_at_work(run) if run.config.lora else None
+    return prove_on_gpus(rank, world, run, batches(run), folder, specs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
+    run = resolve(config(**LAYOUTS[name]))
+    model = both_factors_at_work(run) if run.config.lora else run.shape
+    write_reference(model, run.config.train, batches(run), tmp_path)
+    found = pool.run(run.plan.mesh.world, prove_here, run, tmp_path, timeout_s=60)
+    assert_sound(found)
+
+
+EXACT = {
+    "one": {},
+    "dp": {"dp": 2, "zero": 3, "recompute": "full"},
+    "tp": {"tp": 2, "sequence_parallel": False},
+    "sp bf16": {"tp": 2, "sequence_parallel": True, "compute": "bf16"},
+    "ring": {"cp": 2},
+    "ulysses bf16": {"cp": 2, "context": "ulysses", "compute": "bf16"},
+    "pp": {"pp": 2, "schedule": "zb-h1"},
+    "ep": {"router": "dropless", "dp": 2, "ep": 2, "zero": 2},
+    "experts bf16": {"router": "switch", "tp": 2, "ep": 2, "compute": "bf16"},
+    "lora": {"lora": True, "tp": 2},
+    "documents": {"documents": True, "cp": 2},
+    "pp dp bf16": {"pp": 2, "dp": 2, "zero": 2, "schedule": "1f1b", "compute": "bf16"},
+}
+
+
+def write_bits_on_cpu(rank, world, run, folder):
+    """By torch alone, as a GPU has none of the kernels of ``superstep.kernels`` for exact mode on CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fused, attention):
+            patch.setattr(module, "compiled", lambda: Built(None, "a GPU has none"))
+        return write_bits(World(rank, world, Device("cpu")), run, batches(run), folder, stop=1)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_mode_gives_the_cpus_digits(pool, tmp_path, name):
+    layout = {"microbatch": 2, "head_dim": 16} | EXACT[name]
+    run = resolve(config(exact=True, **layout))
+    alone = {
+        key: layout[key]
+        for key in ("router", "lora", "documents", "compute", "microbatch", "head_dim", "tied")
+        if key in layout
+    }
+    pool.run(
+        1, write_bits_on_cpu, resolve(config(exact=True, layers=run.shape.layers, **alone)), tmp_path, timeout_s=60
+    )
+    relay = Relay(take=tmp_path / "checkpoint", leave=None, step=1)
+    found = pool.run(run.plan.mesh.world, prove_bits_on_gpus, run, batches(run), tmp_path, relay, timeout_s=60)
+    assert_sound(found)
