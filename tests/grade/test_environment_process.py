@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from superstep.errors import ConfigError, Fault
@@ -90,7 +92,6 @@ def test_a_file_without_replies_is_one_turn_and_one_that_is_none_is_refused(path
     [
         ("hang", 2.0, r"no answer within 2 s: killed; make it faster, or set rollout.reply_timeout_s higher"),
         ("stop", 60.0, r"its process \d+ was stopped \(SIGSTOP\) and did not go on: killed"),
-        ("end", 60.0, "its process ended"),
     ],
 )
 def test_who_does_not_reply_is_named_with_task_and_turn_and_a_slow_one_is_waited_for(path, deed, seconds, why):
@@ -98,8 +99,20 @@ def test_who_does_not_reply_is_named_with_task_and_turn_and_a_slow_one_is_waited
         task = asked.task(4, 0)
         if deed == "hang":
             assert asked.reply(task, said("slow")) == Observation((Message("tool", "slow of 4"),))
-        with pytest.raises(Fault, match=rf"tasks.py: reply\(\) to turn 2 of task 4(, asked 3 times)?: {why}\.$"):
+        with pytest.raises(Fault, match=rf"tasks.py: reply\(\) to turn 2 of task 4: {why}\.$"):
             asked.reply(task, said("a", deed))
+
+
+def test_turns_that_end_the_process_each_time_are_a_violation(path):
+    """If the task alone does not end it; the next question finds a process."""
+    with EnvironmentProcess(path, 60.0) as asked:
+        task = asked.task(4, 0)
+        violation = "reply() to turn 2 of task 4: its process ended 3 times, and not without this answer"
+        assert asked.reply(task, said("a", "end")) == Done(violation)
+        assert asked.reply(task, said("a")) == Observation((Message("tool", "a of 4"),))
+        ends_it = replace(task, index=99)
+        with pytest.raises(Fault, match=r"reply\(\) to turn 1 of task 99, asked 3 times: its process ended\.$"):
+            asked.reply(ends_it, said("a"))
 
 
 def test_a_task_that_does_not_come_is_named(path):

@@ -64,6 +64,12 @@ def test_a_grader_that_fails_is_tried_again_and_is_no_reward(answer, why, pool, 
     assert pool.grade(3, 4, answered("7")).score == 1.0
 
 
+def test_a_rollout_that_ended_the_process_that_replies_is_graded_by_rule(pool):
+    verdict = pool.grade(3, 4, Rollout(answered("7").turns, violation="its process ended 3 times"))
+    assert (verdict.kind, verdict.score, verdict.why) == ("violation", 0.0, "its process ended 3 times")
+    assert pool.grade(3, 4, answered("7")).score == 1.0
+
+
 def test_an_answer_that_ends_its_grader_each_time_is_graded_by_rule_and_told(pool, retried):
     del retried[:]
     verdict = pool.grade(0, 0, answered("end"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ import torch
 import model_folder
 from superstep.errors import ConfigError, StateError
 from superstep.grade.environment import load_environment
-from superstep.grade.task import Task
+from superstep.grade.task import Message, Task
 from superstep.grade.verdict import grader_error, ok, wrong
 from superstep.serve.config import ServeConfig
 from superstep.serve.load import open_engine
+from superstep.serve.request import Told
 from superstep.tune.program.instructions import Asked, Cursor
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
 from superstep.tune.rl.record import NAME, Record
-from superstep.tune.rl.sampling import Sampler, require_vocab, seed_of, words_of
+from superstep.tune.rl.rollout import Conversation
+from superstep.tune.rl.sampling import Sampler, _Part, require_vocab, seed_of, words_of
 
 TALKS = """
 from superstep.grade.task import Done, Message, Observation, Task
@@ -26,6 +29,8 @@ def task(index, seed):
     return Task(prompt=f"task {index} of {seed}", answer=index)
 
 def reply(task, turns):
+    if task.answer == 2:
+        return Done(violation="it ends the process")
     return Observation((Message("user", f"turn {len(turns)}"),)) if task.answer % 2 else Done()
 
 def grade(task, rollout):
@@ -83,6 +88,8 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
             assert len(strand.drawn) == len(strand.logprobs)
             assert all(logprob <= 0 for logprob in strand.logprobs)
 
+    violating = replace(one.answers[0], rollout=replace(one.answers[0].rollout, violation="it ends the process"))
+    together[1] = replace(one, answers=(violating, *one.answers[1:]))
     record = Record(tmp_path / NAME)
     for group in together.values():
         record.sampled(group)
@@ -102,6 +109,15 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
     again.retire(0)
     again.forget(range(2, 4))
     assert again.cursor(asked, 1) == Cursor(step=1)
+
+
+def test_turns_that_are_a_violation_are_the_last(sampler, environment, words):
+    """What ``reply`` finds of them goes into the rollout, which graders are given."""
+    messages = (Message("user", "task"),)
+    talk = Conversation(messages, words.encoder, words.decoder, ())
+    talk.answer([Told(token=5, drawn_logprob=-1.0, logprob=-1.0)], "stop")
+    assert not sampler._goes_on(_Part(0, 0, environment.task(2, 5)), talk, "stop")
+    assert talk.answered().rollout.violation == "it ends the process"
 
 
 def test_a_record_whose_last_line_is_torn_has_the_others(tmp_path):

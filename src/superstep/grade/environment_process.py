@@ -3,7 +3,8 @@
 Who samples answers asks the user's file for tasks and for replies to turns. A function that hangs there would keep
 every rank waiting, and one that ends its process would end a rank. So the file runs apart, and is ended where it is
 late. A call that takes its time and comes back is none of that. A process that ends, as the kernel may end it for its
-memory, is started again and asked again.
+memory, is started again and asked again. Turns that end it each time are a violation, if the task alone does not end
+it, as answers are in ``grade.pool``.
 """
 
 from __future__ import annotations
@@ -89,7 +90,13 @@ class EnvironmentProcess:
             "seed": task.seed,
             "turns": [[turn.role, turn.content] for turn in turns],
         }
-        said = self._call(asked, f"reply() to turn {nth} of task {task.index}")["said"]
+        what = f"reply() to turn {nth} of task {task.index}"
+        try:
+            said = self._call(asked, what)["said"]
+        except EndedError:
+            if not self._has_task(task):
+                raise
+            return Done(f"{what}: its process ended {RESTARTS + 1} times, and not without this answer")
         return Done() if said is None else Observation(_messages(said))
 
     def close(self) -> None:
@@ -110,6 +117,15 @@ class EnvironmentProcess:
             except EndedError:
                 self._restart()
         return self._told(asked, self._seconds, f"{what}, asked {RESTARTS + 1} times")
+
+    def _has_task(self, task: AskedTask) -> bool:
+        """Whether a new process can make the task, given no turns."""
+        self._restart()
+        try:
+            self.task(task.index, task.seed)
+        except Fault:
+            return False
+        return True
 
     def _restart(self) -> None:
         self._process.end()

@@ -85,6 +85,8 @@ class Pool:
 
         Its ``result`` raises a ConfigError where the file has no such task.
         """
+        if rollout.violation:
+            return self._threads.submit(violation, rollout.violation)
         asked = {
             "index": index,
             "seed": seed,

@@ -47,10 +47,12 @@ class Rollout:
     Attributes:
         turns: in order; those of the model have the role ``assistant``.
         finish: ``length`` where the last turn was cut off at the most tokens.
+        violation: why it is one and is not graded; empty where it is graded.
     """
 
     turns: tuple[Message, ...]
     finish: Finish = "stop"
+    violation: str = ""
 
     @property
     def answer(self) -> str:
@@ -72,4 +74,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rollout ends here."""
+    """The rollout ends here.
+
+    Attributes:
+        violation: why it is one, where it is: no ``reply`` needs to say that, for whose process it is said.
+    """
+
+    violation: str = ""

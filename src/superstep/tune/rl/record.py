@@ -197,6 +197,7 @@ def _group_told(group: Group) -> dict[str, Any]:
                 "turns": [[turn.role, turn.content] for turn in answer.rollout.turns],
                 "finish": answer.rollout.finish,
             }
+            | ({"violation": answer.rollout.violation} if answer.rollout.violation else {})
             for answer in group.answers
         ],
     } | _took(group.drawn_s)
@@ -221,7 +222,11 @@ def _group_of(told: dict[str, Any]) -> Group:
                     )
                     for one in answer["strands"]
                 ),
-                rollout=Rollout(tuple(Message(role, text) for role, text in answer["turns"]), answer["finish"]),
+                rollout=Rollout(
+                    tuple(Message(role, text) for role, text in answer["turns"]),
+                    answer["finish"],
+                    answer.get("violation", ""),
+                ),
             )
             for answer in told["answers"]
         ),

@@ -100,6 +100,7 @@ class Conversation:
         self._ends = frozenset(ends)
         self._strands: list[Strand] = []
         self._finish: Finish = "stop"
+        self._violation = ""
         self._open = self._begin()
 
     def again(self) -> Conversation:
@@ -143,9 +144,14 @@ class Conversation:
         self._strands.append(now.closed())
         self._open = self._begin()
 
+    def refuse(self, violation: str) -> None:
+        """Have the last turn of the model's be a violation, and the last of all."""
+        self._violation = violation
+
     def answered(self) -> Answered:
         """All of it, behind a turn of the model's."""
-        return Answered(strands=(*self._strands, self._open.closed()), rollout=Rollout(tuple(self.turns), self._finish))
+        rollout = Rollout(tuple(self.turns), self._finish, self._violation)
+        return Answered(strands=(*self._strands, self._open.closed()), rollout=rollout)
 
     def _said(self, message: Message) -> Message:
         self.turns.append(message)

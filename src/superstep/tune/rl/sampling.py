@@ -197,6 +197,7 @@ class Sampler:
             return False
         said = self._environment.reply(part.task, tuple(talk.turns))
         if isinstance(said, Done):
+            talk.refuse(said.violation)
             return False
         talk.observe(said.messages)
         return len(talk.prompt) < self.engine.info.context_tokens
