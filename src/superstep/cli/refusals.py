@@ -14,7 +14,6 @@ from superstep.cli.options import settled
 from superstep.cli.served_model import find_model
 from superstep.cli.serving import serve_config
 from superstep.cli.train.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
-from superstep.cli.train.sinks import require_trackers
 from superstep.cli.train.web import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
@@ -60,7 +59,7 @@ def check_rewards(recipe: RlRecipe) -> None:
     """Refuse a recipe of rewards that cannot be followed; raises as ``check_train``."""
     config, _ = with_start(recipe.run, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
-    require_trackers(config.observe)
+    check_launch(config, 1)
     _, folder, _ = rundir.choose(resolve(config))
     check_same(recipe, folder)
 

@@ -130,12 +130,7 @@ def load_rank(
     page_bytes = serve.page_tokens * key_bytes
     free_bytes = device.free_bytes(serve.tp * serve.dp)
     pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
-    if pages * page_bytes > free_bytes:
-        raise ConfigError(
-            f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are "
-            f"free; set serve.context_tokens to {free_bytes // 2 // page_bytes * serve.page_tokens} or less and "
-            "leave serve.pages out."
-        )
+    require_pages(pages, page_bytes, free_bytes, serve.page_tokens)
     asked = Asked(
         pages=pages,
         page_tokens=serve.page_tokens,
@@ -159,6 +154,25 @@ def give_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int) -> None:
+    """See that a rank has room for its pages of keys.
+
+    Raises:
+        ConfigError: it has not; names a context that would fit, where one page does.
+    """
+    if pages * page_bytes <= free_bytes:
+        return
+    fitting = free_bytes // 2 // page_bytes * page_tokens
+    if fitting:
+        mend = f"set serve.context_tokens to {fitting} or less and leave serve.pages out"
+    else:
+        mend = "that is too little for any context: free some memory, set serve.tp higher, or serve a smaller model"
+    raise ConfigError(
+        f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are free; "
+        f"{mend}."
+    )
 
 
 def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> int:

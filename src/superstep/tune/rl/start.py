@@ -86,6 +86,12 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         raise ConfigError(
             "observe.sample is of superstep train, sft and dpo; leave it out of rl, whose rollouts.jsonl has its texts."
         )
+    if config.train.elastic:
+        raise ConfigError("train.elastic = true is of superstep train on several hosts; set it to false for tune rl.")
+    if config.state.peers:
+        raise ConfigError(
+            f"state.peers = {config.state.peers} is of superstep train on several hosts; set it to 0 for tune rl."
+        )
     if config.state.store is not None:
         raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
     state = config.state

@@ -1,0 +1,24 @@
+"""What reinforcement learning does not do is refused, with the field and what would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from superstep.errors import ConfigError
+from superstep.plan.config import DataConfig, RunConfig, StateConfig, TrainConfig
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.start import check_run
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"train": TrainConfig(elastic=True)}, r"train\.elastic = true .*set it to false"),
+        ({"state": StateConfig(peers=1)}, r"state\.peers = 1 .*set it to 0"),
+    ],
+)
+def test_what_needs_several_hosts_is_refused(sections, words):
+    rl, rollout = RlConfig(environment="tasks.py"), RolloutConfig()
+    check_run(RunConfig(data=DataConfig(sequence_tokens=512)), rl, rollout)
+    with pytest.raises(ConfigError, match=words):
+        check_run(RunConfig(data=DataConfig(sequence_tokens=512), **sections), rl, rollout)
