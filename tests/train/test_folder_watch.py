@@ -11,8 +11,10 @@ import runs
 from superstep.cli.main import main
 from superstep.observe.jsonl import last_line, read
 from superstep.state.folders import checkpoints, step_of
+from superstep.state.verify import Alone
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.run_folder import RunFolder
+from superstep.train.saving import write_trace
 
 
 def train(*flags):
@@ -83,6 +85,12 @@ def test_another_folder_under_the_old_name_is_left_alone(place):
     thread.join()
     assert not any(Path("run").iterdir())
     assert checkpoints(Path("moved/checkpoints"))
+
+
+def test_a_trace_makes_no_folder_under_the_old_name(tmp_path):
+    folder = RunFolder(root=tmp_path / "run")
+    write_trace(Alone(), folder, "{}")
+    assert not folder.root.exists()
 
 
 def test_a_link_that_leads_to_the_same_folder_is_the_same_place(tmp_path):
