@@ -30,7 +30,7 @@ entrance = Entrance()
 app = make_app(Scripted(info, lambda request: [65] * 30), PlainWords(tokenizer), entrance=entrance)
 listening = listen(LOOPBACK, 0)
 print(*listening.getsockname(), flush=True)
-sys.exit(serve(app, listening, drain=entrance.drain))
+sys.exit(serve(app, listening, drain=entrance.drain, grace_s=25.0))
 """
 
 

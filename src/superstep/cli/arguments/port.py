@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from superstep.errors import ConfigError
 
+GRACE_S = 25.0
+"""Less than the 30 s that Kubernetes gives."""
+
 MOST_GRACE_S = 86_400.0
 
 
@@ -20,7 +23,7 @@ class PortOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Names that a request's Host header may have beside loopback's; an address that others reach takes any where none
     is named."""
-    grace_s: float = 25.0
+    grace_s: float = GRACE_S
     """Seconds that answers under way have once the server is told to end; new requests are refused meanwhile."""
 
 

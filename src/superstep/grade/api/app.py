@@ -29,7 +29,7 @@ from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.serve.api.drain import Drain
-from superstep.serve.api.guard import Entrance
+from superstep.serve.api.guard import OPEN_PATHS, Entrance
 from superstep.serve.api.limits import Limits, Queue, read_json
 from superstep.serve.api.refusals import Refused
 from superstep.serve.api.strict import read_model
@@ -39,9 +39,6 @@ QUEUE = 4096
 """Grades that are under way or wait, of all clients."""
 
 GONE_STATUS = 499
-
-OPEN_PATHS = ("/health", "/metrics")
-"""Answered also while the server drains."""
 
 
 @dataclass(frozen=True, slots=True)

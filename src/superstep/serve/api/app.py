@@ -14,7 +14,7 @@ from starlette.routing import Route
 from superstep.errors import SuperstepError
 from superstep.serve.api.admin import ADMIN_ROUTES, with_key
 from superstep.serve.api.backend import Backend
-from superstep.serve.api.guard import Entrance
+from superstep.serve.api.guard import OPEN_PATHS, Entrance
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.native import generate
@@ -47,10 +47,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 GONE_STATUS = 499
 """What is noted of a request whose client went away. Nobody reads it."""
-
-
-OPEN_PATHS = ("/health", "/metrics")
-"""Answered also while the server drains."""
 
 
 def make_app(

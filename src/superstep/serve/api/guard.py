@@ -24,6 +24,9 @@ JSON = "application/json"
 BODILESS = ("GET", "HEAD", "OPTIONS")
 """Methods of which no body is read."""
 
+OPEN_PATHS = ("/health", "/metrics")
+"""Answered also while the server drains."""
+
 HEAD_BYTES = 32 << 10
 """The most bytes of a path and its headers."""
 

@@ -29,9 +29,6 @@ is just being closed."""
 CLOSING_S = 5
 """How long connections may take to close once all requests have been answered."""
 
-GRACE_S = 25.0
-"""How long answers under way may go on once the server was told to end: less than the 30 s of Kubernetes."""
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -94,7 +91,7 @@ def serve(
     listening: socket.socket,
     *,
     drain: Drain,
-    grace_s: float = GRACE_S,
+    grace_s: float,
     tell: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; then drain. A second signal, a second later or more, ends the grace.

@@ -30,8 +30,8 @@ from superstep.tune.rl.room import (
     beside_communicators,
     pages_apart,
     pages_for,
-    require_disk,
     require_sizes,
+    require_snapshot_room,
     sampler_plan,
     sizes_of,
 )
@@ -111,7 +111,7 @@ def job_of(  # noqa: PLR0913
                 "back, or begin a new run (--state.existing new)."
             )
     program = compile_iterations(asked, record.cursor(asked, step))
-    require_disk(program, run, folder.root)
+    require_snapshot_room(program, run, folder.root)
     world = run.plan.mesh.world
     # What a GPU has left its rank alone can tell.
     if choose(run.config.plan.device, world + own_ranks(rollout)) == "cpu":

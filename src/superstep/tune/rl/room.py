@@ -126,7 +126,7 @@ def pages_apart(run: Resolved, serve: ServeConfig, rl: RlConfig, program: Iterat
     return pages
 
 
-def require_disk(program: Iterations, run: Resolved, root: Path) -> None:
+def require_snapshot_room(program: Iterations, run: Resolved, root: Path) -> None:
     """Refuse a run whose snapshots have no room where they are handed over.
 
     Args:
