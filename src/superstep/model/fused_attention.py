@@ -19,21 +19,19 @@ WIDEST_FLASH = 256
 ALIGNED_BYTES = 16
 
 
-def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen_ST: Tensor | None = None) -> Tensor:
-    """The mixed values, [B, N, S, H]: causal, or of the keys that ``is_seen_ST`` says."""
+def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen: Tensor | None = None) -> Tensor:
+    """The mixed values, [B, N, S, H]: causal, or of the keys that ``is_seen`` says, [S, T] or [B, 1, S, T]."""
     q, k, v = q_BNSH, k_BKTH, v_BKTH
     if not q.is_cuda:  # a CPU's kernels know groups, masks and any width
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=is_seen_ST, is_causal=is_seen_ST is None, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, is_causal=is_seen is None, enable_gqa=True)
     width = q.shape[-1]
-    if is_seen_ST is not None or not has_flash(q):
+    if is_seen is not None or not has_flash(q):
         k, v = expand_heads(k, q), expand_heads(v, q)
         q, k, v = (fill_up(x) for x in (q, k, v))
     out_BNSH = F.scaled_dot_product_attention(
         *(q, k, v),
-        attn_mask=is_seen_ST,
-        is_causal=is_seen_ST is None,
+        attn_mask=is_seen,
+        is_causal=is_seen is None,
         scale=1 / math.sqrt(width),
         enable_gqa=q.shape[1] != k.shape[1],
     )

@@ -4,6 +4,9 @@ One ``attend`` for each layer is passed to the trainer's own blocks. It writes t
 places, and reads each text's from its pages. In exact mode a row's bits are those of training, which are those of
 ``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
 
+No kernel of a GPU takes grouped heads together with a mask. There the queries of a key head are rows of one product,
+so that keys are read where they lie and not copied for each query head, and a mask is made for a piece of them.
+
     n  texts side by side     N  query heads of this rank    L  places read, in whole blocks
     C  new rows of each       K  key heads, each of G = N / K query heads
 """
@@ -19,12 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.kernels import exact_attention
+from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
 from superstep.serve.compute.keys import KeyStore, Together, slots_of, together
 from superstep.serve.compute.rows import Part
 
 FAST_BLOCK = 64
 """In fast mode texts are read together whose lengths are of the same so many keys."""
+
+MASKED_ROWS = 256
+"""Rows of a key head that a GPU has a mask of at once."""
 
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -66,6 +73,8 @@ def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_ex
         starts_nC = torch.zeros_like(group.ends) if window is None else (group.ends - window).clamp_(min=0)
         if in_kernel:
             mixes.append(partial(_exact_in_kernel, starts_nC, group.ends))
+        elif store.keys.is_cuda and not is_exact:
+            mixes.append(partial(_fast_in_pieces, starts_nC, group.ends))
         else:
             mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
     return Reading(slots=torch.tensor(written, device=device), groups=tuple(groups), mixes=tuple(mixes))
@@ -122,6 +131,31 @@ def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) ->
     return mixed.transpose(1, 2)
 
 
+def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    group = q_nCNH.shape[2] // k_nLKH.shape[2]
+    k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (k_nLKH, v_nLKH))
+    place_L = torch.arange(k_nLKH.shape[1], device=k_nLKH.device)
+    out = torch.empty_like(q_nCNH)
+    piece = max(1, MASKED_ROWS // group)
+    for at in range(0, q_nCNH.shape[1], piece):
+        here = slice(at, at + piece)
+        is_seen = (place_L < ends_nC[:, here, None]) & (place_L >= starts_nC[:, here, None])
+        rows = _rows(q_nCNH[:, here], k_nLKH.shape[2])
+        mixed = fused_attention(rows, k_nKLH, v_nKLH, is_seen.repeat(1, group, 1)[:, None])
+        out[:, here] = _unrows(mixed, group)
+    return out
+
+
+def _rows(x_nCNH: Tensor, kv_heads: int) -> Tensor:
+    """The queries of a key head in a row: [n, K, G·C, H]."""
+    return x_nCNH.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _unrows(x_nKRH: Tensor, group: int) -> Tensor:
+    """Back from [n, K, G·C, H] to [n, C, N, H]."""
+    return x_nKRH.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
     q, k, v = (x.float().transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
     mixed, _ = exact_attention.attend(q, k, v, starts_BS=starts_nC, ends_BS=ends_nC)
@@ -129,10 +163,9 @@ def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH:
 
 
 def _exact(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
-    n, C, N, H = q_nCNH.shape
-    K = k_nLKH.shape[2]
-    rows = q_nCNH.float().view(n, C, K, N // K, H).permute(0, 2, 3, 1, 4).reshape(n * K, -1, H)
-    keys, values = (x.float().transpose(1, 2).reshape(n * K, -1, H) for x in (k_nLKH, v_nLKH))
-    hidden = hidden_nCL.repeat(1, N // K, 1).repeat_interleave(K, 0)
-    mixed = attend_rows(rows, keys, values, hidden)
-    return mixed.view(n, K, N // K, C, H).permute(0, 3, 1, 2, 4).reshape(n, C, N, H)
+    n, _, K, _ = k_nLKH.shape
+    group = q_nCNH.shape[2] // K
+    rows = _rows(q_nCNH.float(), K).flatten(0, 1)
+    keys, values = (x.float().transpose(1, 2).flatten(0, 1) for x in (k_nLKH, v_nLKH))
+    hidden = hidden_nCL.repeat(1, group, 1).repeat_interleave(K, 0)
+    return _unrows(attend_rows(rows, keys, values, hidden).unflatten(0, (n, K)), group)
