@@ -10,7 +10,8 @@ import runs
 import small
 from superstep.cli.main import main
 from superstep.cli.train.memory_fit import require_fit
-from superstep.cost.program.memory_fit import by_category, memory_of, overflow
+from superstep.cost.program.memory_fit import by_category, memory_of, overflow, with_communicators, with_workspace
+from superstep.cost.program.workspace import attention_workspace
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -73,6 +74,27 @@ def test_the_refusal_is_one_line_with_the_mend():
     with pytest.raises(ConfigError, match="use more ranks or a smaller model"):
         require_fit(run, Device("cpu"), operations(run), limit_bytes=1000)
     require_fit(run, Device("cpu"), operations(run))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_whole_scores_of_exact_attention_are_counted(device):
+    """Where torch makes them, and refused by the same rule; kernels make none."""
+    run = resolve(small.config(layers=1, exact=True, microbatch=2))
+    assert run.kept.exact_scores
+    ways, chunks, keys = 4, run.plan.grain.chunks, 256
+    tokens = run.config.data.sequence_tokens
+    assert tokens <= keys
+    scores = ways * run.plan.microbatch * run.decoder.heads * (tokens // chunks) * keys * 4
+    assert attention_workspace(run) == scores
+    (rank,) = with_workspace(memory_of(run), run)
+    need = rank.bytes + (with_communicators([rank], run.plan)[0].communicators if device == "cuda" else 0)
+    assert rank.bytes - fullest(run).bytes == scores == by_category(rank)["workspace"]
+    there = Device(device)
+    require_fit(run, there, operations(run), limit_bytes=need)
+    with pytest.raises(ConfigError, match=r"workspace .* and its workspace do not fit"):
+        require_fit(run, there, operations(run), limit_bytes=need - 1)
+    assert attention_workspace(replace(run, kept=replace(run.kept, exact_scores=False))) == 0
+    assert attention_workspace(run_of()) == 0
 
 
 def test_train_refuses_before_it_writes_anything(tmp_path, monkeypatch, capsys):

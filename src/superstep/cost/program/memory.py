@@ -110,6 +110,8 @@ class RankBytes:
         optimizer: Adam's two moments, and master weights that are a copy.
         peak: the most that comes and goes within a step.
         communicators: what NCCL takes on a GPU, which no allocator counts; 0 on a CPU, and where it is not asked for.
+        workspace: what exact mode's attention by torch makes and drops, which ``peak`` has not; 0 of other runs, and
+            where it is not asked for.
     """
 
     params: int
@@ -117,11 +119,13 @@ class RankBytes:
     optimizer: int
     peak: Peak
     communicators: int = 0
+    workspace: int = 0
 
     @property
     def bytes(self) -> int:
         """The rank's peak, all categories together."""
-        return self.communicators + self.params + self.gradients + self.optimizer + self.peak.bytes
+        stays = self.communicators + self.params + self.gradients + self.optimizer
+        return stays + self.peak.bytes + self.workspace
 
 
 def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:

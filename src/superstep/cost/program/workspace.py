@@ -46,6 +46,16 @@ def workspace(run: Resolved) -> int:
     return work + _tables(run, d)
 
 
+def attention_workspace(run: Resolved) -> int:
+    """What exact mode's attention by torch makes and drops of one chunk's queries: the scores of all their heads, and
+    what follows from them. 0 where kernels compute it, in fast mode, and of units of the user's own.
+    """
+    grain = run.plan.grain
+    if run.decoder is None or grain is None or not run.kept.exact_scores:
+        return 0
+    return _exact_attention(run, local_dims(run), grain.chunks)
+
+
 def batch_bytes(run: Resolved, *, streams: int) -> int:
     """A global batch with so many streams."""
     numbers = run.config.train.batch_sequences * run.config.data.sequence_tokens
