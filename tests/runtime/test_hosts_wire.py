@@ -180,6 +180,32 @@ def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
         door.close()
 
 
+def test_each_that_comes_in_a_burst_takes_the_place_of_another_stranger(monkeypatch):
+    """Also while the threads of those that were hung up have not come to run."""
+    hung_up, all_came = [], threading.Event()
+
+    def answers(sock, secret):
+        all_came.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(doors, "answer", answers)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    monkeypatch.setattr(doors, "_hang_up", lambda sock: hung_up.append(sock.getpeername()))
+    strangers = []
+    try:
+        strangers += [socket.create_connection(door.address) for _ in range(WAITING + 5)]
+        until_s = time.monotonic() + 60
+        while len(hung_up) < 5 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert hung_up == [each.getsockname() for each in strangers[:5]]
+    finally:
+        all_came.set()
+        for each in strangers:
+            each.close()
+        monkeypatch.undo()
+        door.close()
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
     """Byte by byte, each of them soon enough: before the secret is shown, and after."""

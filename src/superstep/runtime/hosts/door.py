@@ -85,7 +85,11 @@ class Door:
                 return
             with self._lock:
                 if len(self._strangers) >= WAITING:
-                    _hang_up(next(iter(self._strangers)))  # its thread finds the end of it, and leaves
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[
+                        oldest
+                    ]  # now, for its thread may be late: the next to come is not to hang it up
+                    _hang_up(oldest)  # its thread finds the end of it, and leaves
                 self._strangers[sock] = there
             threading.Thread(target=self._meet, args=(sock, there), name="superstep-guest", daemon=True).start()
 
@@ -95,7 +99,7 @@ class Door:
                 wire = answer(sock, self._secret)
             finally:
                 with self._lock:
-                    del self._strangers[sock]
+                    self._strangers.pop(sock, None)
             with self._inside(wire):
                 self._enters(wire, Hello(**wire.hear(within_s=GREETING_S)))
         except Stranger:
