@@ -23,6 +23,7 @@ from superstep.grade.sandbox.cgroup import (
     PREFIX,
     V1,
     V2,
+    Group,
     Place,
     find_place,
     make_group,
@@ -275,6 +276,26 @@ def test_a_group_goes_with_its_owner_and_one_that_is_left_is_removed():
     assert all(map(os.path.isdir, left))
     remove_left_groups()
     assert not any(map(os.path.isdir, left))
+
+
+def test_a_kernel_that_counts_no_kills_has_none(tmp_path):
+    (tmp_path / "cgroup.procs").touch()
+    events = tmp_path / "memory.oom_control"
+    group = Group([tmp_path], [], V1)
+    for text, kills in (("oom_kill_disable 0\nunder_oom 0\n", 0), ("under_oom 0\noom_kill 3\n", 3)):
+        events.write_text(text)
+        assert group.kills() == kills
+
+
+def test_a_group_that_cannot_be_joined_leaves_no_open_file(tmp_path):
+    folders = [tmp_path / "memory", tmp_path / "pids"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "cgroup.procs").touch()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        Group(folders, [], V1)
+    assert os.listdir("/proc/self/fd") == before
 
 
 UNIFIED = "30 1 0:1 / {root} rw - cgroup2 cgroup2 rw\n"

@@ -16,7 +16,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +71,15 @@ class Group:
         folders: of the group, that of memory first.
     """
 
-    def __init__(self, folders: Sequence[Path], locks: Sequence[int], events: str) -> None:
+    def __init__(self, folders: Sequence[Path], locks: Sequence[int], files: Files) -> None:
         self.folders = tuple(folders)
-        self._join = [os.open(folder / "cgroup.procs", os.O_WRONLY) for folder in folders]
-        self._events = folders[0] / events
+        self._files = files
+        with ExitStack() as opened:
+            self._join: list[int] = []
+            for folder in folders:
+                self._join.append(os.open(folder / "cgroup.procs", os.O_WRONLY))
+                opened.callback(os.close, self._join[-1])
+            opened.pop_all()  # all could be opened
         weakref.finalize(self, _remove_own, os.getpid(), self.folders, (*locks, *self._join))
 
     def join(self) -> None:
@@ -83,9 +88,11 @@ class Group:
             os.write(fd, b"0")
 
     def kills(self) -> int:
-        """How often the kernel ended a process of the group because the limit was passed."""
-        words = self._events.read_text().split()
-        return int(words[words.index("oom_kill") + 1])
+        """How often the kernel ended a process of the group for memory; 0 of a kernel that does not count it (version 1
+        before Linux 4.13): looks alone find it there.
+        """
+        lines = (line.split() for line in (self.folders[0] / self._files.events).read_text().splitlines())
+        return next((int(count) for name, count in lines if name == "oom_kill"), 0)
 
 
 def make_group(memory_bytes: int, processes: int, uid: int | None) -> Group | None:
@@ -185,7 +192,7 @@ def _made(place: Place, memory_bytes: int, processes: int) -> Group:
             for path in (folder / file for folder in folders for file in others):
                 if path.exists():
                     path.write_text(str(others[path.name]))
-            return Group(folders, locks, place.files.events)
+            return Group(folders, locks, place.files)
         except OSError:
             _remove(folders, locks)
             raise
