@@ -148,12 +148,14 @@ def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: 
 
 def _rows(x_nCNH: Tensor, kv_heads: int) -> Tensor:
     """The queries of a key head in a row: [n, K, G·C, H]."""
-    return x_nCNH.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    rows: Tensor = x_nCNH.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return rows
 
 
 def _unrows(x_nKRH: Tensor, group: int) -> Tensor:
     """Back from [n, K, G·C, H] to [n, C, N, H]."""
-    return x_nKRH.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    heads: Tensor = x_nKRH.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return heads
 
 
 def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
