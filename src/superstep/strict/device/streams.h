@@ -58,6 +58,8 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   in_kernel = true;
   try {
     if (task.run) task.run();
+  } catch (const c10::Error& error) {
+    failure = task.what + ": " + error.what_without_backtrace();
   } catch (const std::exception& error) {
     failure = task.what + ": " + error.what();
   }
