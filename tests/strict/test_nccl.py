@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -81,6 +82,62 @@ def exchanged_evenly(rank, world, place, group):
     return out
 
 
+def reduced_on_one(rank, world, place, group):
+    x = numbers(rank, 5).to(place)
+    dist.reduce(x, world - 1, group=group)
+    return x if rank == world - 1 else None
+
+
+def gathered_on_one(rank, world, place, group):
+    parts = [torch.empty(3, device=place) for _ in range(world)] if rank == 1 else None
+    dist.gather(numbers(rank, 3).to(place), parts, 1, group=group)
+    return parts and torch.stack(parts)
+
+
+def dealt(rank, world, place, group):
+    parts = list(numbers(7, world, 3).to(place)) if rank == 0 else None
+    own = torch.empty(3, device=place)
+    dist.scatter(own, parts, 0, group=group)
+    return own
+
+
+def scattered_list(rank, world, place, group):
+    parts = [part.to(place) for part in numbers(rank, world, 3)]
+    if place.type == "cpu":  # which Gloo does not have
+        whole = torch.stack(parts)
+        dist.all_reduce(whole, group=group)
+        return whole[rank]
+    own = torch.empty(3, device=place)
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def exchanged_list(rank, world, place, group):
+    """Rank r sends r + p numbers to rank p, as a tensor for each."""
+    sent = [numbers(rank, rank + peer + 1).to(place) for peer in range(world)]
+    came = [torch.empty(rank + peer + 1, device=place) for peer in range(world)]
+    if place.type == "cpu":  # which Gloo does not have
+        rows = [len(each) for each in sent]
+        dist.all_to_all_single(torch.cat(came), torch.cat(sent), rows, rows, group=group)
+        return torch.cat([numbers(peer, rank + peer + 1) for peer in range(world)])
+    dist.all_to_all(came, sent, group=group)
+    return torch.cat(came)
+
+
+def together(rank, world, place, group):
+    """Several calls as one."""
+    sums = [numbers(rank, 3).to(place), numbers(rank, 4).to(place)]
+    wholes = torch.empty(2, 3 * world, device=place)
+    coalesced = dist.distributed_c10d._coalescing_manager if place.type == "cuda" else lambda group: nullcontext()
+    with coalesced(group):
+        for whole in wholes:
+            gather_single(whole, sums[0].clone(), group=group)
+    with coalesced(group):
+        for each in sums:
+            dist.all_reduce(each, group=group)
+    return torch.cat([*sums, wholes.view(-1)])
+
+
 def passed_on(rank, world, place, group):
     """Along the ranks, one after the other."""
     x = numbers(rank, 4).to(place)
@@ -128,6 +185,12 @@ CALLS = {
     "reduce_scatter": scattered,
     "all_to_all, uneven": exchanged,
     "all_to_all": exchanged_evenly,
+    "reduce": reduced_on_one,
+    "gather": gathered_on_one,
+    "scatter": dealt,
+    "reduce_scatter of lists": scattered_list,
+    "all_to_all of lists": exchanged_list,
+    "several at once": together,
     "send and recv": passed_on,
     "batch_isend_irecv": passed_round,
     "objects": objects,

@@ -115,6 +115,12 @@ class Wire:
         if rule.is_mean:
             numbers.div_(self.size)
 
+    def reduce_part(self, output: Tensor, whole: Tensor, rule: Reduction) -> None:
+        """This member's part of the reduction."""
+        total = whole.clone().view(-1)
+        self.reduce(total, rule)
+        output.view(-1).copy_(total.chunk(self.size)[self.rank])
+
     def broadcast(self, numbers: Tensor, root: int) -> None:
         """The root's numbers, in place."""
         options = dist.BroadcastOptions()

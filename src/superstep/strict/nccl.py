@@ -1,232 +1,35 @@
-"""NCCL on the strict device: ``ProcessGroupNCCL``'s rules, with Gloo to move the numbers.
+"""NCCL on the strict device: the calls of ``ProcessGroupNCCL``, with Gloo to move the numbers.
 
-A communicator is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use,
-or its making where it is bound to a GPU, keeps the host until all members have come. What NCCL refuses is refused, and
-what it lets hang is named, where members tell each other (``exchange``) or by the watchdog.
-
-Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+What NCCL refuses is refused, and what it lets hang is named, where members tell each other (``exchange``) or by the
+watchdog (``works``).
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import ModuleType, SimpleNamespace
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.strict.communicator import Communicator, GroupOptions, in_words
 from superstep.strict.exchange import Call, Reduction, Views, Wire
 from superstep.strict.works import BarrierWork, StreamWork, Watchdog
 
 c10d = dist.distributed_c10d
-CUDA_TYPE = 1
-WATCHDOG_FIRST = timedelta(minutes=1)
-"""A message may take so much longer than a call: what hangs is the watchdog's to name."""
-
-Run = Callable[[Wire, Views, Views], None]
 
 
-class GroupOptions:
-    """``ProcessGroupNCCL.Options``; torch sets what it knows of the group."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=0)
-        self._timeout = timedelta(minutes=10)
-        self.global_ranks_in_group: list[int] = []
-        self.group_name = ""
-        self.split_from: Communicator | None = None
-        self.split_color = 0
-
-
-class Communicator(dist.ProcessGroup):
+class Nccl(Communicator):
     """``ProcessGroupNCCL``, and the group that has it."""
 
     Options = GroupOptions
-    supports_splitting = True
-    supports_coalescing = True
-    # Set by ``install``.
-    device: ModuleType
-    watchdog: Watchdog
-
-    def __init__(self, store: dist.Store, rank: int, size: int, options: GroupOptions) -> None:  # type: ignore[name-defined]
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self.options = options
-        self._store = store
-        self._name, self._desc = options.group_name, ""
-        self._numbers = itertools.count(1)
-        self._splits = itertools.count(1)
-        self._together: list[Call] | None = None
-        self._is_aborted = False
-        self._wires: dict[int, tuple[int, Wire]] = {}
-
-    # What torch asks of a group.
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """By which ``torch.distributed`` calls it."""
-        return "nccl"
-
-    @property
-    def group_name(self) -> str:
-        """By which it is found."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        """What it was made for."""
-        return self._desc
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda")]
-
-    def _get_backend(self, device: torch.device) -> Communicator:
-        if device.type != "cuda":
-            raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return self
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _group_start(self) -> None:
-        pass
-
-    def _group_end(self) -> None:
-        pass
-
-    def _is_initialized(self) -> bool:
-        return bool(self._wires)
-
-    # How members come together.
-
-    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Make the communicator now. Split off another one, all members of that take part."""
-        assert device is not None
-        self.bound_device_id = device
-        if self.options.split_from is not None:
-            self.options.split_from.split(self.options._timeout)
-        self._wire(device.index)
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Take part in splitting this one, as a rank that is no member of what comes of it."""
-        self.split(self.options._timeout)
-
-    def split(self, limit: timedelta) -> None:
-        """Wait until all members take part in making a communicator out of this one."""
-        self._meet(f"split {next(self._splits)}", limit)
-
-    def _meet(self, what: str, limit: timedelta) -> None:
-        self._store.set(f"{what} {self.rank()}", "yes")
-        if self._store.add(f"{what} came", 1) == self.size():
-            self._store.set(f"{what} met", "yes")
-        try:
-            self._store.wait([f"{what} met"], limit)
-        except RuntimeError as late:
-            missing = [rank for rank in range(self.size()) if not self._store.check([f"{what} {rank}"])]
-            raise dist.DistBackendError(
-                f"communicator {self._name}: ranks {missing} of it have not come to '{what}' within "
-                f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
-            ) from late
-
-    def _wire(self, index: int) -> tuple[int, Wire]:
-        """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
-        if index not in self._wires:
-            self._store.set(f"gpu of {self.rank()}", str(index))
-            limit = self.options._timeout
-            self._meet(f"use {len(self._wires)}", limit)
-            gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
-            if len(set(gpus)) < self.size():
-                raise dist.DistBackendError(
-                    f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
-                )
-            store = dist.PrefixStore(f"gloo {len(self._wires)}/", self._store)
-            longer = limit + WATCHDOG_FIRST
-            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
-            self._meet(f"wire {len(self._wires)}", longer)  # one that left now would end it for who still connects
-            wire = Wire(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
-            self._wires[index] = self.device.add_communicator(index, self.options.config.max_ctas), wire
-        return self._wires[index]
-
-    def abort(self) -> None:
-        """End what is under way and what waits."""
-        self._is_aborted = True
-        for queue, _ in self._wires.values():
-            self.device.abort(queue)
-            self.device.close(queue)
-        self.watchdog.forget()
-
-    def shutdown(self) -> None:
-        """Let go of it; what is under way is waited for."""
-        for queue, _ in self._wires.values():
-            self.device.drain(queue)
-            self.device.close(queue)
-        self._wires.clear()
-
-    # How a call is issued.
-
-    def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
-        return self._issue([Call(name, what, self.device.caller(), checked(reads), checked(writes), run)])
-
-    def _transfer(
-        self, name: str, peer: int, *, sent: Sequence[Tensor] = (), received: Sequence[Tensor] = ()
-    ) -> StreamWork:
-        if not 0 <= peer < self.size() or peer == self.rank():
-            raise ValueError(f"Invalid peer rank {peer} for {name} of rank {self.rank()} of {self.size()}")
-        what = in_words(*sent, *received)
-        call = Call(name, what, self.device.caller(), checked(sent), checked(received), peer=peer)
-        if self._together is None:
-            return self._issue([call])
-        self._together.append(call)
-        return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
-
-    def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
-        if self._is_aborted:
-            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}: {self._name}")
-        reads = [tensor for call in calls for tensor in call.reads]
-        writes = [tensor for call in calls for tensor in call.writes]
-        (index,) = {tensor.device.index for tensor in (*reads, *writes)}
-        queue, wire = self._wire(index)
-        stream = torch.cuda.Stream(stream_id=queue, device_index=index, device_type=CUDA_TYPE)
-        stream.wait_event(torch.cuda.current_stream(index).record_event())
-
-        def run(read_views: Views, written_views: Views) -> None:
-            if calls[0].peer is None:
-                wire.collect(calls[0], read_views, written_views)
-            else:
-                wire.transfer(calls, read_views, written_views)
-
-        what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
-        self.device.launch(queue, reads, writes, run, what)
-        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", self.options._timeout)
-        self.watchdog.watch(work)
-        return work
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
-
-    def _end_coalescing(self, device: torch.device) -> StreamWork | None:
-        calls, self._together = self._together, None
-        return self._issue(calls) if calls else None
-
-    # The calls.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, in place."""
-        rule, own = Reduction.of(opts), listed(tensors)
-        return self._call(
-            "all_reduce", f"{rule} of {in_words(*own)}", own, own, lambda wire, _, to: wire.reduce(to[0], rule)
-        )
+        return self.allreduce_coalesced(listed(tensors), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """The numbers of one member, on all."""
@@ -248,11 +51,7 @@ class Communicator(dist.ProcessGroup):
             output.numel() == own.numel() * self.size(),
             "output tensor size must be equal to world_size times input tensor size",
         )
-
-        def run(wire: Wire, at: Views, to: Views) -> None:
-            wire.gather(list(to[0].view(-1).chunk(wire.size)), at[0].reshape(-1))
-
-        return self._call("all_gather_single", in_words(own), [own], [output], run)
+        return self.all_gather_single_coalesced([output], [own], opts)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, of which each member gets its part."""
@@ -260,14 +59,65 @@ class Communicator(dist.ProcessGroup):
             output.numel() * self.size() == whole.numel(),
             "input tensor must be the same size as output size times world size",
         )
-        rule = Reduction.of(opts)
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> StreamWork:  # noqa: ANN401
+        """A reduction, on one member alone; the tensors of the others keep their numbers."""
+        rule, own, root = Reduction.of(opts), listed(tensors), opts.rootRank
 
         def run(wire: Wire, at: Views, to: Views) -> None:
-            total = at[0].clone().view(-1)
+            total = (*to, *at)[0].clone()
             wire.reduce(total, rule)
-            to[0].view(-1).copy_(total.chunk(wire.size)[wire.rank])
+            if wire.rank == root:
+                to[0].copy_(total)
 
-        return self._call("reduce_scatter_single", f"{rule} of {in_words(whole)}", [whole], [output], run)
+        ends = (own, own) if root == self.rank() else (own, [])
+        return self._call("reduce", f"{rule} of {in_words(*own)} on {root}", *ends, run)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> StreamWork:  # noqa: ANN401
+        """Each member's numbers, on one of them alone."""
+        own, root = listed(inputs), opts.rootRank
+        of_each = list(outputs[0]) if outputs else []
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            wire.gather(to or [torch.empty_like(at[0]) for _ in range(wire.size)], at[0])
+
+        return self._call("gather", f"{in_words(*own)} on {root}", own, of_each, run)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> StreamWork:  # noqa: ANN401
+        """To each member its tensor out of those of one."""
+        own, root = listed(outputs), opts.rootRank
+        for_each = list(inputs[0]) if inputs else []
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            whole = torch.stack(at) if at else to[0].new_empty(wire.size, *to[0].shape)
+            wire.broadcast(whole, root)
+            to[0].copy_(whole[wire.rank])
+
+        return self._call("scatter", f"{in_words(*own)} from {root}", for_each, own, run)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """A reduction of a tensor for each member."""
+        own, for_each, rule = listed(outputs), list(inputs[0]), Reduction.of(opts)
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            total = torch.stack(at)
+            wire.reduce(total, rule)
+            to[0].copy_(total[wire.rank])
+
+        return self._call("reduce_scatter", f"{rule} of {in_words(*for_each)}", for_each, own, run)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """A tensor for each member, from each member."""
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            came = torch.cat([each.reshape(-1) for each in to])
+            sent = torch.cat([each.reshape(-1) for each in at])
+            wire.exchange(came, sent, [each.numel() for each in to], [each.numel() for each in at])
+            for each, part in zip(to, came.split([each.numel() for each in to]), strict=True):
+                each.copy_(part.view_as(each))
+
+        return self._call("all_to_all", f"{inputs[0].dtype}", list(inputs), list(outputs), run)
 
     def all_to_all_single(
         self,
@@ -312,7 +162,48 @@ class Communicator(dist.ProcessGroup):
         )
         return self._issue([call], BarrierWork)
 
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
+        """Several reductions as one call."""
+        rule = Reduction.of(opts)
+
+        def run(wire: Wire, _: Views, to: Views) -> None:
+            for each in to:
+                wire.reduce(each, rule)
+
+        return self._call("all_reduce", f"{rule} of {in_words(*tensors)}", tensors, tensors, run)
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any = None,  # noqa: ANN401
+    ) -> StreamWork:
+        """Several gathers as one call."""
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            for own, output in zip(at, to, strict=True):
+                wire.gather(list(output.view(-1).chunk(wire.size)), own.reshape(-1))
+
+        return self._call("all_gather_single", in_words(*inputs), inputs, outputs, run)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any = None,  # noqa: ANN401
+    ) -> StreamWork:
+        """Several reductions, of which each member gets its part, as one call."""
+        rule = Reduction.of(opts)
+
+        def run(wire: Wire, at: Views, to: Views) -> None:
+            for whole, output in zip(at, to, strict=True):
+                wire.reduce_part(output, whole, rule)
+
+        return self._call("reduce_scatter_single", f"{rule} of {in_words(*inputs)}", inputs, outputs, run)
+
     # Names before torch 2.13.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -327,25 +218,6 @@ def require(rule: bool, why: str) -> None:
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Tensors, of which torch gives one or a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def checked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tensors as NCCL takes them: of a GPU, and without gaps.
-
-    Raises:
-        RuntimeError, ValueError: as ProcessGroupNCCL does.
-    """
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
-        if not tensor.is_contiguous():
-            raise ValueError("Tensors must be contiguous")
-    return tensors
-
-
-def in_words(*tensors: Tensor) -> str:
-    """How many numbers, and of which type."""
-    return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
 
 
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
@@ -370,7 +242,7 @@ def install(device: ModuleType) -> None:
         device: the compiled module.
     """
     Communicator.device, Communicator.watchdog = device, Watchdog(device)
-    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = Communicator
+    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = Nccl
     c10d._NCCL_AVAILABLE = True
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
     dist.Backend.default_device_backend_map["cuda"] = "nccl"

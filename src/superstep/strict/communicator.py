@@ -1,0 +1,234 @@
+"""A communicator of the emulated NCCL: how its members come together, and how a call is issued.
+
+It is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use, or its
+making where it is bound to a GPU, keeps the host until all members have come.
+
+Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.strict.exchange import Call, Views, Wire
+from superstep.strict.works import StreamWork, Watchdog
+
+CUDA_TYPE = 1
+WATCHDOG_FIRST = timedelta(minutes=1)
+"""A message may take so much longer than a call: what hangs is the watchdog's to name."""
+
+Run = Callable[[Wire, Views, Views], None]
+
+
+class GroupOptions:
+    """``ProcessGroupNCCL.Options``; torch sets what it knows of the group."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=0)
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.split_from: Communicator | None = None
+        self.split_color = 0
+
+
+class Communicator(dist.ProcessGroup):
+    """A group of ranks, each with a GPU of its own."""
+
+    supports_splitting = True
+    supports_coalescing = True
+    # Set by ``install``.
+    device: ModuleType
+    watchdog: Watchdog
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: GroupOptions) -> None:  # type: ignore[name-defined]
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.options = options
+        self._store = store
+        self._name, self._desc = options.group_name, ""
+        self._numbers = itertools.count(1)
+        self._splits = itertools.count(1)
+        self._together: list[Call] | None = None
+        self._is_aborted = False
+        self._wires: dict[int, tuple[int, Wire]] = {}
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """By which ``torch.distributed`` calls it."""
+        return "nccl"
+
+    @property
+    def group_name(self) -> str:
+        """By which it is found."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it was made for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        if device.type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _group_start(self) -> None:
+        pass
+
+    def _group_end(self) -> None:
+        pass
+
+    def _is_initialized(self) -> bool:
+        return bool(self._wires)
+
+    # How members come together.
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Make the communicator now. Split off another one, all members of that take part."""
+        assert device is not None
+        self.bound_device_id = device
+        if self.options.split_from is not None:
+            self.options.split_from.split(self.options._timeout)
+        self._wire(device.index)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part in splitting this one, as a rank that is no member of what comes of it."""
+        self.split(self.options._timeout)
+
+    def split(self, limit: timedelta) -> None:
+        """Wait until all members take part in making a communicator out of this one."""
+        self._meet(f"split {next(self._splits)}", limit)
+
+    def _meet(self, what: str, limit: timedelta) -> None:
+        self._store.set(f"{what} {self.rank()}", "yes")
+        if self._store.add(f"{what} came", 1) == self.size():
+            self._store.set(f"{what} met", "yes")
+        try:
+            self._store.wait([f"{what} met"], limit)
+        except RuntimeError as late:
+            missing = [rank for rank in range(self.size()) if not self._store.check([f"{what} {rank}"])]
+            raise dist.DistBackendError(
+                f"communicator {self._name}: ranks {missing} of it have not come to '{what}' within "
+                f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
+            ) from late
+
+    def _wire(self, index: int) -> tuple[int, Wire]:
+        """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
+        if index not in self._wires:
+            self._store.set(f"gpu of {self.rank()}", str(index))
+            limit = self.options._timeout
+            self._meet(f"use {len(self._wires)}", limit)
+            gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
+            if len(set(gpus)) < self.size():
+                raise dist.DistBackendError(
+                    f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
+                )
+            store = dist.PrefixStore(f"gloo {len(self._wires)}/", self._store)
+            longer = limit + WATCHDOG_FIRST
+            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
+            self._meet(f"wire {len(self._wires)}", longer)  # one that left now would end it for who still connects
+            wire = Wire(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
+            self._wires[index] = self.device.add_communicator(index, self.options.config.max_ctas), wire
+        return self._wires[index]
+
+    def abort(self) -> None:
+        """End what is under way and what waits."""
+        self._is_aborted = True
+        for queue, _ in self._wires.values():
+            self.device.abort(queue)
+            self.device.close(queue)
+        self.watchdog.forget()
+
+    def shutdown(self) -> None:
+        """Let go of it; what is under way is waited for."""
+        for queue, _ in self._wires.values():
+            self.device.drain(queue)
+            self.device.close(queue)
+        self._wires.clear()
+
+    # How a call is issued.
+
+    def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
+        return self._issue([Call(name, what, self.device.caller(), checked(reads), checked(writes), run)])
+
+    def _transfer(
+        self, name: str, peer: int, *, sent: Sequence[Tensor] = (), received: Sequence[Tensor] = ()
+    ) -> StreamWork:
+        if not 0 <= peer < self.size() or peer == self.rank():
+            raise ValueError(f"Invalid peer rank {peer} for {name} of rank {self.rank()} of {self.size()}")
+        what = in_words(*sent, *received)
+        call = Call(name, what, self.device.caller(), checked(sent), checked(received), peer=peer)
+        if self._together is None:
+            return self._issue([call])
+        self._together.append(call)
+        return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
+
+    def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
+        if self._is_aborted:
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}: {self._name}")
+        reads = [tensor for call in calls for tensor in call.reads]
+        writes = [tensor for call in calls for tensor in call.writes]
+        (index,) = {tensor.device.index for tensor in (*reads, *writes)}
+        queue, wire = self._wire(index)
+        stream = torch.cuda.Stream(stream_id=queue, device_index=index, device_type=CUDA_TYPE)
+        stream.wait_event(torch.cuda.current_stream(index).record_event())
+
+        def run(read_views: Views, written_views: Views) -> None:
+            if calls[0].peer is None:
+                wire.collect(calls[0], read_views, written_views)
+            else:
+                wire.transfer(calls, read_views, written_views)
+
+        what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
+        self.device.launch(queue, reads, writes, run, what)
+        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", self.options._timeout)
+        self.watchdog.watch(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> StreamWork | None:
+        calls, self._together = self._together, None
+        return self._issue(calls) if calls else None
+
+
+def checked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Tensors as NCCL takes them: of a GPU, and without gaps.
+
+    Raises:
+        RuntimeError, ValueError: as ProcessGroupNCCL does.
+    """
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+    return tensors
+
+
+def in_words(*tensors: Tensor) -> str:
+    """How many numbers, and of which type."""
+    return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
