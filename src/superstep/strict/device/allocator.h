@@ -33,12 +33,12 @@ inline void settle(Region& region) {
 }
 
 // A block goes back to the cache of its stream: what other streams may still do to it is a fault.
-inline void free_on_own_stream(Region& region, Block* block) {
+inline void free_on_own_stream(Region& region, Block* block, const std::string& line) {
   StreamState& stream = *state.streams[block->stream];
   stream.known.merge(state.host);
   for (auto& access : block->accesses)
     if (access.stream != stream.number && !stream.known.knows(access.stream, access.task))
-      report("memory of stream " + std::to_string(stream.number) + " is freed while " +
+      report("memory of stream " + std::to_string(stream.number) + " is freed (" + line + ") while " +
              describe(access.what, access.writes, access.stream) + " it: neither record_stream nor an event keeps it");
   block->accesses.clear();
   char* real = real_address(block->begin);
@@ -54,6 +54,7 @@ inline void free_on_own_stream(Region& region, Block* block) {
 inline void release(void* context) {
   Block* block = static_cast<Block*>(context);
   if (state.owner != getpid()) return;
+  std::string line = caller();
   WithoutGil without;
   Lock lock(state.lock);
   bool is_pinned = block->device == HOST;
@@ -63,7 +64,7 @@ inline void release(void* context) {
   if (is_pinned) {
     region.leaving.push_back({block, last_tasks(*block)});
   } else if (block->recorded.empty()) {
-    free_on_own_stream(region, block);
+    free_on_own_stream(region, block, line);
   } else {
     std::map<int, uint64_t> tasks{{block->stream, state.streams[block->stream]->issued}};
     for (int stream : block->recorded) tasks[stream] = state.streams[stream]->issued;

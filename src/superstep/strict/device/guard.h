@@ -57,7 +57,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     Lock lock(state.lock);
     StreamState& stream = *state.streams[number_of(which)];
     bool is_over = stream.done == stream.issued;
-    if (is_over) host_learns(stream.known);
+    if (is_over) host_sees(stream.known);
     return is_over;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -90,8 +90,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
+    require_owner();
     Lock lock(state.lock);
-    if (event_of(event)->is_done) host_learns(event_of(event)->known);
+    if (event_of(event)->is_done) host_sees(event_of(event)->known);
     return event_of(event)->is_done;
   }
   void synchronizeEvent(void* event) const override {
@@ -108,6 +109,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    require_owner();
     Lock lock(state.lock);
     bool is_over = event_of(begin)->is_done && event_of(end)->is_done;
     auto took = event_of(end)->when - event_of(begin)->when;

@@ -83,4 +83,9 @@ inline void host_learns(const Clock& known) {
   }
 }
 
+// It has asked, and got a yes. Of a thread that only watches, as the watchdog does, the others hear nothing.
+inline void host_sees(const Clock& known) {
+  if (has_issued) host_learns(known);
+}
+
 }  // namespace strict

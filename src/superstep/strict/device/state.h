@@ -138,6 +138,7 @@ inline State& state = *new State;
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device
 inline thread_local bool in_kernel = false;
+inline thread_local bool has_issued = false;
 
 inline int current_stream(int device) {
   auto found = current_streams.find(device);

@@ -131,6 +131,7 @@ inline void run_communicator(StreamState& stream) {
 }
 
 inline void start() {
+  if (state.owner) require_owner();  // before the lock, which a thread of the parent may have had
   Lock lock(state.lock);
   if (state.is_started) return;
   state.owner = getpid();
@@ -225,6 +226,7 @@ struct Issue {
 inline uint64_t issue(int number, Issue call) {
   start();
   require_owner();
+  has_issued = true;
   call.what += " (" + caller() + ")";
   WithoutGil without;
   Lock lock(state.lock);

@@ -19,6 +19,9 @@ inline Range range_of(const at::Tensor& tensor, bool writes) {
   if (tensor.numel() == 0) return {nullptr, nullptr, writes};
   int64_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  size_t needed = (tensor.storage_offset() + last + 1) * tensor.element_size(), held = storage_of(tensor)->nbytes();
+  TORCH_CHECK(needed <= held, "CUDA error: an illegal memory access: a tensor ends at byte ", needed, " of a storage that has ", held,
+              " (strict device; ", caller(), ")");
   char* begin = storage_address(tensor) + tensor.storage_offset() * tensor.element_size();
   return {begin, begin + (last + 1) * tensor.element_size(), writes};
 }
