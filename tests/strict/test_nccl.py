@@ -223,7 +223,7 @@ def test_all_calls_give_gloos_numbers(pool, world):
 def failures(call):
     """What a call and what follows from it raise, in order."""
     found = []
-    for step in (call, torch.cuda.synchronize, torch.cuda.synchronize):
+    for step in (call, *[torch.cuda.synchronize] * 3):
         try:
             step()
         except (RuntimeError, ValueError) as error:

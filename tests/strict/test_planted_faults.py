@@ -1,7 +1,7 @@
 """Faults planted in training steps on emulated GPUs: each ends the run, or is noted, with the line that made it.
 
-Waits for collectives are left out in ``test_left_out_waits``. Of a step's other waits only that of the copies of its state is
-for memory: those of ``CudaRecorder`` are for times, as are the host's in measurements. The engine calls no
+Waits for collectives are left out in ``test_left_out_waits``. Of a step's other waits only that of the copies of its
+state is for memory: those of ``CudaRecorder`` are for times, as are the host's in measurements. The engine calls no
 ``record_stream``: what another stream uses is kept until that has been waited for.
 """
 

@@ -18,11 +18,12 @@ struct WithoutGil {
   }
 };
 
-// Whether a line is torch's, Python's own, or of this part: of no use to whoever looks for a fault.
+// Whether a line is torch's, Triton's, Python's own, or of this part: of no use to whoever looks for a fault.
 inline bool is_inner(const std::string& file) {
   auto has = [&](const char* part) { return file.find(part) != std::string::npos; };
   bool is_pythons = has("/lib/python3") && !has("/site-packages/");
-  return has("/site-packages/torch/") || has("/superstep/strict/") || is_pythons || file.rfind("<", 0) == 0;
+  bool is_librarys = has("/site-packages/torch/") || has("/site-packages/triton/");
+  return is_librarys || has("/superstep/strict/") || is_pythons || file.rfind("<", 0) == 0;
 }
 
 constexpr int MOST_LINES = 3;

@@ -41,7 +41,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
 }
 
-// A collective: a function of Python that is given the kernels' views of what it reads and writes.
+static bool is_communicator(int stream) {
+  Lock lock(state.lock);
+  return state.streams.at(stream)->is_communicator;
+}
+
+// A collective, or a kernel in Triton: a function of Python that is given the kernels' views of what it reads and writes.
 static uint64_t launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Tensor> writes, py::function function, std::string what) {
   std::vector<Range> ranges;
   std::vector<at::Tensor> read_views, written_views;
@@ -59,7 +64,7 @@ static uint64_t launch(int stream, std::vector<at::Tensor> reads, std::vector<at
     held.reset();  // here, where the interpreter's lock is held
     if (!failure.empty()) throw std::runtime_error(failure);
   };
-  return issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = true});
+  return issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = is_communicator(stream)});
 }
 
 static std::vector<std::string> under_way() {

@@ -1,0 +1,46 @@
+"""Kernels in Triton on the strict device: its interpreter, run as a task of the stream that they are launched on.
+
+Triton must interpret (TRITON_INTERPRET=1 when it is imported). By itself its interpreter has the host wait, and copies
+all arguments to it and back; so no launch would be late, and none could meet another stream's.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+
+def install(device: ModuleType) -> None:
+    """Launch what has tensors of the device so.
+
+    What a kernel writes is not known before it runs: each of its tensors counts as written.
+
+    Args:
+        device: the compiled module.
+    """
+    of_triton, turn = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def interpret(executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        with turn:  # it changes Triton's language for all threads while a kernel runs
+            of_triton(executor, *args, **kwargs)
+
+    def launch(executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        given = [*args, *kwargs.values()]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if not any(one.is_cuda for one in tensors):
+            interpret(executor, *args, **kwargs)
+            return
+
+        def run(_: list[torch.Tensor], views: list[torch.Tensor]) -> None:
+            seen = iter(views)
+            put = [next(seen) if isinstance(one, torch.Tensor) else one for one in given]
+            interpret(executor, *put[: len(args)], **dict(zip(kwargs, put[len(args) :], strict=True)))
+
+        stream = torch.cuda.current_stream(tensors[0].device)
+        device.launch(stream.stream_id or stream.device_index, [], tensors, run, executor.fn.__name__)
+
+    interpreter.GridExecutor.__call__ = launch
