@@ -196,7 +196,8 @@ class Drawn:
 
     Attributes:
         tokens: drawn.
-        logprobs: of them.
+        logprobs: of them, by the distribution that they were drawn from: after temperature and what was cut off. Only
+            then is exp(trainer's - these) an importance weight.
         is_cut: whether its room ended it.
         top: the likeliest tokens at each place; None where they were not asked for.
     """

@@ -176,7 +176,7 @@ class Sampler:
         drawn = [
             Drawn(
                 tokens=[told.token for told in answer.tokens],
-                logprobs=[told.logprob for told in answer.tokens],
+                logprobs=[told.drawn_logprob for told in answer.tokens],
                 is_cut=answer.finish == "length",
                 top=_tops(answer.tokens, asked.top_sampled) if asked.top_sampled else None,
             )
