@@ -1,6 +1,11 @@
 """A flipped bit in a snapshot is never gone on from, nor written as a checkpoint."""
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -11,13 +16,13 @@ from superstep.cli.train import job
 from superstep.errors import Lost
 from superstep.state import flush
 from superstep.state.folders import checkpoints, step_of
-from superstep.state.snapshot import common
 from superstep.state.verify import verify
 
 pytestmark = pytest.mark.multiproc
 
 FLAGS = ["run.toml", "--numerics.exact", "true", "--train.steps", "18", "--train.eval-every", "18",
-         "--state.save-every", "5", "--state.keep", "9", "--plan.dp", "2", "--plan.zero", "1"]  # fmt: skip
+         "--state.keep", "9", "--plan.dp", "2", "--plan.zero", "1"]  # fmt: skip
+SAVED = ["--state.save-every", "5"]
 
 
 def _flip(memory, slot):
@@ -34,7 +39,7 @@ def folder(tmp_path, monkeypatch):
     """With a run that nothing was done to."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *FLAGS, "--state.dir", "whole"]) == 0
+    assert main(["train", *FLAGS, *SAVED, "--state.dir", "whole"]) == 0
     return tmp_path
 
 
@@ -49,7 +54,7 @@ def test_a_copy_that_is_damaged_on_its_way_to_the_disk_is_not_written_and_anothe
         return found
 
     monkeypatch.setattr(flush, "wanted", wanting)
-    assert main(["train", *FLAGS, "--state.snapshot-every", "1", "--state.dir", "hurt"]) == 0
+    assert main(["train", *FLAGS, *SAVED, "--state.snapshot-every", "1", "--state.dir", "hurt"]) == 0
     assert planted == [5]
     assert _losses(folder / "hurt") == _losses(folder / "whole")
     (told,) = runs.events(folder / "hurt", "corrupted")
@@ -65,41 +70,59 @@ def test_a_copy_that_is_damaged_on_its_way_to_the_disk_is_not_written_and_anothe
         assert one["tensors"] == other["tensors"]
 
 
+def _kill(name, memories, steps):
+    """Kill a rank once the memory of each rank has the states of these steps and of no other."""
+    deadline_s = time.monotonic() + 240
+    while any(set(memory.whole()) != steps for memory in memories) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    (rank,) = (process for process in multiprocessing.active_children() if process.name == name)
+    os.kill(rank.pid, signal.SIGKILL)
+
+
 def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_from(folder, monkeypatch, capfd):
-    """First the newest copy, then every copy of a rank: then the newest checkpoint."""
-    planted, recovering = [], job.recovering
+    """First the newest copy is damaged, then every copy of a rank: then the newest checkpoint is gone on from.
+
+    A rank is killed where all ranks wait: two of their three slots are to be written, the third has the newest state,
+    and nothing newer than step 0, 6 and 18 is written before the first loss, before the second and after it.
+    """
+    plan = [("rank 0", {3, 6, 7}, {7}), ("rank 1", {9, 12, 13}, {9, 12, 13})]
+    limits, written_to = iter((0, 6, 18)), [0]
+    wanted, recovering = flush.wanted, job.recovering
+
+    def wanting(memories):
+        found = wanted(memories)
+        return found if found is not None and found.position.step <= written_to[-1] else None
 
     def recovers(launch, memories, idle):
         def launched(lost):
+            written_to.append(next(limits))
+            if not plan:
+                return launch(lost)
+            name, steps, damaged = plan.pop(0)
+            killer = threading.Thread(target=_kill, args=(name, memories, steps), daemon=True)
+            killer.start()
             try:
                 return launch(lost)
             except Lost:
-                whole, newest = memories[1].whole(), common(memories)
-                damaged = set(whole) if planted else {newest}
-                planted.append((newest, damaged, (set(memories[0].whole()) & set(whole)) - damaged))
+                killer.join()
                 for step in damaged:
-                    _flip(memories[1], whole[step])
+                    _flip(memories[1], memories[1].whole()[step])
                 raise
 
         return recovering(launched, memories, idle)
 
+    monkeypatch.setattr(flush, "wanted", wanting)
     monkeypatch.setattr(job, "recovering", recovers)
-    hurter = hurting.Hurter(folder / "hurt", [("killed", "rank 0", 8), ("killed", "rank 1", 16)])
-    hurter.start()
-    assert main(["train", *FLAGS, "--state.snapshot-every", "1", "--state.dir", "hurt"]) == 0
-    hurter.join()
+    flags = [*FLAGS, "--state.save-every", "3", "--state.snapshot-every", "1", "--state.dir", "hurt"]
+    assert main(["train", *flags]) == 0
     said = capfd.readouterr().out
     assert _losses(folder / "hurt") == _losses(folder / "whole"), said
     first, second = hurting.resumed(folder / "hurt")
     refused = "rank 1: the copy of step {} in memory has other bits than were copied"
-    (newest, _, others), (last, every, _) = planted
-    assert first["passed_over"] == [refused.format(newest)]
-    if others:  # the slot was not being copied over
-        assert (first["step"], first["path"]) == (max(others), "")
-    # Which of them is whole when it is looked at depends on how far the next copy had come.
-    assert second["passed_over"]
-    assert set(second["passed_over"]) <= {refused.format(step) for step in {last, *every}}
-    assert second["step"] in (5, 10, 15)
-    assert second["path"].endswith(f"step-{second['step']:06d}"), "the newest checkpoint"
-    assert f"passed over: {refused.format(newest)}" in said
-    assert [step_of(place) for place in checkpoints(folder / "hurt" / "checkpoints")] == [5, 10, 15, 18]
+    assert first["passed_over"] == [refused.format(7)]
+    assert (first["step"], first["path"]) == (6, "")
+    assert second["passed_over"] == [refused.format(step) for step in (13, 12, 9)], "the newest first"
+    assert second["step"] == 6
+    assert second["path"].endswith("step-000006"), "the newest checkpoint"
+    assert f"passed over: {refused.format(7)}" in said
+    assert [step_of(place) for place in checkpoints(folder / "hurt" / "checkpoints")] == [3, 6, 9, 12, 15, 18]
