@@ -231,6 +231,35 @@ def test_flash_attention_takes_sixteen_bits_only(dtype):
         flash(q, q, q, 0.0, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_keeps_its_input_and_one_number_of_each_row(dtype):
+    kept, grads = [], []
+    for place in ("cpu", GPU):
+        x, weight = (numbers(*shape).to(dtype).to(place).requires_grad_() for shape in ((8, 16), (16,)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+            kept.clear()
+            out = F.rms_norm(x, (16,), weight)
+        grads.append([out, *torch.autograd.grad(out, (x, weight), numbers(8, 16).to(dtype).to(place))])
+    assert sorted(kept) == [(8, 1), (8, 16), (16,)]
+    for of_cpu, of_gpu in zip(*grads, strict=True):
+        torch.testing.assert_close(of_gpu.cpu().float(), of_cpu.float(), atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "kernel"),
+    [
+        (torch.bfloat16, 1, "_scaled_dot_product_flash_attention"),
+        (torch.float32, 2, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, 1, "bmm"),
+    ],
+)
+def test_attention_is_that_which_a_gpu_chooses(dtype, keys, kernel):
+    q, kv = numbers(1, 2, 16, 8).to(GPU, dtype), numbers(1, keys, 16, 8).to(GPU, dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=keys == 1)
+    assert f"aten::{kernel}" in {event.name for event in profile.events()}
+
+
 def test_flash_attention_of_many_sequences_is_that_of_each():
     q, starts = numbers(10, 2, 8).to(GPU, torch.bfloat16), torch.tensor([0, 4, 10], dtype=torch.int32, device=GPU)
     aten = torch.ops.aten

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-FLASH, EFFICIENT, MATH = 1, 2, 0
-"""Of ``at::SDPBackend``."""
 
 
 def widen_heads(kv_BHSN: Tensor, query_BHSN: Tensor) -> Tensor:
@@ -115,8 +113,11 @@ def flash_parts_back(  # noqa: ANN201, PLR0913
 
 
 def efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
-    """``_scaled_dot_product_efficient_attention``; its sums are padded to a multiple of 32 queries."""
+    """``_scaled_dot_product_efficient_attention``; its sums, where they are wanted, are padded to a multiple of 32
+    queries.
+    """
     out, lse = attend(q, k, v, bias, is_causal=is_causal, scale=scale)
+    lse = lse if compute_log_sumexp else lse[..., :0]
     seed = torch.zeros((), dtype=torch.int64)
     return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), seed, seed
 
@@ -127,13 +128,16 @@ def efficient_back(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted,
     return (*attend_back(grad, q, k, v, bias, out, sums, is_causal=is_causal, scale=scale), None)
 
 
-def choose_attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # noqa: ANN001, ANN201, PLR0913
-    """``_fused_sdp_choice``: flash where it can be, else the efficient kernel, else plain mathematics."""
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    if is_half and mask is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return FLASH
-    has_own_heads = q.shape[1] == k.shape[1]
-    return EFFICIENT if has_own_heads and q.shape[-1] % (8 if is_half else 4) == 0 else MATH
+def rms_norm_back(
+    grad: Tensor, x: Tensor, shape: list[int], scale: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``_fused_rms_norm_backward``: sums are fp32."""
+    dims = tuple(range(-len(shape), 0))
+    normed, back = x.float() * scale, grad.float() if weight is None else grad.float() * weight.float()
+    dx = scale * (back - normed * (back * normed).mean(dims, keepdim=True))
+    of_weight = (grad.float() * normed).flatten(0, -len(shape) - 1).sum(0) if weight is not None else None
+    dw = of_weight.to(weight.dtype) if of_weight is not None and weight is not None and wanted[1] else None
+    return dx.to(x.dtype) if wanted[0] else None, dw
 
 
 def addmm_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
@@ -153,6 +157,7 @@ OF_CPU = {
     "_flash_attention_backward": flash_parts_back,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_back,
+    "_fused_rms_norm_backward": rms_norm_back,
     "addmm.dtype_out": addmm_into,
     "mm.dtype_out": mm_into,
 }
@@ -179,4 +184,3 @@ def install(device: ModuleType) -> None:
         device.add_rule(name, rule)
     for name, function in OF_CPU.items():
         LIBRARY.impl(name, function, "CPU")
-    LIBRARY.impl("_fused_sdp_choice", choose_attention, "CUDA")

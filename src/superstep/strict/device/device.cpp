@@ -6,6 +6,7 @@
 //     guard.h      what torch asks of a device
 //     tensors.h    tensors as tasks see them   kernels.h    operators with kernels of their own
 //     fallback.h   all other operators         caller.h     the line of Python that a call is in
+#include <ATen/native/transformers/attention.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -37,8 +38,19 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", &strict::view);
   library.impl("_reshape_alias", &strict::reshape_alias);
   library.impl("unfold", &at::native::unfold);
-  // CUDA has a kernel of its own, where others are given operators that read sizes back.
+  // CUDA has kernels of its own, where others are given operators that keep more, or read sizes back.
+  library.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
   library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
+}
+
+// Which attention takes its arguments, as aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it: flash, else the
+// efficient one, else plain mathematics.
+static int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
+                                std::optional<double>, bool) {
+  bool is_half = q.element_size() == 2, has_mask = mask && mask->defined();
+  int64_t width = q.size(-1);
+  if (is_half && !has_mask && width % 8 == 0 && width <= 256) return 1;
+  return q.size(1) == k.size(1) && width % (is_half ? 8 : 4) == 0 ? 2 : 0;
 }
 
 static bool is_communicator(int stream) {
@@ -78,6 +90,7 @@ static std::vector<std::string> under_way() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   c10::SetAllocator(CUDA, &device_memory, 100);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   module.def("configure", [](int devices, size_t device_bytes, uint64_t seed, int delay_us, std::string order, bool raises) {
     Lock lock(state.lock);
     TORCH_CHECK(!state.is_started || devices == state.settings.devices, "the strict device was used already with ", state.settings.devices, " devices");
