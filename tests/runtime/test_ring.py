@@ -13,12 +13,12 @@ from superstep.observe.doctor.seen import Note
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Forward, Recv, Step
 from superstep.program.text import describe
-from superstep.runtime import resident
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.heart import Heart, Page, beside, read_beat
 from superstep.runtime.looking import last_seen, vitals
 from superstep.runtime.mesh import build_mesh
+from superstep.runtime.page_layout import SIZES
 from superstep.runtime.recorder import HostRecorder
 from superstep.runtime.resident import Resident, sizes_in
 from superstep.runtime.ring import NOTES, Words, notes_in
@@ -139,7 +139,7 @@ def test_how_a_process_grew_is_kept_from_its_begin_on(page, tmp_path):
         statm.write_text(f"9 {second} 9")
         looks.look(second * 10**9)
     found = sizes_in(page.view)
-    assert resident.ROOM // 2 <= len(found) <= resident.ROOM
+    assert SIZES.count // 2 <= len(found) <= SIZES.count
     assert found[0] == (0.0, 0)
     assert found[-1][0] > 3800
     assert all(size == at_s * os.sysconf("SC_PAGE_SIZE") for at_s, size in found)

@@ -15,19 +15,13 @@ kernels, and the collectives within, are. A query neither waits nor synchronizes
 from __future__ import annotations
 
 import mmap
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from superstep.runtime.doing import TEXT_BYTES, Doing
-
-_RECORD = struct.Struct(f"<10Q{TEXT_BYTES}s")
-_AT = 3072
-"""Where in a rank's page: behind what runtime.resident keeps there, and before the notes of runtime.ring."""
-
-_READS = 8
+from superstep.runtime.doing import Doing
+from superstep.runtime.page_layout import GPU
 
 
 class Event(Protocol):
@@ -130,8 +124,8 @@ class StreamMarks:
             self._last, self._since_ns, self._passed = mark, now_ns, self._passed + 1
         if (last := self._last) is not None:
             longest_ns = self._longest_ns.get((last.line, last.index), 0)
-            _RECORD.pack_into(
-                view, _AT, self._passed, max(issued, self._passed), last.doing, last.run, last.step, last.index,
+            GPU.write(
+                view, self._passed, max(issued, self._passed), last.doing, last.run, last.step, last.index,
                 last.line, longest_ns, self._since_ns, self._passed, last.text,
             )  # fmt: skip
 
@@ -152,13 +146,7 @@ class StreamMarks:
 
 def read_progress(view: mmap.mmap) -> GpuProgress | None:
     """What a rank's page says of its GPU; None where it has none, or has run no program on it."""
-    raw = view[_AT : _AT + _RECORD.size]
-    for _ in range(_READS):  # one that is just being written is read again
-        again = view[_AT : _AT + _RECORD.size]
-        if again == raw:
-            break
-        raw = again
-    passed, issued, doing, run, step, index, line, longest_ns, since_ns, _, text = _RECORD.unpack(raw)
+    passed, issued, doing, run, step, index, line, longest_ns, since_ns, _, text = GPU.read_whole(view)
     if not passed:
         return None
     return GpuProgress(

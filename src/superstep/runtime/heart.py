@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from superstep.program.instructions import Instruction
 from superstep.program.text import describe
 from superstep.runtime.doing import TEXT_BYTES, Doing
 from superstep.runtime.gpu_progress import GpuProgress, Mark, StreamMarks, read_progress
+from superstep.runtime.page_layout import BEAT, EXPECTED, PROCESS, TICK
 from superstep.runtime.resident import Resident
 from superstep.runtime.ring import BESIDE, BYTES, NOWHERE, Ring
 
@@ -37,13 +37,6 @@ TICK_S = 0.1
 
 TICKS_KEPT = 600
 """The longest pause between two ticks is that of the last one or two times so many."""
-
-_BEAT = struct.Struct(f"<9Q{TEXT_BYTES}s")
-_TICK = struct.Struct("<3Q")
-_EXPECTED = struct.Struct("<Q")
-_PROCESS = struct.Struct("<2Q")
-_TICK_AT, _EXPECTED_AT, _PROCESS_AT = 512, 1024, 1040
-_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +191,7 @@ class Heart:
 
     def listens(self, stacks: int) -> None:
         """Say which process this is, and the descriptor of the file that its stacks go to when they are asked for."""
-        _PROCESS.pack_into(self._view, _PROCESS_AT, os.getpid(), stacks)
+        PROCESS.write(self._view, os.getpid(), stacks)
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
         """The list runs from here on, in so manieth a step."""
@@ -283,8 +276,8 @@ class Heart:
         self._began_ns, self._doing = now_ns, doing
         self._beats += 1
         text = known.texts[at] if doing else self._what.encode()[:TEXT_BYTES]
-        _BEAT.pack_into(
-            self._view, 0, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, self._line(),
+        BEAT.write(
+            self._view, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, self._line(),
             self._beats, text,
         )  # fmt: skip
 
@@ -296,7 +289,7 @@ class Heart:
 
     def expect(self, step_s: float) -> None:
         """A step was predicted to take so long."""
-        _EXPECTED.pack_into(self._view, _EXPECTED_AT, int(1e9 * step_s))
+        EXPECTED.write(self._view, int(1e9 * step_s))
 
     def _tick(self) -> None:
         ticks, last_ns, me = 0, self._clock(), threading.get_native_id()
@@ -307,7 +300,7 @@ class Heart:
             longest_ns, last_ns, ticks = max(longest_ns, now_ns - last_ns), now_ns, ticks + 1
             if ticks % TICKS_KEPT == 0:
                 before_ns, longest_ns = longest_ns, 0
-            _TICK.pack_into(self._view, _TICK_AT, ticks, me, max(before_ns, longest_ns))
+            TICK.write(self._view, ticks, me, max(before_ns, longest_ns))
             resident.look(now_ns)
             if self._marks is not None:
                 self._marks.query(self._view, now_ns)
@@ -352,16 +345,10 @@ def page(name: str = "") -> Page | None:
 
 def read_beat(view: mmap.mmap) -> Beat:
     """What a page says. A beat that the rank is just writing is read again."""
-    raw = view[: _BEAT.size]
-    for _ in range(_READS):
-        again = view[: _BEAT.size]
-        if again == raw:
-            break
-        raw = again
-    beats, doing, step, index, longest_ns, run, since_ns, line, _, text = _BEAT.unpack(raw)
-    ticks, ticker, pause_ns = _TICK.unpack_from(view, _TICK_AT)
-    (expected_ns,) = _EXPECTED.unpack_from(view, _EXPECTED_AT)
-    process, stacks = _PROCESS.unpack_from(view, _PROCESS_AT)
+    beats, doing, step, index, longest_ns, run, since_ns, line, _, text = BEAT.read_whole(view)
+    ticks, ticker, pause_ns = TICK.read(view)
+    (expected_ns,) = EXPECTED.read(view)
+    process, stacks = PROCESS.read(view)
     return Beat(
         beats=beats,
         doing=Doing(doing),

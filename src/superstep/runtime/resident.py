@@ -1,6 +1,6 @@
 """How a rank's process has grown: its resident bytes now and then since it began, in its page.
 
-There is room for ROOM of them. Where it is full every second one goes, and the next come half as often: so they always
+There is room for so many. Where it is full every second one goes, and the next come half as often: so they always
 reach from the beginning to now.
 """
 
@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from pathlib import Path
 
 from superstep.observe.doctor.seen import Memory
+from superstep.runtime.page_layout import SIZES, SIZES_COUNT
 
-ROOM = 64
 FIRST_EVERY_S = 2.0
 """How often it is looked at first."""
-
-_COUNT = struct.Struct("<Q")
-_LOOK = struct.Struct("<2Q")
-_COUNT_AT, _LOOKS_AT = 2040, 2048
 
 
 class Resident:
@@ -43,7 +38,7 @@ class Resident:
             resident_bytes = int(self._statm.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError, ValueError):  # a system without /proc
             return
-        if len(self._looks) == ROOM:
+        if len(self._looks) == SIZES.count:
             self._looks = self._looks[::2]
             self._every_ns *= 2
             self._write(0)
@@ -53,12 +48,12 @@ class Resident:
 
     def _write(self, first: int) -> None:
         for at in range(first, len(self._looks)):
-            _LOOK.pack_into(self._view, _LOOKS_AT + at * _LOOK.size, *self._looks[at])
-        _COUNT.pack_into(self._view, _COUNT_AT, len(self._looks))
+            SIZES.write(self._view, *self._looks[at], index=at)
+        SIZES_COUNT.write(self._view, len(self._looks))
 
 
 def sizes_in(view: mmap.mmap) -> tuple[Memory, ...]:
     """What is in a page, oldest first."""
-    (count,) = _COUNT.unpack_from(view, _COUNT_AT)
-    found = (_LOOK.unpack_from(view, _LOOKS_AT + at * _LOOK.size) for at in range(min(count, ROOM)))
+    (count,) = SIZES_COUNT.read(view)
+    found = (SIZES.read(view, at) for at in range(min(count, SIZES.count)))
     return tuple((now_ns / 1e9, size) for now_ns, size in found)

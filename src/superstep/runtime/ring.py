@@ -16,18 +16,14 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from superstep.observe.doctor.seen import Note
-
-PAGE = 4096
-"""Bytes before the notes."""
+from superstep.runtime.page_layout import PAGE_BYTES, WORDS_USED
 
 NOTES = 2**14
 WORDS_BYTES = 2**24
 """Room for words. Memory is taken as it is written to."""
 
 _NOTE = struct.Struct("<4Q4I")
-_USED = struct.Struct("<Q")
-_USED_AT = 1032
-_WORDS_AT = PAGE + NOTES * _NOTE.size
+_WORDS_AT = PAGE_BYTES + NOTES * _NOTE.size
 BYTES = _WORDS_AT + WORDS_BYTES
 
 NOWHERE = 0
@@ -57,7 +53,7 @@ class Ring:
         at, first = _WORDS_AT + self._used, self._lines
         self._view[at : at + len(text)] = text
         self._used, self._lines = self._used + len(text), first + len(lines) + 1
-        _USED.pack_into(self._view, _USED_AT, self._used)
+        WORDS_USED.write(self._view, self._used)
         return first
 
     def note(self, line: int, run: int, step: int, ready_ns: int, start_ns: int, end_ns: int, within_ns: int) -> None:
@@ -65,7 +61,7 @@ class Ring:
         if line == NOWHERE:
             return
         self._noted += 1
-        at = PAGE + self._noted % NOTES * _NOTE.size
+        at = PAGE_BYTES + self._noted % NOTES * _NOTE.size
         _NOTE.pack_into(
             self._view, at, ready_ns, start_ns, end_ns, within_ns, self._noted & 0xFFFFFFFF, run, step, line
         )
@@ -79,7 +75,7 @@ class Words:
     """
 
     def __init__(self, view: mmap.mmap) -> None:
-        (used,) = _USED.unpack_from(view, _USED_AT)
+        (used,) = WORDS_USED.read(view)
         self.lines = view[_WORDS_AT : _WORDS_AT + used].decode(errors="replace").split("\n")
         self._first: list[int] = []
         for at, line in enumerate(self.lines):
@@ -99,7 +95,7 @@ class Words:
 
 def notes_in(view: mmap.mmap, words: Words) -> list[Note]:
     """The notes that are there, oldest first. One that the rank is just writing is left out."""
-    once, again = (view[PAGE:_WORDS_AT] for _ in range(2))
+    once, again = (view[PAGE_BYTES:_WORDS_AT] for _ in range(2))
     whole = [raw for raw, other in zip(_slots(once), _slots(again), strict=True) if raw == other and any(raw)]
     found = sorted((raw for raw in whole if raw[7] < len(words.lines)), key=lambda raw: raw[4])
     newest = found[-1][4] if found else 0
