@@ -1,6 +1,8 @@
 """Which rank hangs: what each sign takes, and that neither a slow rank nor a busy machine is a sign."""
 
 import os
+import subprocess
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from superstep.program.instructions import Forward, Step
 from superstep.runtime import hang_rules as hang
 from superstep.runtime.doing import Doing
-from superstep.runtime.hang import Thread, Watcher, thread
+from superstep.runtime.hang import Process, Thread, Watcher, process_of, thread
 from superstep.runtime.heart import Beat, Heart, Page
 from superstep.runtime.pulse import LOOK_S
 
@@ -34,7 +36,8 @@ class World:
         self.mains = {1: lambda n: MAIN, 2: lambda n: MAIN}
         self.tickers = {1: lambda n: Thread("S", 300 + 2 * n), 2: lambda n: Thread("S", 300 + 2 * n)}
         self.looks = 0
-        self.watcher = Watcher(lambda: self.now_s, self._thread)
+        self.processes = dict.fromkeys((1, 2), lambda n: Process(0.0, is_ready=False))
+        self.watcher = Watcher(lambda: self.now_s, self._thread, lambda process, _: self.processes[process](self.looks))
 
     def _thread(self, process, number):
         kind = self.mains if number == process else self.tickers
@@ -75,6 +78,29 @@ def test_a_ticker_that_gets_no_processor_says_nothing_of_the_lock():
     world.tickers[1] = lambda n: Thread("R", 300 + n)  # starved: four wakes a second
     world.mains[1] = lambda n: Thread("R", 100 + n)
     assert world.until(hang.BUSY_S - 1) is None
+
+
+def test_code_that_has_the_lock_and_no_processor_does_not_hang():
+    """A machine with 29 programs for 2 cores: a fifth of a second's work in C takes three, and the ticker is woken."""
+    for elsewhere in (WORKS, replace(WORKS, doing=Doing.OTHER)):
+        world = World(elsewhere)
+        world.hold_lock(1)
+        world.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n * 2 / 29)
+        world.processes[1] = lambda n: Process(LOOK_S * n * 2 / 29, is_ready=True)
+        assert world.until(15.0) is None
+        assert world.until()[0].process == 1, "its work has no end"
+    alone = World()
+    alone.hold_lock(1)
+    alone.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n)
+    alone.processes[1] = lambda n: Process(LOOK_S * n, is_ready=True)
+    assert alone.until()[1] < 2.5, "with a processor of its own it is named as soon as one that sleeps"
+
+
+def test_where_the_launcher_itself_is_short_of_a_processor_wakes_are_counted_over_its_own_pause():
+    world = World(WAITS)
+    world.ticking[1] = False
+    world.tickers[1] = lambda n: Thread("R", 300 + 20 * n)  # starved: twenty wakes in the two seconds between two looks
+    assert world.until(60, passed_s=2.0) is None
 
 
 def test_as_long_as_any_rank_goes_on_none_hangs():
@@ -192,3 +218,16 @@ def test_the_systems_word_of_a_thread():
     assert found.switches > 0
     assert 0 < found.cpu_s <= sum(os.times()[:2]) + 0.1
     assert thread(os.getpid(), 2**22 + 1) is None
+
+
+def test_the_systems_word_of_a_process():
+    found = process_of(os.getpid(), 0)
+    assert found.is_ready, "it asks"
+    assert 0 < found.cpu_s <= sum(os.times()[:2]) + 0.1
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        try:
+            while process_of(sleeper.pid, 0).is_ready:
+                time.sleep(0.01)
+        finally:
+            sleeper.kill()
+    assert process_of(2**22 + 1, 0) is None

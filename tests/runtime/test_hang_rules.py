@@ -9,7 +9,7 @@ import pytest
 from superstep.runtime import hang_rules as rules
 from superstep.runtime.doing import Doing
 from superstep.runtime.gpu_progress import GpuProgress
-from superstep.runtime.hang_rules import Standing, who_hangs
+from superstep.runtime.hang_rules import Standing, kept_s, who_hangs
 from superstep.runtime.heart import Beat
 
 HOST = Beat(
@@ -90,6 +90,20 @@ def test_a_predicted_step_makes_the_first_time_longer():
     ranks = {1: rank(stands_s=399.0, host=host, **FIRST), 2: rank(WAITS, stands_s=401.0)}
     assert who_hangs(ranks) is None
     assert who_hangs({**ranks, 1: rank(stands_s=400.0, host=host, **FIRST)}).process == 1
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "is_ready", "expected_s"),
+    [
+        (0.0, False, 0.25),  # who has the lock sleeps in C
+        (0.0, True, 0.0),  # it has no processor
+        (0.02, True, 0.02),  # a twelfth of one
+        (0.25, True, 0.25),  # one of its own
+        (2.0, True, 0.25),  # eight threads compute
+    ],
+)
+def test_a_lock_is_kept_only_while_its_process_has_a_processor_or_wants_none(cpu_s, is_ready, expected_s):
+    assert kept_s(0.25, cpu_s, is_ready=is_ready) == expected_s
 
 
 ON_CPU = Standing(HOST, unmoved_s=30.0)

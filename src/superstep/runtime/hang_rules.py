@@ -5,7 +5,8 @@ a CPU, where a rank's place is its host's:
 
     no beat of it          and none of any other rank of its world for STANDS_S: all that can go on has
     held                   its ticker is woken hundreds of times a second and does not get Python's lock: some code in C
-                           keeps it. A thread that is short of a processor is not woken, and is not counted.
+                           keeps it. Where threads of the process are ready to run, the one with the lock may be
+                           short of a processor: then only as much counts as the process has had (``kept_s``)
     still                  Python runs, but the thread that should compute sleeps, and does not wait for a rank; all
                            others wait for one, or sleep as well: what they do may be within what it computes
     busy                   it computes, and does not come to an end: what counts is the processor's time
@@ -67,7 +68,7 @@ class Standing:
     Attributes:
         beat: what its page says.
         unmoved_s: since its host, or its GPU, went on last.
-        held_s: that its ticker has been woken and did not get Python's lock.
+        held_s: that its ticker has been woken and did not get Python's lock, as ``kept_s`` counts it.
         quiet_s: that its main thread has been on no processor.
         cpu_s: that its main thread has had of a processor since it went on last.
     """
@@ -94,6 +95,18 @@ class Hung:
     beat: Beat
     why: str
     others: tuple[int, ...] = ()
+
+
+def kept_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
+    """For how long Python's lock counts as kept, of the time between two looks at a process whose ticker waits for it.
+
+    Args:
+        passed_s: between the looks.
+        cpu_s: of processors that all threads of the process have had in it.
+        is_ready: whether one of its threads, the ticker aside, runs or is ready to: that one may have the lock. Where
+            all sleep, so does the one that has it, and lacks no processor.
+    """
+    return min(passed_s, cpu_s) if is_ready else passed_s
 
 
 def who_hangs(ranks: Mapping[int, Standing], *, is_whole: bool = True) -> Hung | None:
