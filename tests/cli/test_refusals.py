@@ -42,7 +42,7 @@ WRONG = {
     "tune sft --start start --sft.epochs -1": "sft.epochs = -1",
     "tune sft --start start --state.dir taken": "state.dir = 'taken' already holds a run",
     "tune dpo --start start --dpo.beta 0": "dpo.beta = 0.0",
-    "tune rl": "start is empty",
+    "tune rl": "start is left out",
     "tune rl --start start": "rl.environment is empty",
     "tune rl --start start --rl.environment tasks.py --rl.group 1": "rl.group = 1",
     "tune rl --start start --rl.environment tasks.py --plan.dp 3": "plan.dp = 3",

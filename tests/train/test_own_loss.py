@@ -88,7 +88,7 @@ def test_in_exact_mode_it_has_the_same_bits_on_every_layout(pool, tmp_path):
 
 FEW = "def loss(logp):\n    return "
 REFUSED = {
-    "nothing = 1": r"my_loss.py has no function loss\(logp\); write one",
+    "nothing = 1": r"my_loss.py has no function 'loss\(logp\)'; write one",
     "\nimport nothing_of_the_kind": r"my_loss.py:2 cannot be run: ModuleNotFoundError",
     "def loss(logp)\n    return -logp": r"my_loss.py:1 cannot be run: SyntaxError",
     "def loss(logp):\n    x = 1\n    return logp.nothing": r"my_loss.py:3: loss\(logp\) fails: AttributeError",

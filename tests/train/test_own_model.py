@@ -150,7 +150,7 @@ def between(build, **params):
 
 # what the file has beyond these, the plan, what the message must say
 FILES = [
-    ("unit_list = 1", {}, ["no function 'units(config)'", "that lists the units"]),
+    ("unit_list = 1", {}, ["no function 'units(config)'"]),
     ("units = lambda config: 3", {}, ["gives int; return a list of UnitSpec"]),
     ("units = lambda config: 1 / 0", {}, ["units(config) fails: ZeroDivisionError: division by zero."]),
     ("units = lambda config: []", {}, ["there are no units; list at least one"]),

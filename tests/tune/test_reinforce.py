@@ -198,7 +198,7 @@ def test_what_cannot_begin_is_refused(start, tmp_path):
     refused("no Python file; name one that has task", environment="nothing.py")
     (start / "empty.py").write_text("")
     refused(r"empty.py has no function 'task\(index, seed\)'", environment="empty.py")
-    with pytest.raises(StateError, match=r"holds no config.json; name a folder that has a model whole"):
+    with pytest.raises(StateError, match=r"has no config.json; name a run, a checkpoint"):
         reinforced.job(tmp_path / "run", tmp_path)
 
 

@@ -133,7 +133,10 @@ def test_a_recipe_is_read_back(start, tmp_path):
     [
         ([], "superstep tune needs to be told what to do"),
         (["rlx"], "superstep tune knows no 'rlx'; did you mean 'rl'?"),
-        (["rl"], "start is empty; name a run, a checkpoint or a Hugging Face folder to begin with."),
+        (
+            ["rl"],
+            "start is left out; name a run, a checkpoint or a Hugging Face folder to begin with",
+        ),
         (
             ["rl", "tasks.py"],
             "'tasks.py' is no .toml file; name a recipe, or the tasks with --rl.environment",

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from superstep.errors import ConfigError, did_you_mean
+from superstep.errors import ConfigError
 from superstep.grade.task import Done, Message, Observation, Rollout, Task
 from superstep.grade.verdict import line
-from superstep.plan.own_file import run_file
+from superstep.plan.own_file import load_functions
 
 NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
 
@@ -89,18 +89,7 @@ def load_environment(source: str | Path) -> Environment:
     Raises:
         ConfigError: the file cannot be read or run, or lacks a function.
     """
-    path = Path(source)
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"'{source}' is no Python file; name one that has task(index, seed), such as tasks.py.")
-    try:
-        found = vars(run_file(path, f"superstep_environment_{path.stem}"))
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} cannot be run: {told(error)}.") from error
-    for function, form in NEEDED.items():
-        if not callable(found.get(function)):
-            known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]
-            hint = did_you_mean(function, known) if known else "; write one."
-            raise ConfigError(f"{path} has no function '{form}'{hint}")
+    path, found = Path(source), load_functions(source, NEEDED, kind="tasks")
     reply = found.get("reply")
     if reply is not None and not callable(reply):
         raise ConfigError(f"{path}: reply is no function; write reply(task, turns), or leave it out.")

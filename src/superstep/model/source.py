@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.errors import ConfigError, did_you_mean
+from superstep.errors import ConfigError
 from superstep.model.unit import UnitSpec
 from superstep.plan.config import RunConfig
-from superstep.plan.own_file import run_file
+from superstep.plan.own_file import first_line, load_functions, place_in
 
-FUNCTION = "units"
+UNITS = "units(config)"
 
 
 def load_units(config: RunConfig) -> Sequence[UnitSpec]:
@@ -25,30 +25,14 @@ def load_units(config: RunConfig) -> Sequence[UnitSpec]:
     """
     source = config.model.source
     assert source is not None
-    path = Path(source)
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"model.source = '{source}' is no Python file; name one, such as my_model.py.")
-    try:
-        module = run_file(path, f"superstep_source_{path.stem}")
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source} cannot be run: {_told(error)}") from error
-    function = getattr(module, FUNCTION, None)
-    if not callable(function):
-        known = [word for word in vars(module) if callable(vars(module)[word]) and not word.startswith("_")]
-        hint = did_you_mean(FUNCTION, known) if known else "; write one."
-        raise ConfigError(f"{source} has no function '{FUNCTION}(config)' that lists the units{hint}")
+    function = load_functions(source, {"units": UNITS}, kind="model", field="model.source")["units"]
     try:
         found = function(config)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source}: {FUNCTION}(config) fails: {_told(error)}") from error
+        place = place_in(Path(source), error)
+        raise ConfigError(f"model.source: {place}: {UNITS} fails: {first_line(error)}.") from error
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ConfigError(f"{source}: {FUNCTION}(config) gives {type(found).__name__}; return a list of UnitSpec.")
+        raise ConfigError(f"model.source: {source}: {UNITS} gives {type(found).__name__}; return a list of UnitSpec.")
     return found
-
-
-def _told(error: BaseException) -> str:
-    """The kind of an error and its first line; where in a file that is known, that too."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}".rstrip(": ") + "."

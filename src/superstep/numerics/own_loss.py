@@ -7,7 +7,6 @@ layout splits the tokens.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.numerics.objective import Streams
-from superstep.plan.own_file import run_file
+from superstep.plan.own_file import first_line, load_functions, place_in
 
-FUNCTION = "loss"
+LOSS = "loss(logp)"
+ADVICE = "write one that gives the loss of each token from the log-probability of its target, such as return -logp"
 PROBED = 64
 """Log-probabilities that a function is tried with, of probabilities from e^-20 to nearly 1."""
 
@@ -65,18 +65,7 @@ def load_loss(source: str) -> Function:
             names file and line.
     """
     path = Path(source)
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"train.loss = '{source}' is no Python file; name one with a function loss(logp).")
-    try:
-        module = run_file(path, f"superstep_loss_{path.stem}")
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"train.loss: {_place(path, error)} cannot be run: {_told(error)}") from error
-    function: Function | None = getattr(module, FUNCTION, None)
-    if not callable(function):
-        raise ConfigError(
-            f"train.loss: {path} has no function loss(logp); write one that gives the loss of each token from the "
-            "log-probability of its target, such as return -logp."
-        )
+    function: Function = load_functions(source, {"loss": LOSS}, kind="loss", field="train.loss", advice=ADVICE)["loss"]
     logp_T = torch.linspace(-20.0, -1e-3, PROBED)
     try:
         with torch.enable_grad():
@@ -84,10 +73,10 @@ def load_loss(source: str) -> Function:
             loss_T = function(leaf_T)
         alone = function(logp_T[7:8])
     except Exception as error:
-        raise ConfigError(f"train.loss: {_place(path, error)}: loss(logp) fails: {_told(error)}") from error
+        raise ConfigError(f"train.loss: {place_in(path, error)}: {LOSS} fails: {first_line(error)}.") from error
     if (fault := _fault(leaf_T, loss_T, alone)) is not None:
         line = getattr(getattr(function, "__code__", None), "co_firstlineno", 1)
-        raise ConfigError(f"train.loss: {path}:{line}: loss(logp) {fault}")
+        raise ConfigError(f"train.loss: {path}:{line}: {LOSS} {fault}")
     return function
 
 
@@ -107,17 +96,3 @@ def _fault(leaf_T: Tensor, loss_T: object, alone: object) -> str | None:
     if alone.shape != (1,) or not torch.allclose(alone, loss_T[7:8].detach(), rtol=SAME, atol=SAME):
         return "looks at several tokens at once, which layouts split; compute each loss of its own logp alone."
     return None
-
-
-def _place(path: Path, error: BaseException) -> str:
-    """File and line where an error was raised, of the user's own file."""
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f"{path}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
-    return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _told(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}".rstrip(": ") + "."

@@ -1,11 +1,47 @@
-"""A user's own Python file, run as a module of its own."""
+"""A user's own Python file: run as a module of its own, and asked for the functions that it must have."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from superstep.errors import ConfigError, did_you_mean
+
+
+def load_functions(
+    source: str | Path, forms: Mapping[str, str], *, kind: str, field: str = "", advice: str = "write one"
+) -> Mapping[str, Any]:
+    """What a file defines, by name; the functions that it must have are among that.
+
+    Args:
+        source: the file, as the user has named it.
+        forms: how each function is called, by its name: ``{"loss": "loss(logp)"}``.
+        kind: of what the file has; a part of its module's name.
+        field: of the configuration, that names the file; empty where none does.
+        advice: what to do where there is no such function.
+
+    Raises:
+        ConfigError: it is no Python file, cannot be run, or lacks a function.
+    """
+    path, about, first = Path(source), f"{field}: " if field else "", next(iter(forms.values()))
+    if not path.is_file() or path.suffix != ".py":
+        named = f"{field} = '{source}'" if field else f"'{source}'"
+        raise ConfigError(f"{named} is no Python file; name one that has {first}, such as my_{kind}.py.")
+    try:
+        found = vars(run_file(path, f"superstep_{kind}_{path.stem}"))
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{about}{place_in(path, error)} cannot be run: {first_line(error)}.") from error
+    for name, form in forms.items():
+        if not callable(found.get(name)):
+            known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]
+            hint = did_you_mean(name, known) if known else f"; {advice}."
+            raise ConfigError(f"{about}{path} has no function '{form}'{hint}")
+    return found
 
 
 def run_file(path: Path, name: str) -> ModuleType:
@@ -23,3 +59,17 @@ def run_file(path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def place_in(path: Path, error: BaseException) -> str:
+    """The file, and the line of it where an error was raised, where that is known."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{path}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}".rstrip(": .")

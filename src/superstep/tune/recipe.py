@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, StateError
 from superstep.plan.config import ModelConfig, RunConfig, TrainConfig
 from superstep.plan.model.named import shape_of
-from superstep.plan.toml import build, literal, read_tables, write_fields
+from superstep.plan.toml import build, literal, read_config, read_tables, write_fields
+from superstep.train.run_folder import RunFolder
+from superstep.train.weights_folder import weights_of
 
 RECIPE = "recipe.toml"
 """What a recipe is called in the directory of its run."""
@@ -58,6 +60,32 @@ def write(recipe: Recipe) -> str:
         if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
             lines += [f"[{each.name}]", *write_fields(section), ""]
     return "\n".join(lines)
+
+
+def start_folder(start: str) -> Path:
+    """The folder of the model that a recipe begins with: weights, ``config.json`` and ``tokenizer.json``.
+
+    Args:
+        start: as the recipe has it.
+
+    Raises:
+        ConfigError: it is empty, or names a run of a model of the user's own.
+        StateError: there is no model, or not all of it.
+    """
+    if not start:
+        raise ConfigError(
+            "start is left out; name a run, a checkpoint or a Hugging Face folder to begin with: --start runs/demo."
+        )
+    folder, run = weights_of(Path(start)), RunFolder(root=Path(start)).config
+    if run.is_file() and read_config(run).model.source is not None:
+        raise ConfigError(f"start = '{start}' is of a model of your own, which has no config.json to begin with.")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise StateError(
+                f"start = '{start}' has no {name}; name a run, a checkpoint or a Hugging Face folder that has a model "
+                "whole."
+            )
+    return folder
 
 
 def within_context(run: RunConfig, usual: Usual) -> RunConfig:

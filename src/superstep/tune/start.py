@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.errors import ConfigError, StateError
+from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import read_config
 from superstep.train.run_folder import RunFolder
-from superstep.train.weights_folder import weights_of
 from superstep.tune.config import USUAL, TuneConfig, read_recipe
-from superstep.tune.recipe import RECIPE, within_context
+from superstep.tune.recipe import RECIPE, start_folder, within_context
 
 
 def run_of(config: TuneConfig) -> RunConfig:
@@ -50,11 +49,7 @@ def started(config: TuneConfig) -> RunConfig:
         ConfigError: the recipe names no start, or another model besides.
         StateError: there is no model.
     """
-    if not config.start:
-        raise ConfigError(
-            "start is left out; name a run, a checkpoint or a Hugging Face folder: superstep tune sft recipe.toml "
-            "--start runs/demo."
-        )
+    folder = start_folder(config.start)
     if config.model != ModelConfig():
         raise ConfigError(
             f"[model] is given beside start = '{config.start}', whose model is tuned as it is; leave the table out."
@@ -64,13 +59,6 @@ def started(config: TuneConfig) -> RunConfig:
             "data.document_mask = false would show a conversation those beside it; leave it out, or set data.packed to "
             "false for one conversation in each sequence."
         )
-    root = Path(config.start)
-    folder = weights_of(root)
-    if RunFolder(root=root).config.is_file() and read_config(RunFolder(root=root).config).model.source is not None:
-        raise ConfigError(f"start = '{root}' is of a model of your own, which has no config.json to begin with.")
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise StateError(f"start = '{root}' has no {name}; name a run, a checkpoint or a Hugging Face folder.")
     data = replace(config.data, tokenizer=config.data.tokenizer or str(folder / "tokenizer.json"))
     model = ModelConfig(name=str(folder / "config.json"), weights=str(folder))
     return within_context(replace(config.run, model=model, data=data), USUAL)

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.data.tokenizer import load_tokenizer
-from superstep.errors import ConfigError, StateError
+from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.model.named import shape_of
 from superstep.train.run_folder import RunFolder
-from superstep.train.weights_folder import weights_of
-from superstep.tune.recipe import RECIPE, refuse_own_loss, within_context
+from superstep.tune.recipe import RECIPE, refuse_own_loss, start_folder, within_context
 from superstep.tune.rl.config import USUAL, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
 
 
@@ -25,12 +24,7 @@ def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, 
         ConfigError: none is named, or a sequence is longer than the model's context.
         StateError: it is no model.
     """
-    if not start:
-        raise ConfigError("start is empty; name a run, a checkpoint or a Hugging Face folder to begin with.")
-    folder = weights_of(Path(start))
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise StateError(f"start = '{start}': {folder} holds no {name}; name a folder that has a model whole.")
+    folder = start_folder(start)
     changed = replace(
         config,
         model=replace(config.model, name=str(folder / "config.json"), weights=str(folder)),
