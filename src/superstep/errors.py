@@ -108,8 +108,10 @@ class DiskFault(Fault):
     """The system could not write or read a file. What was to be written is in memory still, and may be tried again."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 _FIXES = {
-    "make room on its disk": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "make room on its disk": _FULL,
     "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
     "grant access to it": (errno.EACCES, errno.EPERM),
     "make its file system writable": (errno.EROFS,),
@@ -140,6 +142,11 @@ def disk_fault(error: Exception, path: str | Path, *, what: str = "written", ste
 def disk_fix(error: OSError) -> str:
     """What would help against an error of the system's."""
     return next((fix for fix, numbers in _FIXES.items() if error.errno in numbers), "check the disk that it is on")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or what this user may have of it, is."""
+    return error.errno in _FULL
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ once the disk has all of it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -24,7 +23,7 @@ from typing import IO, Literal
 
 import torch
 
-from superstep.errors import ConfigError, Damaged, Fault, StateError
+from superstep.errors import ConfigError, Damaged, Fault, StateError, is_full
 from superstep.model.hf import FILE, INDEX
 from superstep.state.durable import sync, write_text
 from superstep.state.manifest import Manifest, StoredTensor
@@ -89,7 +88,7 @@ def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Ex
 
 
 def _unwritable(path: Path, error: OSError) -> Fault:
-    mend = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that, or name another"
+    mend = "free space" if is_full(error) else "mend that, or name another"
     return Fault(f"--out = '{path}' cannot be written: {error.strerror or error}; {mend}.")
 
 

@@ -10,7 +10,6 @@ do they share a lock of that file, which the next run waits for.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from superstep.errors import Fault, StateError
+from superstep.errors import DiskFault, Fault, StateError, disk_fix, is_full
 from superstep.train.run_folder import RunFolder
 
 LEAVING_S = 10.0
@@ -44,11 +43,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
         folder.root.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder.root, os.O_RDONLY)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Fault(f"state.dir = '{folder.root}' cannot be made: {error.strerror}; make room.") from error
-        raise StateError(
-            f"state.dir = '{folder.root}' cannot be made: {error.strerror}; name a folder that can be written."
-        ) from error
+        raise _refused(folder, error, "made") from error
     is_ours = False
     try:
         _lock(handle, folder)
@@ -154,12 +149,13 @@ def _lock(handle: int, folder: RunFolder) -> None:
         _wait_for_ranks(folder)
         folder.lock.write_text(json.dumps(_self()) + "\n", encoding="utf-8")
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Fault(f"state.dir = '{folder.root}' cannot be written: {error.strerror}; make room.") from error
-        raise StateError(
-            f"state.dir = '{folder.root}' cannot be written: {error.strerror}; grant access or name another "
-            "--state.dir."
-        ) from error
+        raise _refused(folder, error, "written") from error
+
+
+def _refused(folder: RunFolder, error: OSError, what: str) -> Fault | StateError:
+    """A full disk is a fault, and any other reason the user's to mend."""
+    told = f"state.dir = '{folder.root}' cannot be {what}: {error.strerror or error}; {disk_fix(error)}"
+    return DiskFault(f"{told}.") if is_full(error) else StateError(f"{told}, or name another --state.dir.")
 
 
 def _wait_for_ranks(folder: RunFolder) -> None:
