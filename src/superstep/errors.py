@@ -67,6 +67,9 @@ class Fault(SuperstepError):
     said: str = ""
     """What every rank did when it was seen, as ``observe.doctor.box`` writes it; empty where nobody has looked."""
 
+    saved_in: str = ""
+    """Where the state of the run is saved, where its directory was moved or removed; else empty."""
+
     def __init__(self, message: str, *, rank: int = -1, host: str = "", step: int = -1, instruction: str = "") -> None:
         where = [
             text
@@ -87,7 +90,15 @@ class Fault(SuperstepError):
 
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
-        return type(self)(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
+        found = type(self)(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
+        found.saved_in = self.saved_in
+        return found
+
+    def of(self, party: str) -> Fault:
+        """The same fault, with the party of ranks that it happened in."""
+        found = Fault(f"{party}, {self}")
+        found.saved_in = self.saved_in
+        return found
 
     def adding(self, words: str) -> Fault:
         """The same fault, which says something more."""

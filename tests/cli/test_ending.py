@@ -1,6 +1,8 @@
 """After a fault: the newest checkpoint and the command that goes on, of training and of tune rl alike."""
 
+import json
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +10,15 @@ import pytest
 import runs
 import saved
 from superstep.cli.main import main, reported
-from superstep.cli.train import ending, job
+from superstep.cli.train import ending, hosts, job
 from superstep.cli.tune import reinforce
 from superstep.errors import Fault, UserError
+from superstep.runtime.hosts.attend import cause_of
+from superstep.runtime.hosts.events import Cause, Over
+from superstep.runtime.hosts.messages import order_of, ordered
+from superstep.runtime.trouble import trouble_of
 from superstep.state import checkpoint
+from superstep.train.folder_watch import Displaced
 from superstep.train.run_folder import RunFolder
 
 FLAGS = ["train", "run.toml", "--state.dir", "my run", "--train.steps", "4", "--state.save-every", "2"]
@@ -80,3 +87,70 @@ def test_older_checkpoints_are_spoken_of_where_there_are_some(place, monkeypatch
     monkeypatch.setattr(checkpoint._Saving, "hashes", lambda self: 1 / 0)
     with pytest.raises(Fault, match="cannot be written, and older ones are untouched: ZeroDivisionError"):
         saved.write(place / "c", 2)
+
+
+def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
+    (place / "moved").mkdir()
+    saved.write(place / "moved/checkpoints", 3)
+    fault = Displaced(place / "run", place / "moved", is_removed=False).fault(3)
+    cause = cause_of(trouble_of(0, fault), "0 (first)")
+    told = order_of(json.loads(json.dumps(ordered(Over(cause)))))
+    for host in range(2):
+        verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
+        here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb))
+        with pytest.raises(Fault) as ended:
+            hosts._ending(told, here)
+        assert str(ended.value).endswith(
+            f"was moved to {place}/moved; the state is saved there. The newest checkpoint is {place}/moved/checkpoints/"
+            f"step-000003; go on with: superstep {verb} --state.dir {place}/moved --state.existing resume"
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What host 0 has prepared."""
+
+    folder: RunFolder
+    verb: str = ""
+
+
+class Lead:
+    """Host 0's, that keeps what it tells the other hosts at the end."""
+
+    orders = told = None
+
+    def __init__(self, *args, **rest):
+        self.closed_with = None
+
+    def begin(self):
+        """Nobody comes."""
+
+    def close(self, over):
+        type(self).closed_with = over
+
+
+@pytest.mark.parametrize("is_raised", [False, True], ids=["told", "raised"])
+def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkeypatch):
+    folder = RunFolder(root=place / "run")
+    folder.root.mkdir()
+    folder.config.touch()
+    state = SimpleNamespace(snapshot_every=None)
+    meet = SimpleNamespace(count=2, number=0, meet=("10.0.0.1", 29400), secret=b"", patience_s=1.0, without_s=1.0)
+    here = SimpleNamespace(
+        hosts=meet,
+        resolved=SimpleNamespace(config=SimpleNamespace(state=state)),
+        plans={2: None},
+        address="10.0.0.1",
+        hello=lambda port: None,
+        keeper=None,
+        verb="train --hosts 2 --host 0",
+        name="0 (first)",
+    )
+    monkeypatch.setattr(hosts, "Lead", Lead)
+    monkeypatch.setattr(hosts, "prepared_job", lambda *args, **rest: nullcontext(Held(folder)))
+    monkeypatch.setattr(hosts, "attend", _breaks if is_raised else lambda *args: Over(Cause("rank 1: it broke.")))
+    with pytest.raises(Fault, match="begin again with: superstep train --hosts 2 --host 0"):
+        hosts._led(here, None)
+    assert Lead.closed_with.cause.text == (
+        "host 0: rank 1: the connection is gone." if is_raised else "rank 1: it broke."
+    )

@@ -56,8 +56,9 @@ class RankProcess:
 
     def named(self, trouble: Trouble) -> Trouble:
         """The same with the party's name, where it has one and what is told is not the user's to mend."""
-        is_fault = self.party and isinstance(trouble.error, Fault)
-        return replace(trouble, error=Fault(f"{self.party}, {trouble.error}")) if is_fault else trouble
+        if self.party and isinstance(trouble.error, Fault):
+            return replace(trouble, error=trouble.error.of(self.party))
+        return trouble
 
     def death(self) -> Trouble:
         """Why it ended without a report."""

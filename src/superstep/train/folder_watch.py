@@ -10,7 +10,6 @@ In neither case a folder is made under the old name.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,13 +29,11 @@ class Displaced:
         was: its old name.
         now: where the state is saved: its new name, or a folder beside.
         is_removed: whether it is gone.
-        verb: the words after superstep that go on with the run.
     """
 
     was: Path
     now: Path
     is_removed: bool
-    verb: str
 
     def fault(self, step: int) -> Fault:
         """What ends the run once the state after ``step`` is saved."""
@@ -45,11 +42,9 @@ class Displaced:
             if self.is_removed
             else f"was moved to {self.now}; the state is saved there"
         )
-        return Fault(
-            f"state.dir = '{self.was}' {what}. Go on with: superstep {self.verb} --state.dir "
-            f"{shlex.quote(str(self.now))} --state.existing resume",
-            step=step,
-        )
+        fault = Fault(f"state.dir = '{self.was}' {what}.", step=step)
+        fault.saved_in = str(self.now)
+        return fault
 
 
 class FolderWatch:
@@ -58,13 +53,11 @@ class FolderWatch:
     Args:
         folder: is there.
         texts: what a folder needs to be gone on with, by name of file.
-        verb: the words after superstep that go on with the run.
     """
 
-    def __init__(self, folder: RunFolder, texts: Mapping[str, str], verb: str) -> None:
+    def __init__(self, folder: RunFolder, texts: Mapping[str, str]) -> None:
         self._root = folder.root.absolute()
         self._texts = texts
-        self._verb = verb
         self._handle = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._found: Displaced | None = None
 
@@ -80,7 +73,7 @@ class FolderWatch:
         """Where the directory is now, if it is not where it was. Nothing is made."""
         if self._found is None and not self._is_there():
             moved = self._new_name()
-            self._found = Displaced(self._root, moved or self._beside(), moved is None, self._verb)
+            self._found = Displaced(self._root, moved or self._beside(), moved is None)
         return self._found
 
     def make(self, displaced: Displaced) -> None:

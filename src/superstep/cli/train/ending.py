@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from superstep.errors import Fault
 from superstep.runtime.stop import STOPPED
@@ -24,6 +25,9 @@ def ended(error: BaseException, folder: RunFolder, verb: str = "train") -> int |
         case SystemExit(code=code) if code == STOPPED:
             has_begun = folder.config.is_file()
             return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED, verb)
+        case Fault(saved_in=place) if place:
+            error.adding(how_to_go_on(RunFolder(root=Path(place)), verb, is_moved=True))
+            return None
         case Fault() if folder.config.is_file():
             error.adding(how_to_go_on(folder, verb))
             return None
@@ -41,16 +45,19 @@ def _told(what: str, folder: RunFolder, status: int, verb: str) -> int:
     return status
 
 
-def how_to_go_on(folder: RunFolder, verb: str = "train") -> str:
-    """The newest checkpoint and the command that goes on from it, as far as there are any."""
-    if not folder.config.is_file():
+def how_to_go_on(folder: RunFolder, verb: str = "train", *, is_moved: bool = False) -> str:
+    """The newest checkpoint and the command that goes on from it, as far as there are any; ``is_moved`` where the run
+    began in another folder.
+    """
+    if not (is_moved or folder.config.is_file()):
         return "The run had not begun: there is nothing to go on from."
     # The run's own settings are in its folder: the command needs no other flag.
-    command = f"superstep {verb} --state.dir {shlex.quote(str(folder.root))} --state.existing resume"
+    place = f"--state.dir {shlex.quote(str(folder.root))} "
+    command = f"superstep {verb} {place}--state.existing resume"
     found = checkpoints(folder.checkpoints)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # by torchrun or srun, whose flags are not known here
         newest = f"The newest checkpoint is {found[-1]}" if found else "The run has no checkpoint yet"
-        return f"{newest}; start the same command again with --state.existing resume."
+        return f"{newest}; start the same command again with {place if is_moved else ''}--state.existing resume."
     if not found:
         return f"The run has no checkpoint yet; begin again with: {command}"
     return f"The newest checkpoint is {found[-1]}; go on with: {command}"

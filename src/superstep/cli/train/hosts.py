@@ -261,7 +261,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
             f"--meet = {hosts.meet[0]}:{hosts.meet[1]} is where host 0 is asked, and that is here, but it cannot be: "
             f"{error.strerror}; give an address of this host and a free port."
         ) from error
-    last = Over(Cause("host 0 has left the run"))
+    last: Over | None = None
     try:
         with prepared_job(here.resolved, tokens, hosts=hosts.count) as job:
             if job is None:
@@ -270,17 +270,24 @@ def _led(here: _Here, tokens: Tokens) -> int:
             here.job = job = replace(job, verb=here.verb)
             lead.begin()
             try:
-                over = attend(0, here.name, lead.orders, lead.told, here, _say)
+                last = attend(0, here.name, lead.orders, lead.told, here, _say)
             except BaseException as error:
+                last = _left(error)  # before it says how this host goes on
                 if (status := ended(error, job.folder, job.verb)) is not None:
                     return status
                 raise
-            return _ending(over, here)
+            return _ending(last, here)
     except SuperstepError as error:
-        last = Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError)))
+        last = last or _left(error)
         raise
     finally:
-        lead.close(last)
+        lead.close(last or Over(Cause("host 0 has left the run")))
+
+
+def _left(error: BaseException) -> Over:
+    """What other hosts are told where host 0 ends by an error of its own."""
+    text = f"host 0: {error}" if isinstance(error, SuperstepError) else "host 0 has left the run"
+    return Over(Cause(text, is_mistake=isinstance(error, UserError)))
 
 
 def _followed(here: _Here) -> int:

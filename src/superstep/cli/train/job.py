@@ -293,7 +293,7 @@ def _train(world: World, job: Job) -> bool:
                 write_whole(job.folder.root / name, text)
             session.describe()
             texts = {job.folder.config.name: write_config((job.asked or job.run).config), **job.files}
-            session.watch = stack.enter_context(FolderWatch(job.folder, texts, job.verb))
+            session.watch = stack.enter_context(FolderWatch(job.folder, texts))
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             if machine is not None:

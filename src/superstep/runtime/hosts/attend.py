@@ -72,9 +72,14 @@ def cause_of(trouble: Trouble, host: str) -> Cause:
     has_host = isinstance(error, Fault) and error.host
     text = str(error) if has_host or isinstance(error, UserError) else f"host {host}, {error}"
     is_mistake = isinstance(error, UserError)
-    return Cause(text, is_lost=isinstance(error, Lost), is_mistake=is_mistake, order=trouble.order)
+    saved_in = error.saved_in if isinstance(error, Fault) else ""
+    return Cause(text, is_lost=isinstance(error, Lost), is_mistake=is_mistake, order=trouble.order, saved_in=saved_in)
 
 
 def raised(cause: Cause) -> Fault | UserError:
     """What a launcher raises where a run has ended so."""
-    return UserError(cause.text) if cause.is_mistake else Fault(cause.text)
+    if cause.is_mistake:
+        return UserError(cause.text)
+    fault = Fault(cause.text)
+    fault.saved_in = cause.saved_in
+    return fault

@@ -19,6 +19,7 @@ class Cause:
         is_gain: whether nothing is lost, and a host has come.
         order: the first cause of several comes first in it, as ``runtime.trouble`` has it.
         at_s: when it was seen, in seconds of the lead's clock.
+        saved_in: where the state of the run is saved, where its directory was moved or removed; else empty.
     """
 
     text: str
@@ -27,6 +28,7 @@ class Cause:
     is_gain: bool = False
     order: int = 1
     at_s: float = 0.0
+    saved_in: str = ""
 
 
 @dataclass(frozen=True, slots=True)
