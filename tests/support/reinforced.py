@@ -100,6 +100,7 @@ def job(
         learn,
         str(start),
     )
+    root.mkdir(exist_ok=True)  # by who launches it
     found = checkpoints(RunFolder(root=root).checkpoints)
     return job_of(
         resolve(config),

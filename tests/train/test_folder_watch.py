@@ -1,20 +1,36 @@
 """A run directory that is moved or removed in mid-run: the state is saved, and nothing is made under the old name."""
 
+import re
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import runs
+import saved
 from superstep.cli.main import main
-from superstep.observe.jsonl import last_line, read
+from superstep.errors import DiskFault
+from superstep.observe.events import Warned
+from superstep.observe.jsonl import JsonLines, last_line, read
+from superstep.observe.tensorboard import TensorBoard
+from superstep.runtime.device import Device
+from superstep.runtime.profile import Profiler
+from superstep.runtime.recorder import HostRecorder
+from superstep.runtime.snapshots import Flushed
+from superstep.serve.weights import unfinished
 from superstep.state.folders import checkpoints, step_of
 from superstep.state.verify import Alone
 from superstep.train.folder_watch import FolderWatch
-from superstep.train.run_folder import RunFolder
+from superstep.train.loop import _tell_flushed
+from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.saves import Saves
 from superstep.train.saving import write_trace
+from superstep.train.session import Session
+from superstep.tune.rl.record import NAME, SNAPSHOTS, Record
 
 
 def train(*flags):
@@ -87,15 +103,67 @@ def test_another_folder_under_the_old_name_is_left_alone(place):
     assert checkpoints(Path("moved/checkpoints"))
 
 
-def test_a_trace_makes_no_folder_under_the_old_name(tmp_path):
+def test_nothing_that_writes_makes_a_folder_under_the_old_name(tmp_path):
     folder = RunFolder(root=tmp_path / "run")
-    write_trace(Alone(), folder, "{}")
+    assert "see that the folder is there" in write_trace(Alone(), folder, "{}")[0]
+    writes = {
+        "a file": lambda: write_whole(folder.report, ""),
+        "metrics": lambda: JsonLines(folder.metrics),
+        "curves": lambda: TensorBoard(folder.tensorboard),
+        "rollouts": lambda: Record(folder.root / NAME),
+        "a profile": lambda: profiled(folder.profiles),
+    }
+    for what, write in writes.items():
+        with pytest.raises(DiskFault, match="see that the folder is there"):
+            write()
+        assert not folder.root.exists(), what
+    with pytest.raises(FileNotFoundError), unfinished(folder.root / SNAPSHOTS):
+        pass
     assert not folder.root.exists()
+
+
+def profiled(folder):
+    with Profiler((1,), folder, 0, Device("cpu"), ()).watching(1, HostRecorder()):
+        pass
+
+
+def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
+    old, new = (RunFolder(root=tmp_path / name) for name in ("run", "moved"))
+    session = SimpleNamespace(saves=Saves(1, 3), folder=new, _began_in=old)
+    session.flushed_to = partial(Session.flushed_to, session)
+    told = []
+    flushed = Flushed(step=3, bytes=1, seconds=1.0, is_on_disk=True, problems="")
+    _tell_flushed(session, told.append, flushed)
+    assert isinstance(told[-1], Warned), "it went with the folder that was removed"
+    for folder in (old, new):
+        folder.root.mkdir()
+        saved.write(folder.checkpoints, 3)
+        _tell_flushed(session, told.append, flushed)
+        assert told[-1].path == str(folder.checkpoints / "step-000003")
+
+
+@pytest.mark.multiproc
+def test_a_run_with_snapshots_whose_folder_is_removed_has_none_under_the_old_name(place, capfd):
+    thread = once_it_trains(remove)
+    flags = ("--plan.dp", "2", "--state.snapshot_every", "1", "--state.save_every", "1")
+    assert train("--train.steps", "100000", *flags) == 1
+    thread.join()
+    out, said = capfd.readouterr()
+    assert f"the state is saved in {place}/run.rescued." in said
+    assert not Path("run").exists()
+    (checkpoint,) = checkpoints(Path("run.rescued/checkpoints"))
+    assert re.findall(r"saved \S*run\.rescued/checkpoints/(\S+)", out) == [checkpoint.name]
+
+
+def remove():
+    """Remove the run directory, which others write to meanwhile."""
+    while Path("run").exists():
+        shutil.rmtree("run", ignore_errors=True)
 
 
 def test_a_link_that_leads_to_the_same_folder_is_the_same_place(tmp_path):
     (tmp_path / "run").mkdir()
-    with FolderWatch(RunFolder(root=tmp_path / "run"), {}, "train") as watch:
+    with FolderWatch(RunFolder(root=tmp_path / "run"), {}) as watch:
         (tmp_path / "run").rename(tmp_path / "disk")
         (tmp_path / "run").symlink_to(tmp_path / "disk")
         assert watch.look() is None

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     for one in comparisons:
         print(_text(one))
     path = Path(options.out)
-    write_whole(path, report_page(runs, comparisons))
+    write_whole(path, report_page(runs, comparisons), makes_folder=True)
     print(f"all curves: {path}")
     if options.open:
         webbrowser.open(path.resolve().as_uri())

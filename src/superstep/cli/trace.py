@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     require_run(folder)
     run = seen(folder)
     out = Path(options.out) if options.out else folder.steps
-    write_whole(out, perfetto_steps(run, name=str(folder.root), steps=options.steps))
+    write_whole(out, perfetto_steps(run, name=str(folder.root), steps=options.steps), makes_folder=bool(options.out))
     when = "now" if run.is_live else "when it failed"
     print(f"the last steps of {len(run.ranks)} ranks, as of {when}: {out}, for ui.perfetto.dev or chrome://tracing")
     if (newest := newest_step(run)) is not None:

@@ -149,7 +149,7 @@ def _write(step: Seen, target: str | None, options: argparse.Namespace, about: s
             kind = "a page that moves"
             text = write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations)
     try:
-        write_whole(path, text)
+        write_whole(path, text, makes_folder=bool(options.out))
     except Fault:
         if options.out or options.open:
             raise

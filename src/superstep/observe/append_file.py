@@ -15,7 +15,7 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, most_waiting_bytes: int = 0) -> None:
-        """Opens ``path`` at its end and creates it, with its folder, where it is absent.
+        """Opens ``path`` at its end and creates it where it is absent. Its folder is there.
 
         Args:
             path: the file.
@@ -31,7 +31,6 @@ class AppendFile:
         self._waiting = bytearray()
         self._most_bytes = most_waiting_bytes
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise disk_fault(error, path) from error

@@ -22,6 +22,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
@@ -43,6 +44,8 @@ class TensorBoard:
         # TensorBoard reads the files of a folder in the order of their names, which begin with the time.
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._clock = clock
+        with suppress(OSError):  # the file that cannot be opened then says why
+            folder.mkdir(exist_ok=True)  # not the run's own: one that was removed gets no other
         self._file = AppendFile(folder / name, most_waiting_bytes=most_waiting_bytes)
         self._file.append(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
 

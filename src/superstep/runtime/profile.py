@@ -52,7 +52,7 @@ class Profiler:
         path = self.folder / f"step-{step:06d}-rank-{self.rank}.json"
         partial = path.with_name(f"{path.name}.partial")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # not the run's own: one that was removed gets no other
             seen.export_chrome_trace(str(partial))
             partial.replace(path)
         except (OSError, RuntimeError) as error:

@@ -217,6 +217,7 @@ def publish(root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, besi
         keep: newest snapshots that stay in any case.
         beside: files to copy beside the tensors, such as a config.json; a server holds its model against that.
     """
+    make_folder(root)
     with unfinished(root) as folder:
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / FILE, {"format": "pt"})
         for file in beside:
@@ -229,8 +230,14 @@ def publish(root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, besi
 
 @contextmanager
 def unfinished(root: Path) -> Iterator[Path]:
-    """A folder to write a snapshot into; what is left of it at the end goes away."""
-    make_folder(root)
+    """A folder to write a snapshot into; what is left of it at the end goes away.
+
+    Args:
+        root: of the snapshots; made where the folder above it is there, which may be a run's that was moved.
+    """
+    if not root.is_dir():
+        root.mkdir(exist_ok=True)
+        sync(root.parent)
     outer = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=root))
     try:
         with (outer / WRITER).open("w") as writer:

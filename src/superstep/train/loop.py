@@ -26,7 +26,6 @@ from superstep.observe.events import (
 )
 from superstep.runtime.heart import beside
 from superstep.runtime.snapshots import Flushed
-from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.beside import awaited
 from superstep.train.course import Refused
@@ -237,8 +236,10 @@ def _tell_flushed(session: Session, told: Callable[[Event], None], flushed: Flus
     """
     if flushed.is_on_disk:
         session.saves.note_saved(flushed.step)
-        path = str(checkpoint_at(session.folder.checkpoints, flushed.step))
-        told(Saved(step=flushed.step, path=path, seconds=flushed.seconds, bytes=flushed.bytes))
+        if (path := session.flushed_to(flushed.step)) is None:
+            told(Warned(step=flushed.step, text="its checkpoint was written, and is not there any more."))
+        else:
+            told(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))
     elif not is_over and session.saves.is_too_old(flushed.step):
         raise DiskFault(flushed.problems, step=flushed.step)
     if flushed.problems:

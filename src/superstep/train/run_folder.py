@@ -91,15 +91,21 @@ class RunFolder:
         return self.root / "checkpoints"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of the run directory; it is the new one or still the old one, never a part of either.
+def write_whole(path: Path, text: str, *, makes_folder: bool = False) -> None:
+    """Write a file; it is the new one or still the old one, never a part of either.
+
+    Args:
+        path: of the file.
+        text: of it.
+        makes_folder: whether its folder is made where it is not there: never a run's own, which may have been moved.
 
     Raises:
-        DiskFault: the disk is full or broken.
+        DiskFault: the disk is full or broken, or the folder is not there.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:

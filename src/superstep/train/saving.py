@@ -50,8 +50,7 @@ def write_trace(peers: Peers, folder: RunFolder, trace: str) -> tuple[str, ...]:
     problems: tuple[str, ...] = ()
     if peers.rank == 0:
         try:
-            if folder.root.is_dir():  # one that was removed gets no other under its name
-                write_whole(folder.trace, trace)
+            write_whole(folder.trace, trace)
         except DiskFault as fault:
             problems = (fault.message,)
     return peers.gather(problems)[0]

@@ -91,7 +91,7 @@ class Session:
         lesson: Lesson | None = None,
     ) -> None:
         self.run = run
-        self.folder = folder
+        self.folder = self._began_in = folder
         self.meter = Meter(world.device, rate, world.size)
         self._device = world.device
         self._stop = world.stop
@@ -411,6 +411,15 @@ class Session:
         if found is not None:
             self.folder = RunFolder(root=found.now)
         return found
+
+    def flushed_to(self, step: int) -> Path | None:
+        """Where the checkpoint is that was written from a snapshot; None where it went with a run directory that was
+        removed.
+        """
+        place, old_place = (checkpoint_at(each.checkpoints, step) for each in (self.folder, self._began_in))
+        if place == old_place:
+            return place
+        return next((each for each in (place, old_place) if each.exists()), None)
 
     def write_trace(self, step: int) -> tuple[str, ...]:
         """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""
