@@ -29,11 +29,10 @@ from superstep.observe.events import (
     Rolled,
     RunFinished,
     RunStarted,
-    Saved,
     Sink,
     StepDone,
-    Warned,
 )
+from superstep.plan.toml import write_config
 from superstep.runtime.attention import kernel_of
 from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, launch_on, launch_parties
@@ -110,11 +109,15 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
         has_begun = folder.config.is_file()
         for why in pass_over(checkpoint, verify) if checkpoint is not None else ():
             print(f"passed over: {why}", flush=True)
-        rundir.write(choice, folder)
-        write_whole(folder.root / RECIPE, write(replace(recipe, state=choice.config.state)))
+        files = {
+            folder.config.name: write_config(choice.config),
+            RECIPE: write(replace(recipe, state=choice.config.state)),
+        }
+        for name, text in files.items():
+            write_whole(folder.root / name, text)
         if not has_begun:
             print(f"{folder.root}: {plan_text(choice)}", flush=True)
-        yield job
+        yield replace(job, files=files)
 
 
 def _launched(job: Job) -> bool:
@@ -131,7 +134,10 @@ def _rank(world: World, job: Job) -> bool:
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), ExitStack() as stack:
         teller = _Teller(world, job, stack)
-        return train(world, job, teller.learnt, teller.save, teller.retried)
+        is_stopped = train(world, job, teller.learnt, teller.write, teller.retried)
+        if not is_stopped:
+            teller.finish()
+        return is_stopped
 
 
 def _sampler(world: World, job: Job, number: int) -> None:
@@ -195,7 +201,7 @@ class _Teller:
         result = learnt.result
         self._tokens += result.tokens
         self._step = learnt.step
-        self._write(
+        self.write(
             StepDone(
                 step=learnt.step,
                 loss=result.loss,
@@ -211,7 +217,7 @@ class _Teller:
                 tokens_seen=self._tokens,
             )
         )
-        self._write(
+        self.write(
             Rolled(
                 step=learnt.step,
                 reward=learnt.reward,
@@ -229,15 +235,14 @@ class _Teller:
 
     def retried(self, verdict: Verdict) -> None:
         """A grader failed, and the answer is graded again."""
-        self._write(Retried(step=self._step, why=verdict.why))
+        self.write(Retried(step=self._step, why=verdict.why))
 
-    def _write(self, event: Event) -> None:
+    def finish(self) -> None:
+        """The last step is saved."""
+        elapsed_s = time.perf_counter() - self._start_s
+        self.write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))
+
+    def write(self, event: Event) -> None:
+        """Anything else, such as a checkpoint."""
         with self._lock:
             self._sink.write(event)
-
-    def save(self, event: Saved | Warned) -> None:
-        """A checkpoint, or what went wrong with one."""
-        self._write(event)
-        if isinstance(event, Saved) and event.step == self._job.run.config.train.steps:
-            elapsed_s = time.perf_counter() - self._start_s
-            self._write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))

@@ -22,6 +22,7 @@ from superstep.grade.environment import Tasks
 from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
 from superstep.runtime.launch import Party, World, gather
+from superstep.train.folder_watch import FolderWatch
 from superstep.train.run_folder import write_whole
 from superstep.tune.program.instructions import Iterations, Publish, Retire, Sample, Save, Take, Train
 from superstep.tune.program.memory import require_room
@@ -74,8 +75,10 @@ class TrainerLane:
 
         Raises:
             Stopped: that was asked for, and what was done is saved.
+            Fault: the run directory was moved or removed, and what was done is saved.
         """
         for i in program.lane("trainer"):
+            self._training.require_folder()
             match i:
                 case Publish(version):
                     self._publish(version)
@@ -101,7 +104,7 @@ class TrainerLane:
             assert self._exchange is not None, "rank 0 has it"
             return self._exchange.wait(numbers, beat_s, patience)
 
-        groups, verdicts = from_first(self._learner.peers.rank, found)
+        groups, verdicts = from_first(self._learner.peers.rank, found, self._training.require_folder)
         self._training.train(step, groups, verdicts, sampling_s=time.perf_counter() - begin_s)
         if self._exchange is not None:
             self._exchange.forget(numbers)
@@ -195,7 +198,10 @@ def train_apart(
     timeout_s = job.rollout.timeout_s
     training = Training(job.rl, job.rollout, job.program.asked.steps, learner, tell, tell_save)
     with ExitStack() as stack:
-        exchange = _opened(world, job, stack, retried) if world.rank == 0 else None
+        exchange = None
+        if world.rank == 0:
+            exchange = _opened(world, job, stack, retried)
+            learner.watch = stack.enter_context(FolderWatch(job.folder, job.files))
         lane = TrainerLane(learner, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
         is_stopped = False
         try:

@@ -36,12 +36,13 @@ class Patience:
         return max(0.0, self._until_s - time.monotonic())
 
 
-def from_first(rank: int, find: Callable[[float], T | None]) -> T:
+def from_first(rank: int, find: Callable[[float], T | None], meanwhile: Callable[[], None] = lambda: None) -> T:
     """What rank 0 finds, on every rank. Every rank calls this together.
 
     Args:
         rank: of this process.
         find: waits for so many seconds at most; None where there is nothing yet. Rank 0's counts.
+        meanwhile: called on every rank each time that there is nothing yet.
 
     Raises:
         SuperstepError: what rank 0 met instead, on every rank.
@@ -59,3 +60,4 @@ def from_first(rank: int, find: Callable[[float], T | None]) -> T:
             raise problem
         if found is not None:
             return found
+        meanwhile()

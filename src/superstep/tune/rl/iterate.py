@@ -66,6 +66,7 @@ class Iterate:
 
         Raises:
             Stopped: that was asked for, and what was done is saved.
+            Fault: the run directory was moved or removed, and what was done is saved.
         """
         self._grading.begin(program)
         lane = program.lane("ranks")
@@ -73,6 +74,8 @@ class Iterate:
         hands_over = self._hands_over(program)
         at = 0
         while at < len(lane):
+            if isinstance(lane[at], Publish | Train):  # the memory of training is awake
+                self._training.require_folder()
             match lane[at]:
                 case Sample(_, version):
                     assert taken is not None, "a version was taken"
@@ -124,7 +127,11 @@ class Iterate:
 
     def _train(self, numbers: range, step: int) -> None:
         patience = Patience(self._timeout_s)
-        verdicts = from_first(self._learner.peers.rank, lambda beat_s: self._grading.graded(numbers, beat_s, patience))
+        verdicts = from_first(
+            self._learner.peers.rank,
+            lambda beat_s: self._grading.graded(numbers, beat_s, patience),
+            self._training.require_folder,
+        )
         groups = [self._record.groups[number] for number in numbers]
         sampling_s, self._sampling_s = self._sampling_s, 0.0
         self._training.train(step, groups, verdicts, sampling_s=sampling_s)

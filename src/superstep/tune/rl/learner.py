@@ -23,9 +23,10 @@ from superstep.state.folders import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.piece import STATE
 from superstep.state.start import fill
-from superstep.state.verify import drop_old
+from superstep.state.verify import drop_old, is_there
 from superstep.train.base import begin_base, files_of, resume_base
 from superstep.train.batches import microbatches_of
+from superstep.train.folder_watch import Displaced, FolderWatch, follow
 from superstep.train.identity import FILE as IDENTITY
 from superstep.train.identity import identity_of, identity_text, require_same_run
 from superstep.train.model import model_alone, shapes_of, units_of
@@ -55,6 +56,7 @@ class Learner:
     Attributes:
         position: where training stands.
         peers: the ranks.
+        watch: of the run directory: rank 0's.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Learner:
         self._shapes = tensor_shapes(self._engine)
         self._asleep: list[Sleeping] = []
         self._reference: Engine | None = None
+        self.watch: FolderWatch | None = None
 
     def begin(self, checkpoint: Path | None, start: Path | None) -> None:
         """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these."""
@@ -202,13 +205,22 @@ class Learner:
             keep=1 << 30,
         ).path
 
+    def follow_folder(self) -> Displaced | None:
+        """Save where the run directory is now; None where it is where it was. Every rank calls this together."""
+        found = follow(self.watch, self.peers, self._folder)
+        if found is not None:
+            self._folder = RunFolder(root=found.now)
+        return found
+
     def save(self) -> Written:
-        """Write a checkpoint, and drop those that are too old. Every rank calls this together.
+        """Write a checkpoint, unless it is there, and drop those that are too old. Every rank calls this together.
 
         Raises:
             DiskFault: the disk does not take it: on every rank the same.
         """
         place = checkpoint_at(self._folder.checkpoints, self.position.step)
+        if is_there(self.peers, place):
+            return Written(place, 0, ())
         size = save(
             place,
             self._engine.pieces(STATE),

@@ -16,6 +16,7 @@ from superstep.runtime.device import Device, choose
 from superstep.runtime.launch import World, barrier, gather
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
+from superstep.train.folder_watch import FolderWatch
 from superstep.train.hf_files import hf_files
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.tune.program.compile import compile_iterations
@@ -61,6 +62,7 @@ class Job:
         program: what is left to do.
         tasks: the number of a place's task, where it is another; see ``Record``.
         kernels: the folder of compiled decoders; None computes without.
+        files: texts of the run directory that a run is gone on with, by name.
     """
 
     run: Resolved
@@ -73,6 +75,7 @@ class Job:
     program: Iterations
     tasks: Mapping[int, int] = field(default_factory=dict)
     kernels: Path | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def job_of(  # noqa: PLR0913
@@ -247,6 +250,7 @@ def reinforce(
         if world.rank == 0:
             graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
+            learner.watch = stack.enter_context(FolderWatch(job.folder, job.files))
         training = Training(job.rl, job.rollout, config.train.steps, learner, tell, tell_save)
         grading = Grading(record, graders, config.train.seed)
         timeout_s = job.rollout.timeout_s

@@ -15,7 +15,9 @@ from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_policy import sequence_policy
 from superstep.observe.events import Saved, Warned
 from superstep.runtime.engine import StepResult
+from superstep.train.folder_watch import Displaced
 from superstep.train.saves import Saves, attempt
+from superstep.train.saving import Written
 from superstep.train.schedule import rate
 from superstep.tune.rl.batch import Lessons, lessons_of, require_same_bits
 from superstep.tune.rl.config import RlConfig, RolloutConfig
@@ -109,15 +111,37 @@ class Training:
             raise Stopped
 
     def save(self, *, is_last: bool = False) -> None:
-        """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one."""
+        """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one.
+
+        Raises:
+            Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
+        """
         begin_s, step = time.perf_counter(), self._learner.position.step
-        is_last = is_last or step == self._steps
-        written = attempt(self._saves, step, self._learner.save, self._tell_save, is_last=is_last)
-        if written is not None:
-            seconds = time.perf_counter() - begin_s
-            self._tell_save(Saved(step=step, path=str(written.path), seconds=seconds, bytes=written.bytes))
-            for problem in written.problems:
-                self._tell_save(Warned(step=step, text=problem))
+        is_last = is_last or step == self._steps or self._learner.follow_folder() is not None
+        saved = attempt(self._saves, step, self._write, self._tell_save, is_last=is_last)
+        if saved is None:
+            return
+        written, displaced = saved
+        seconds = time.perf_counter() - begin_s
+        self._tell_save(Saved(step=step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+        for problem in written.problems:
+            self._tell_save(Warned(step=step, text=problem))
+        if displaced is not None:
+            raise displaced.fault(step)
+
+    def require_folder(self) -> None:
+        """See that the run directory is where the run began. Every rank calls this together.
+
+        Raises:
+            Fault: it was moved or removed; the state is saved where it is now, or beside.
+        """
+        if self._learner.follow_folder() is not None:
+            self.save()
+
+    def _write(self) -> tuple[Written, Displaced | None]:
+        """Write a checkpoint where the run directory is by now, which may be another place at each try."""
+        displaced = self._learner.follow_folder()
+        return self._learner.save(), displaced
 
     def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)

@@ -1,0 +1,162 @@
+"""A run of rewards whose directory is moved or removed: the state is saved, and nothing is made under the old name."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import reinforced
+from superstep.cli.main import main
+from superstep.errors import Fault
+from superstep.observe.jsonl import last_line, read
+from superstep.runtime.launch import World, launch_on, launch_parties
+from superstep.state.folders import checkpoints, step_of
+from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
+from superstep.tune.rl.judge import Learnt
+from superstep.tune.rl.record import NAME
+from superstep.tune.rl.reinforce import Job, reinforce
+
+Change = Callable[[Path], None]
+
+RECIPE = """
+start = "{start}"
+
+[data]
+sequence_tokens = 96
+
+[train]
+steps = 100000
+
+[plan]
+microbatch = 2
+
+[rl]
+environment = "{start}/tasks.py"
+group = 4
+groups = 2
+lag = 1
+overlong = "none"
+
+[rollout]
+max_tokens = 6
+turns = 2
+pages = 64
+
+[grade]
+sandbox = "none"
+workers = 1
+
+[state]
+dir = "run"
+save_every = 100000
+
+[observe]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return reinforced.start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture
+def place(start, tmp_path, monkeypatch):
+    (tmp_path / "rl.toml").write_text(RECIPE.format(start=start))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def once_it_trains(do):
+    """Does something to the run directory once it has done a step."""
+
+    def wait():
+        while last_line(Path("run/metrics.jsonl")).get("event") not in {"step", "rolled"}:
+            time.sleep(0.01)
+        do()
+
+    found = threading.Thread(target=wait, daemon=True)
+    found.start()
+    return found
+
+
+def resume(name, *flags):
+    """The steps that metrics.jsonl tells of once a run has gone on for two, and the one it went on after."""
+    (checkpoint,) = checkpoints(Path(name, "checkpoints"))
+    step = step_of(checkpoint)
+    words = ["--state.dir", name, "--state.existing", "resume", "--train.steps", str(step + 2)]
+    assert main(["tune", "rl", *words, *flags]) == 0
+    return [told["step"] for told in read(Path(name, "metrics.jsonl")) if told["event"] == "step"], step
+
+
+def _train(world: World, job: Job, change: Change) -> bool:
+    """The run directory changes once a step is done, before that is saved."""
+
+    def tell(learnt: Learnt) -> None:
+        if world.rank == 0 and learnt.step == 1:
+            change(job.folder.root)
+
+    return (reinforce if job.rollout.placement == "shared" else train_apart)(world, job, tell)
+
+
+def _launch(job: Job, change: Change) -> None:
+    if job.rollout.placement == "shared":
+        launch_on("cpu", 2, _train, job, change)
+    else:
+        launch_parties("cpu", parties_of(job, partial(_train, change=change), sample_apart))
+
+
+def _move(root: Path) -> None:
+    root.rename(root.with_name("moved"))
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("placement", "change", "name"), [("shared", _move, "moved"), ("apart", shutil.rmtree, "run.rescued")]
+)
+def test_the_state_is_saved_before_the_run_ends(
+    placement, change, name, start, tmp_path, tmp_path_factory, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))  # a socket's path has to be short
+    job = replace(
+        reinforced.job(tmp_path / "run", start, dp=2, rollout={"placement": placement}), files={"run.toml": ""}
+    )
+    with pytest.raises(Fault, match=r"was (moved|removed)") as fault:
+        _launch(job, change)
+    assert fault.value.saved_in == str(tmp_path / name)
+    assert [each.name for each in checkpoints(tmp_path / name / "checkpoints")] == ["step-000001"]
+    assert not job.folder.root.exists()
+    assert (tmp_path / name / (NAME if name == "moved" else "run.toml")).is_file()
+
+
+@pytest.mark.long
+@pytest.mark.multiproc
+def test_a_run_whose_folder_is_moved_is_saved_in_its_new_place(place, capfd):
+    thread = once_it_trains(lambda: Path("run").rename("moved"))
+    assert main(["tune", "rl", "rl.toml", "--plan.dp", "2"]) == 1
+    thread.join()
+    said = capfd.readouterr().err
+    assert f"'{place}/run' was moved to {place}/moved; the state is saved there." in said
+    assert f"superstep tune rl --state.dir {place}/moved --state.existing resume" in said
+    assert not Path("run").exists()
+    steps, step = resume("moved")
+    assert steps == list(range(1, step + 3)), "one file tells of every step, once"
+
+
+@pytest.mark.long
+@pytest.mark.multiproc
+def test_a_run_whose_folder_is_removed_is_saved_beside(place, capfd):
+    thread = once_it_trains(lambda: shutil.rmtree("run"))
+    assert main(["tune", "rl", "rl.toml", "--plan.dp", "2"]) == 1
+    thread.join()
+    assert f"the state is saved in {place}/run.rescued." in capfd.readouterr().err
+    assert not Path("run").exists()
+    steps, step = resume("run.rescued")
+    assert steps == [step + 1, step + 2]
