@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -136,11 +138,24 @@ NUMBERS = (
 )
 
 
+UNENDED = """
+import os, sys
+from superstep.cli.main import main
+from superstep.grade import lines
+lines.GONE_S = 1.0
+os.kill = os.killpg = lambda process, number: None
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command line where no signal ends a process, as none ends one that hangs in the kernel."""
+
+
 @contextmanager
-def verb(*words):
+def verb(*words, program=("-m", "superstep")):
     """The verb in a process of its own, and where it answers."""
-    command = [sys.executable, "-m", "superstep", "grade", "serve", *words, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, *program, "grade", "serve", *words, "--port", "0"]
+    # A shell's background job, as this suite may be, has its children ignore Ctrl-C.
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=default) as process:
         try:
             told = process.stdout.readline()
             yield process, told, re.search(r"http://\S+(?=/grade)", told)[0]
@@ -178,3 +193,24 @@ def test_the_verb_says_that_there_is_no_sandbox():
             asked(f"{url}/grade", {"index": 13, "answer": ""})
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, 130)
+
+
+def test_ctrl_c_ends_a_server_whose_grader_cannot_be_ended(tmp_path):
+    words = [str(TASKS), "--grade.sandbox", "none", "--grade.grader-timeout-s", "600", "--grace-s", "0"]
+    answers = []
+
+    def ask():
+        try:
+            asked(f"{url}/grade", {"index": 0, "answer": f"hang {tmp_path / 'hangs'}"})
+        except urllib.error.HTTPError as error:
+            answers.append(error.code)
+
+    with verb(*words, program=("-c", UNENDED)) as (process, _, url):
+        asks = threading.Thread(target=ask, daemon=True)
+        asks.start()
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        asks.join(60)
+    assert answers == [503]

@@ -12,7 +12,10 @@ import json
 import os
 import secrets
 import select
+import signal
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +24,10 @@ from superstep.grade.patience import Patience
 from superstep.runtime.pulse import Pulse, is_stopped
 
 PIECE_BYTES = 1 << 16
+
+GONE_S = 10.0
+"""How long the kernel may take to end a process that was killed. One that hangs in the kernel, as on a disk that does
+not answer, is left to it."""
 
 NUMBER = "number"
 """The key of a question's number, in the question and in its answer."""
@@ -47,6 +54,8 @@ class LineProcess:
         os.set_blocking(self._child.stdin.fileno(), False)
         self._patience: Patience | None = None
         self._pulse = Pulse()
+        self._killing = threading.Lock()
+        self._killed_s: float | None = None
         self.was_stopped = False
         """Whether the last question was given up because a signal had stopped the process."""
         self.has_ended = False
@@ -64,8 +73,13 @@ class LineProcess:
 
     @property
     def is_there(self) -> bool:
-        """Whether it runs."""
-        return self._child.poll() is None
+        """Whether it runs. One that has ended is not waited for here: its number stays its own until ``end``."""
+        if self._child.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
@@ -82,17 +96,22 @@ class LineProcess:
         return told if isinstance(told, dict) and told.pop(NUMBER, None) == number else None
 
     def kill(self) -> None:
-        """Kills it, from any thread; who asks it just now is told that it does not answer."""
-        if self._child.poll() is None:
-            with suppress(ProcessLookupError):
-                self._child.kill()
+        """Kills it and what it started in its session, from any thread.
+
+        Who asks it just now is told that it does not answer, though others may hold its pipes open.
+        """
+        with self._killing:
+            if self._killed_s is None:
+                self._killed_s = time.monotonic()
+                with suppress(ProcessLookupError, PermissionError):  # the latter of a process that has ended, on a Mac
+                    os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Ends it and what it started in its session."""
-        if self._child.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, 9)
-        self._child.wait()
+        """Kills it, and waits until it is gone: GONE_S at most since it was killed first."""
+        self.kill()
+        assert self._killed_s is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(max(0.0, self._killed_s + GONE_S - time.monotonic()))
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -100,7 +119,7 @@ class LineProcess:
 
     def _ready(self, patience: Patience, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
         """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
-        while wait := patience.step():
+        while self._killed_s is None and (wait := patience.step()):
             if any(select.select(reads, writes, (), wait)):
                 return True
             if self._pulse.look([self.pid]) is not None:

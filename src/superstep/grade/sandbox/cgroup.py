@@ -116,11 +116,18 @@ def make_group(memory_bytes: int, processes: int, uid: int | None) -> Group | No
 
 
 def remove_left_groups() -> None:
-    """Removes groups whose owners have ended."""
+    """Removes groups whose owners have ended, unless another process does so, or makes one, for longer than GONE_S."""
     place = find_place()
-    if place is not None:
-        with suppress(OSError), _held(place.folders[0]):
+    if place is None:
+        return
+    until_s = time.monotonic() + GONE_S
+    while True:
+        with suppress(OSError), _held(place.folders[0], fcntl.LOCK_EX | fcntl.LOCK_NB):
             _sweep(place)
+            return
+        if time.monotonic() >= until_s:
+            return
+        time.sleep(0.02)
 
 
 def find_place(proc: Path = Path("/proc/self")) -> Place | None:
@@ -226,9 +233,9 @@ def _remove(folders: Sequence[Path], fds: Sequence[int]) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _held(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """While no other process makes or removes groups below a folder."""
-    fd = _locked(folder, fcntl.LOCK_EX)
+    fd = _locked(folder, how)
     try:
         yield
     finally:
