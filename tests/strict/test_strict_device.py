@@ -351,3 +351,11 @@ def test_a_seed_gives_its_order_again(device):
     streams = [torch.cuda.Stream() for _ in range(4)]
     assert order(1) == order(1)
     assert len({tuple(order(seed)) for seed in range(5)}) > 1
+
+
+def test_to_choose_a_gpu_makes_a_context_there(device):
+    try:
+        torch.cuda.set_device(5)
+        assert 5 in device.contexts()
+    finally:
+        torch.cuda.set_device(0)

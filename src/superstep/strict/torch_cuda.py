@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from superstep.strict.build import MODULE
 
 Which = torch.device | int | str | None
 CUDA_TYPE = 1
@@ -57,6 +60,13 @@ def current_stream(device: Which = None) -> Stream:
     return known_stream(stream.stream_id, stream.device_index)
 
 
+def set_device(device: Which) -> None:
+    """``torch.cuda.set_device``, which makes a context there (cudaSetDevice, since CUDA 12)."""
+    index = index_of(device)
+    torch.accelerator.set_device_index(index)
+    sys.modules[MODULE].make_context(index)
+
+
 class StreamContext:
     """``torch.cuda.stream``: what is issued within goes to a stream; none changes nothing."""
 
@@ -75,7 +85,8 @@ class StreamContext:
         if self.stream is None:
             return
         torch.accelerator.set_stream(self._before)
-        torch.accelerator.set_device_index(self._device)
+        if self._device != self.stream.device.index:
+            set_device(self._device)
 
 
 @contextlib.contextmanager
@@ -135,7 +146,7 @@ def install(device: ModuleType) -> None:
         "default_stream": lambda which=None: known_stream(0, index_of(which)),
         "set_stream": torch.accelerator.set_stream,
         "synchronize": lambda which=None: torch.accelerator.synchronize(torch.device("cuda", index_of(which))),
-        "set_device": lambda which: torch.accelerator.set_device_index(index_of(which)),
+        "set_device": set_device,
         "current_device": torch.accelerator.current_device_index,
         "device_count": device.devices,
         "is_available": lambda: True,

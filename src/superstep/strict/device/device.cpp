@@ -120,6 +120,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     for (auto& each : std::exchange(state.ran, {})) ran.emplace_back(each.stream, each.is_communicator, each.what, each.begin_s, each.end_s);
     return ran;
   });
+  module.def("make_context", [](int device) {
+    Lock lock(state.lock);
+    state.contexts.insert(device);
+  });
   module.def("devices", [] { return state.settings.devices; });
   module.def("launches", [] {
     Lock lock(state.lock);
