@@ -87,6 +87,12 @@ def once_it_trains(do):
     return found
 
 
+def remove():
+    """Remove the run directory, into which snapshots are written meanwhile."""
+    while Path("run").exists():
+        shutil.rmtree("run", ignore_errors=True)
+
+
 def resume(name, *flags):
     """The steps that metrics.jsonl tells of once a run has gone on for two, and the one it went on after."""
     (checkpoint,) = checkpoints(Path(name, "checkpoints"))
@@ -153,7 +159,7 @@ def test_a_run_whose_folder_is_moved_is_saved_in_its_new_place(place, capfd):
 @pytest.mark.long
 @pytest.mark.multiproc
 def test_a_run_whose_folder_is_removed_is_saved_beside(place, capfd):
-    thread = once_it_trains(lambda: shutil.rmtree("run"))
+    thread = once_it_trains(remove)
     assert main(["tune", "rl", "rl.toml", "--plan.dp", "2"]) == 1
     thread.join()
     assert f"the state is saved in {place}/run.rescued." in capfd.readouterr().err
