@@ -215,13 +215,14 @@ class Snapshots:
     def _copy(self, unit: int, slot: int, ready: torch.cuda.Event | None, *, is_last: bool) -> tuple[float, float]:
         begin_s = time.perf_counter()
         if self._stream is None or ready is None:
-            sums = self._copy_now(unit, slot)
+            checksum = sum(map(int, self._copy_now(unit, slot)))
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                sums = self._copy_now(unit, slot)
+                # Read on this stream: on the thread's own, which is that of the compute, it would wait for all of that.
+                checksum = sum(map(int, self._copy_now(unit, slot)))
             self._stream.synchronize()
-        self._checksum += sum(map(int, sums))
+        self._checksum += checksum
         if is_last:
             self._memory.seal(slot, self._checksum)
             self._memory.put(slot, "state", WHOLE)
