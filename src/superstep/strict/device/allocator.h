@@ -32,14 +32,23 @@ inline void settle(Region& region) {
   }
 }
 
-// A block goes back to the cache of its stream: what other streams may still do to it is a fault.
-inline void free_on_own_stream(Region& region, Block* block, const std::string& line) {
+// What a stream may still do to a block that is freed is a fault, unless the block's own stream or one that
+// record_stream has named comes after it.
+inline void report_uses_after_free(const Block& block, const std::string& line) {
+  std::set<int> after = block.recorded;
+  after.insert(block.stream);
+  for (auto& access : block.accesses) {
+    auto knows = [&](int stream) { return state.streams[stream]->known.knows(access.stream, access.task); };
+    if (state.host.knows(access.stream, access.task) || std::any_of(after.begin(), after.end(), knows)) continue;
+    report("memory of stream " + std::to_string(block.stream) + " is freed (" + line + ") while " +
+           describe(access.what, access.writes, access.stream) + " it: neither record_stream nor an event keeps it");
+  }
+}
+
+// A block goes back to the cache of its stream.
+inline void free_on_own_stream(Region& region, Block* block) {
   StreamState& stream = *state.streams[block->stream];
   stream.known.merge(state.host);
-  for (auto& access : block->accesses)
-    if (access.stream != stream.number && !stream.known.knows(access.stream, access.task))
-      report("memory of stream " + std::to_string(stream.number) + " is freed (" + line + ") while " +
-             describe(access.what, access.writes, access.stream) + " it: neither record_stream nor an event keeps it");
   block->accesses.clear();
   char* real = real_address(block->begin);
   size_t bytes = block->bytes;
@@ -63,8 +72,11 @@ inline void release(void* context) {
   block->is_live = false;
   if (is_pinned) {
     region.leaving.push_back({block, last_tasks(*block)});
-  } else if (block->recorded.empty()) {
-    free_on_own_stream(region, block, line);
+    return;
+  }
+  report_uses_after_free(*block, line);
+  if (block->recorded.empty()) {
+    free_on_own_stream(region, block);
   } else {
     std::map<int, uint64_t> tasks{{block->stream, state.streams[block->stream]->issued}};
     for (int stream : block->recorded) tasks[stream] = state.streams[stream]->issued;
@@ -82,8 +94,18 @@ inline void give_back_cached(Region& region) {
   region.cached.clear();
 }
 
-inline Block* new_block(Region& region, size_t bytes, int device, int stream) {
-  if (device != HOST && region.reserved + bytes > state.settings.device_bytes) give_back_cached(region);
+// Where memory runs out torch waits for the blocks that other streams hold by record_stream, and gives back what it has
+// cached (release_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
+inline void make_room(Region& region, Lock& lock) {
+  host_waits_until(lock, [&] {
+    settle(region);
+    return region.leaving.empty() || !state.failure.empty();
+  });
+  give_back_cached(region);
+}
+
+inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, int stream) {
+  if (device != HOST && region.reserved + bytes > state.settings.device_bytes) make_room(region, lock);
   TORCH_CHECK_WITH(OutOfMemoryError, device == HOST || region.reserved + bytes <= state.settings.device_bytes,
                    "CUDA out of memory. Tried to allocate ", bytes, " bytes on cuda:", device, " (strict device), of which ",
                    region.allocated, " of ", state.settings.device_bytes, " are allocated and ", region.reserved, " reserved.");
@@ -115,7 +137,7 @@ struct Memory final : public c10::Allocator {
     auto& cached = region.cached[{stream, bytes}];
     Block* block;
     if (cached.empty()) {
-      block = new_block(region, bytes, device, stream);
+      block = new_block(region, lock, bytes, device, stream);
     } else {
       block = cached.back();
       cached.pop_back();

@@ -51,7 +51,9 @@ inline std::string caller() {
   Py_XINCREF(frame);
   while (frame && lines < MOST_LINES) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    std::string file = PyUnicode_AsUTF8(code->co_filename);
+    const char* name = PyUnicode_AsUTF8(code->co_filename);
+    if (!name) PyErr_Clear();  // a name that is not of Unicode
+    std::string file = name ? name : "?";
     Py_DECREF(code);
     if (!is_inner(file)) {
       found += (lines++ ? " < " : "") + line_of(file, PyFrame_GetLineNumber(frame));

@@ -59,12 +59,15 @@ static bool is_communicator(int stream) {
 }
 
 // A collective, or a kernel in Triton: a function of Python that is given the kernels' views of what it reads and writes.
-static uint64_t launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Tensor> writes, py::function function, std::string what) {
+static void launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Tensor> writes, py::function function, std::string what) {
   std::vector<Range> ranges;
   std::vector<at::Tensor> read_views, written_views;
   for (auto& each : reads) ranges.push_back(range_of(each, false)), read_views.push_back(kernel_view(each));
   for (auto& each : writes) ranges.push_back(range_of(each, true)), written_views.push_back(kernel_view(each));
-  auto held = std::make_shared<py::function>(std::move(function));
+  std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* last) {
+    py::gil_scoped_acquire gil;  // a task that is aborted goes on a thread that does not hold it
+    delete last;
+  });
   auto run = [held, read_views, written_views]() mutable {
     py::gil_scoped_acquire gil;
     std::string failure;
@@ -73,10 +76,10 @@ static uint64_t launch(int stream, std::vector<at::Tensor> reads, std::vector<at
     } catch (py::error_already_set& error) {
       failure = py::str(error.value()).cast<std::string>();
     }
-    held.reset();  // here, where the interpreter's lock is held
+    held.reset();  // and the tensors that it holds, before the task is over
     if (!failure.empty()) throw std::runtime_error(failure);
   };
-  return issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = is_communicator(stream)});
+  issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = is_communicator(stream)});
 }
 
 static std::vector<std::string> under_way() {
@@ -159,7 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("under_way", &under_way);
   module.def("caller", &caller);
-  module.def("drain", [](int number) { wait_for(number, Guard::issued(number), "the end of a communicator"); });
+  module.def("drain", [](int number) { wait_for(Guard::last_of(number), "the end of a communicator"); });
   module.def("abort", &abort_stream);
   module.def("close", &close_stream);
   module.def("stop", &stop);

@@ -124,8 +124,7 @@ inline at::Tensor empty_like_on(const at::Tensor& tensor, c10::Device place) {
 
 // Shapes that follow from values: the host waits, as it does on a GPU.
 inline Stack compute_now(Operation& call) {
-  int stream = current_stream(call.device);
-  wait_for(stream, issue(stream, {.ranges = call.ranges, .what = call.name}), call.name);
+  wait_for(issue(current_stream(call.device), {.ranges = call.ranges, .what = call.name}), call.name);
   Stack computed = kernel_arguments(call), results;
   call.handle.callBoxed(computed);
   for (size_t i = 0; i < computed.size(); i++)

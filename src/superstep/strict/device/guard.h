@@ -62,21 +62,23 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     start();
-    wait_for(number_of(stream), issued(number_of(stream)), "stream.synchronize");
+    wait_for(last_of(number_of(stream)), "stream.synchronize");
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     start();
     std::string why = "cuda.synchronize";
-    for (size_t number = 0; number < stream_count(); number++)
-      if (state.streams[number]->device == device) wait_for(int(number), issued(int(number)), std::exchange(why, ""));
+    for (auto& last : last_of_all(device)) wait_for(last, std::exchange(why, ""));
   }
-  static uint64_t issued(int number) {
+  static Issued last_of(int number) {
     Lock lock(state.lock);
-    return state.streams[number]->issued;
+    return last_issued(*state.streams[number]);
   }
-  static size_t stream_count() {
+  static std::vector<Issued> last_of_all(int device) {
     Lock lock(state.lock);
-    return state.streams.size();
+    std::vector<Issued> all;
+    for (auto& stream : state.streams)
+      if (stream->device == device) all.push_back(last_issued(*stream));
+    return all;
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {

@@ -92,15 +92,15 @@ inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blo
   };
   int stream = current_stream(device);
   if (between) order_after(stream, current_stream(self.get_device()));
-  uint64_t task = issue(stream, {.ranges = ranges, .what = what, .run = run, .is_peer = between});
+  Issued issued = issue(stream, {.ranges = ranges, .what = what, .run = run, .is_peer = between});
   if (between) order_after(current_stream(self.get_device()), stream);
-  if (waits) wait_for(stream, task, what);
+  if (waits) wait_for(issued, what);
   return self;
 }
 
 inline at::Scalar item(const at::Tensor& self) {
   int stream = current_stream(self.get_device());
-  wait_for(stream, issue(stream, {.ranges = {range_of(self, false)}, .what = "item"}), "item");
+  wait_for(issue(stream, {.ranges = {range_of(self, false)}, .what = "item"}), "item");
   return kernel_view(self).item();
 }
 

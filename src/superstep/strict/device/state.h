@@ -29,7 +29,7 @@ constexpr int HOST = -1;  // the device of pinned memory
 enum class Order {
   issued,   // a task runs as soon as it can, of the lowest stream first
   seeded,   // the next stream is drawn
-  latest,   // nothing runs until the host waits; then the next stream is drawn
+  latest,   // no kernel runs until the host waits or issues nothing for a while; then the next stream is drawn
 };
 
 struct Settings {
@@ -93,7 +93,6 @@ struct StreamState {
   Clock known;
   bool is_busy = false, is_aborted = false, is_closed = false;
   std::thread thread;  // of a communicator
-  size_t launches = 0;
 };
 
 // Addresses of one device, or of pinned memory, mapped twice: tensors hold addresses of ``seen``, kernels use ``real``.
@@ -137,7 +136,6 @@ inline State& state = *new State;
 
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device
-inline thread_local bool in_kernel = false;
 inline thread_local bool has_issued = false;
 
 inline int current_stream(int device) {

@@ -16,10 +16,6 @@ constexpr size_t MOST_QUEUED = 1024;  // as on a GPU, whose host waits where mor
 constexpr int MOST_NARROW_BLOCKS = 32;  // that communicators with a bound may hold at once
 constexpr auto QUIET = std::chrono::milliseconds(20);  // of a host that issues nothing: "latest" goes on then
 
-struct Failed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 inline void require_owner() {
   TORCH_CHECK(state.owner == getpid(), "Cannot re-initialize CUDA in forked subprocess: the strict device was used before the fork");
 }
@@ -32,13 +28,14 @@ inline void raise_failure(Lock& lock) {
   TORCH_CHECK(false, failure);
 }
 
-// Waits, and lets "latest" see that the host does.
+// Waits, and lets "latest" see that the host does. Once the threads have ended nothing comes any more.
 template <class Condition>
 void host_waits_until(Lock& lock, Condition condition) {
   state.waiting++;
   state.changed.notify_all();
-  state.changed.wait(lock, condition);
+  state.changed.wait(lock, [&] { return condition() || state.is_stopping; });
   state.waiting--;
+  TORCH_CHECK(condition(), "strict device: the host waits for a GPU whose threads ended with the interpreter");
 }
 
 inline bool is_ready(const StreamState& stream) {
@@ -55,7 +52,6 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
   std::string failure;
   double begin_s = now_s();
-  in_kernel = true;
   try {
     if (task.run) task.run();
   } catch (const c10::Error& error) {
@@ -64,21 +60,22 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
     failure = task.what + ": " + error.what();
   }
   task.run = nullptr;  // frees what it held, before anybody is told that it is over
-  in_kernel = false;
   lock.lock();
   if (state.is_recording) state.ran.push_back({stream.number, stream.is_communicator, task.what, begin_s, now_s()});
-  if (stream.is_aborted) {
-    stream.tasks.clear();
-    stream.is_busy = false;
-    return;
-  }
-  stream.tasks.pop_front();
-  stream.done++;
   stream.is_busy = false;
   if (task.sets) {
     task.sets->is_done = true;
     task.sets->when = std::chrono::steady_clock::now();
   }
+  if (stream.is_aborted) {
+    auto dropped = std::exchange(stream.tasks, {});
+    lock.unlock();
+    dropped.clear();  // frees tensors, which takes the lock
+    lock.lock();
+    return;
+  }
+  stream.tasks.pop_front();
+  stream.done++;
   state.whole[stream.device].erase(task.whole);
   if (!failure.empty() && state.failure.empty()) state.failure = failure;
   state.changed.notify_all();
@@ -169,6 +166,7 @@ inline int add_stream(int device, bool is_communicator, int blocks = 0) {
 
 // Ends what a communicator has under way: events are set, and what its thread still waits for comes to nothing.
 inline void abort_stream(int number) {
+  std::deque<Task> dropped;  // goes after the lock, which is taken to free its tensors
   Lock lock(state.lock);
   StreamState& stream = *state.streams[number];
   stream.is_aborted = true;
@@ -177,23 +175,26 @@ inline void abort_stream(int number) {
     state.whole[stream.device].erase(task.whole);
   }
   stream.done = stream.issued;
-  if (!stream.is_busy) stream.tasks.clear();
+  if (!stream.is_busy) dropped.swap(stream.tasks);
   state.changed.notify_all();
 }
 
 // Waits for the end of a communicator's thread; one that waits for what does not come is left behind.
 inline void end_thread(StreamState& stream) {
   if (!stream.thread.joinable()) return;
-  if (stream.is_aborted && stream.is_busy) stream.thread.detach();
+  Lock lock(state.lock);
+  bool is_left = stream.is_aborted && stream.is_busy;
+  lock.unlock();
+  if (is_left) stream.thread.detach();
   else stream.thread.join();
 }
 
 // Ends the threads once they have run what they run: before the interpreter goes, whose objects tasks hold.
 inline void stop() {
+  if (state.owner != getpid()) return;  // before the lock, which a thread of the parent may have had
   WithoutGil without;
   {
     Lock lock(state.lock);
-    if (!state.is_started || state.owner != getpid()) return;
     state.is_stopping = true;
     state.changed.notify_all();
   }
@@ -221,9 +222,18 @@ struct Issue {
   bool is_peer = false;  // a copy between devices, which uses the memory of both
 };
 
-// Puts a task into a stream; its number there. Raises what is wrong with its use of memory, and what a task before it
-// came to.
-inline uint64_t issue(int number, Issue call) {
+// A task that was issued, and what is over once it is.
+struct Issued {
+  int stream;
+  uint64_t task;
+  Clock known;
+};
+
+// The last one of a stream. The lock is held.
+inline Issued last_issued(const StreamState& stream) { return {stream.number, stream.issued, stream.known}; }
+
+// Puts a task into a stream. Raises what is wrong with its use of memory, and what a task before it came to.
+inline Issued issue(int number, Issue call) {
   start();
   require_owner();
   has_issued = true;
@@ -234,10 +244,10 @@ inline uint64_t issue(int number, Issue call) {
   if (stream.tasks.size() >= MOST_QUEUED) host_waits_until(lock, [&] { return stream.tasks.size() < MOST_QUEUED / 2; });
   stream.known.merge(state.host);
   if (call.after) stream.known.merge(call.after->known);
-  uint64_t task = ++stream.issued;
-  stream.known.set(number, task);
+  stream.known.set(number, ++stream.issued);
   std::string race = note_accesses(stream, call.ranges, call.what, call.is_peer);
   if (call.sets) call.sets->known = stream.known;
+  Issued issued = last_issued(stream);
   uint64_t whole = call.is_communication && !stream.blocks ? ++state.whole_issued : 0;
   if (whole) state.whole[stream.device].insert(whole);
   int blocks = call.is_communication ? stream.blocks : 0;
@@ -250,19 +260,20 @@ inline uint64_t issue(int number, Issue call) {
   bool raises = state.settings.raises && !race.empty();
   lock.unlock();
   TORCH_CHECK(!raises, "race: ", race);
-  return task;
+  return issued;
 }
 
-// The host waits for a task; ``why`` is counted, unless it is empty.
-inline void wait_for(int number, uint64_t task, const std::string& why) {
+// The host waits for a task, and learns of no task that another thread has issued behind it; ``why`` is counted, unless
+// it is empty.
+inline void wait_for(const Issued& last, const std::string& why) {
   require_owner();
   std::string at = why + " (" + caller() + ")";
   WithoutGil without;
   Lock lock(state.lock);
   if (!why.empty()) state.host_waits[at]++;
-  StreamState& stream = *state.streams[number];
-  host_waits_until(lock, [&] { return stream.done >= task || !state.failure.empty(); });
-  host_learns(stream.known);
+  StreamState& stream = *state.streams[last.stream];
+  host_waits_until(lock, [&] { return stream.done >= last.task || !state.failure.empty(); });
+  if (stream.done >= last.task) host_learns(last.known);
   raise_failure(lock);
 }
 
