@@ -17,8 +17,9 @@ class Settings:
         device_bytes: the memory of each.
         seed: of the order in which tasks of different streams run, and of the pauses between them.
         delay_us: the longest pause before a task; one in four has one.
-        order: ``issued``, ``seeded``, or ``latest``: nothing runs until the host waits for something, and then as
-            drawn. What is named is the same in all, since it is found when a call is issued.
+        order: ``issued``, ``seeded``, or ``latest``: no kernel runs until the host waits for something, or issues
+            nothing for 20 ms, and then as drawn. What is named is the same in all, since it is found when a call is
+            issued.
         raises: whether a race is an error of the call that makes it; else it is only noted.
     """
 
