@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from strict_ranks import device_module
 from superstep.strict.load import configure
@@ -359,3 +360,56 @@ def test_to_choose_a_gpu_makes_a_context_there(device):
         assert 5 in device.contexts()
     finally:
         torch.cuda.set_device(0)
+
+
+def test_numbers_are_drawn_by_the_seed_of_their_gpu_whenever_they_run(device):
+    configure(device, Settings(devices=8, device_bytes=1 << 30, order="latest"))
+    torch.manual_seed(3)
+    drawn, of_host = torch.randn(4, device=GPU), torch.randn(2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(2), of_host), "what a GPU draws is not the host's"
+    assert torch.equal(torch.randn(4, device=GPU).cpu(), drawn.cpu())
+    state = torch.cuda.get_rng_state()
+    order = torch.randperm(9, device=GPU)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randperm(9, device=GPU).cpu(), order.cpu())
+    assert not torch.equal(torch.randn(9, device=GPU).cpu(), torch.randn(9, device=GPU).cpu())
+
+
+def test_dropout_has_the_same_mask_when_it_is_computed_again(device):
+    x = torch.ones(1000, device=GPU, requires_grad=True)
+    y = checkpoint(lambda x: F.dropout(x, 0.25) * x, x, use_reentrant=False)
+    F.dropout(x, 0.5)
+    y.sum().backward()
+    assert torch.equal((x.grad != 0).cpu(), (y != 0).cpu())
+    assert 0.7 < (y != 0).float().mean().item() < 0.8
+
+
+def test_results_whose_shape_follows_from_values_are_written_on_the_stream(device):
+    x, side = torch.tensor([0.0, 1.0, 2.0], device=GPU), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = x.nonzero()
+    with pytest.raises(RuntimeError, match=r"race: aten::add.*reads.*aten::nonzero.*writes"):
+        found + 1
+    torch.cuda.synchronize()
+    out = torch.empty(0, dtype=torch.int64, device=GPU)
+    torch.nonzero(x, out=out)
+    assert out.tolist() == [[1], [2]]
+
+
+def test_indices_of_the_hosts_are_taken_and_waited_for(device):
+    x = torch.arange(5.0, device=GPU)
+    torch.cuda.synchronize()
+    device.take_host_waits()
+    assert x[torch.tensor([1, 2])].tolist() == [1.0, 2.0]
+    x[torch.tensor([0])] = 7.0
+    waits = [wait.split(" ")[0] for wait in device.take_host_waits()]
+    assert "aten::index.Tensor_out" in waits
+    assert x.tolist() == [7.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_complex_numbers_are_views(device):
+    x = torch.randn(3, 2, device=GPU)
+    turned = torch.view_as_real(torch.view_as_complex(x) * 1j)
+    torch.testing.assert_close(turned.cpu(), torch.stack([-x[:, 1], x[:, 0]], 1).cpu())

@@ -20,6 +20,9 @@ from superstep.runtime.process_handle import ProcessHandle
 from superstep.runtime.pulse import Pulse, is_stopped
 from superstep.runtime.trouble import Trouble
 
+FATAL = "Fatal Python error: "
+"""How faulthandler begins."""
+
 END_S = 3.0
 """How long a rank may take to end when it is told to."""
 
@@ -76,7 +79,7 @@ class RankProcess:
             why += "; a script that launches ranks does so below if __name__ == '__main__'."
             return self._trouble(Fault, why, order=1)
         said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        last = last_line(said)
         hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
         return self._trouble(Lost if code < 0 else Fault, f"{why}{hint}", order=1)
 
@@ -136,6 +139,22 @@ class Attending:
                 others = [processes[other].number for other in hung.others]
                 return rank.named(rank.hang(hung, others))
         return None
+
+
+def last_line(lines: Sequence[str]) -> str:
+    """What a process wrote last; where that are stacks by Python's faulthandler, what stood before them, and the line
+    of the current thread that is not torch's.
+    """
+    fatal = next((at for at, line in enumerate(lines) if line.startswith(FATAL)), None)
+    before = next((line.strip() for line in reversed(lines[:fatal]) if line.strip()), "")
+    if fatal is None:
+        return before
+    stacks = lines[fatal:]
+    begin = next((at for at, line in enumerate(stacks) if line.startswith("Current thread")), 0)
+    files = (
+        line.strip() for line in stacks[begin:] if line.startswith("  File ") and "/site-packages/torch/" not in line
+    )
+    return f"{before or stacks[0]} ({next(files, 'no line of Python')})"
 
 
 def said_by(ranks: Sequence[RankProcess], fault: Fault) -> str:

@@ -150,6 +150,14 @@ def mm_into(left, right, out_dtype, *, out):  # noqa: ANN001, ANN201
     return out.copy_(left.to(out_dtype) @ right.to(out_dtype))
 
 
+def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """``native_dropout``, whose mask is of the device's random numbers: it is given no generator."""
+    if not train:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+
+
 OF_CPU = {
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_back,
@@ -184,3 +192,4 @@ def install(device: ModuleType) -> None:
         device.add_rule(name, rule)
     for name, function in OF_CPU.items():
         LIBRARY.impl(name, function, "CPU")
+    LIBRARY.impl("native_dropout", native_dropout, "CUDA")

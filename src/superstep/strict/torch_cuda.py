@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from superstep.strict.build import MODULE
 
@@ -131,6 +134,51 @@ class Statistics:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Random:
+    """``torch.cuda.random``: the seed of each device, and how many calls drew since."""
+
+    device: ModuleType
+
+    def seed(self, seed: int, device: Which = None) -> None:
+        """Begin anew on a device."""
+        self.device.set_random_state(index_of(device), seed % 2**64, 0)
+
+    def seed_all(self, seed: int) -> None:
+        """Begin anew on every device."""
+        for index in range(self.device.devices()):
+            self.seed(seed, index)
+
+    def set_states(self, states: Iterable[Tensor]) -> None:
+        """The state of each device, in their order."""
+        for index, state in enumerate(states):
+            self.set_state(state, index)
+
+    def state(self, device: Which = None) -> Tensor:
+        """The seed and the count, as bytes [16]."""
+        return torch.frombuffer(
+            bytearray(struct.pack("<QQ", *self.device.random_state(index_of(device)))), dtype=torch.uint8
+        )
+
+    def set_state(self, state: Tensor, device: Which = None) -> None:
+        """What ``state`` gave."""
+        self.device.set_random_state(index_of(device), *struct.unpack("<QQ", bytes(state.tolist())))
+
+    def names(self) -> dict[str, Callable[..., Any]]:
+        """By name in ``torch.cuda``."""
+        every = range(self.device.devices())
+        return {
+            "manual_seed": self.seed,
+            "manual_seed_all": self.seed_all,
+            "seed": lambda: self.seed(secrets.randbits(64)),
+            "initial_seed": lambda: self.device.random_state(index_of())[0],
+            "get_rng_state": self.state,
+            "set_rng_state": self.set_state,
+            "get_rng_state_all": lambda: [self.state(index) for index in every],
+            "set_rng_state_all": self.set_states,
+        }
+
+
 def install(device: ModuleType) -> None:
     """Put the names into ``torch.cuda``.
 
@@ -155,11 +203,11 @@ def install(device: ModuleType) -> None:
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda which=None: CAPABILITY,
         "get_device_name": lambda which=None: "strict",
+        "_initialized": True,  # torch.utils.checkpoint asks, before it keeps the state of random numbers
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
+        **Random(device).names(),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
         **Statistics(device).names(),
     }

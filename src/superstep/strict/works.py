@@ -109,9 +109,9 @@ class Watchdog:
                 self._works = [work for work in self._works if not work.is_completed()]
                 late = next((work for work in self._works if time.monotonic() > work.limit_s), None)
             if late is not None:
-                under_way = "\n".join(f"    {task}" for task in self._device.under_way())
+                under_way = "; ".join(self._device.under_way())
                 sys.stderr.write(
-                    f"strict device: watchdog: {late.what} has not ended in its time; under way:\n{under_way}\n"
+                    f"strict device: watchdog: {late.what} has not ended in its time; under way: {under_way}\n"
                 )
                 sys.stderr.flush()
                 os.abort()

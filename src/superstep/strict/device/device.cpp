@@ -5,6 +5,7 @@
 //     streams.h    queues of tasks             races.h      uses of memory that nothing orders
 //     guard.h      what torch asks of a device
 //     tensors.h    tensors as tasks see them   kernels.h    operators with kernels of their own
+//     draws.h      random numbers
 //     fallback.h   all other operators         caller.h     the line of Python that a call is in
 #include <ATen/native/transformers/attention.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -38,6 +39,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", &strict::view);
   library.impl("_reshape_alias", &strict::reshape_alias);
   library.impl("unfold", &at::native::unfold);
+  library.impl("view_as_real", &at::native::view_as_real);
+  library.impl("view_as_complex", &at::native::view_as_complex);
   // CUDA has kernels of its own, where others are given operators that keep more, or read sizes back.
   library.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
   library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
@@ -126,6 +129,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("make_context", [](int device) {
     Lock lock(state.lock);
     state.contexts.insert(device);
+  });
+  module.def("random_state", [](int device) {
+    Lock lock(state.lock);
+    return random_state(device);
+  });
+  module.def("set_random_state", [](int device, uint64_t seed, uint64_t calls) {
+    Lock lock(state.lock);
+    random_state(device) = {seed, calls};
   });
   module.def("devices", [] { return state.settings.devices; });
   module.def("launches", [] {

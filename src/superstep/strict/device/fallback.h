@@ -4,7 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-#include "tensors.h"
+#include "draws.h"
 
 namespace strict {
 
@@ -18,6 +18,7 @@ struct Operation {
   std::vector<Range> ranges;
   std::vector<at::Tensor> written;
   bool writes_empty = false;
+  bool brings_indices = false;  // on the host
 
   const c10::FunctionSchema& schema() const { return handle.schema(); }
   c10::Device place() const { return {CUDA, c10::DeviceIndex(device)}; }
@@ -27,6 +28,11 @@ struct Operation {
   }
 };
 
+// Indexing moves indices of the host's to the tensor's device (aten/src/ATen/native/TensorAdvancedIndexing.cpp).
+inline bool takes_indices(const std::string& name) {
+  return name.rfind("aten::index.", 0) == 0 || name.rfind("aten::index_put", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
+}
+
 inline Operation read_operation(const c10::OperatorHandle& handle, const Stack& stack) {
   const auto& schema = handle.schema();
   Operation call{handle, torch::jit::last(stack, schema.arguments().size()).vec(), schema.operator_name().name};
@@ -34,8 +40,9 @@ inline Operation read_operation(const c10::OperatorHandle& handle, const Stack& 
   for (size_t i = 0; i < call.arguments.size(); i++)
     map_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
-      if (!tensor.is_cuda()) {  // numbers of the host may come along, as on a GPU
-        TORCH_CHECK(tensor.is_cpu() && tensor.dim() == 0 && !call.writes(i), call.name,
+      if (!tensor.is_cuda()) {  // numbers of the host may come along, as on a GPU, and indices, for which it waits
+        call.brings_indices |= takes_indices(call.name) && call.arguments[i].isList() && tensor.is_cpu();
+        TORCH_CHECK(call.brings_indices || (tensor.is_cpu() && tensor.dim() == 0 && !call.writes(i)), call.name,
                     ": Expected all tensors to be on the same device, but found ", tensor.device(), " beside cuda for argument ",
                     schema.arguments()[i].name(), " (strict device)");
         return tensor;
@@ -60,7 +67,7 @@ inline c10::IValue returned_argument(const Operation& call, size_t result) {
   auto* alias = call.schema().returns()[result].alias_info();
   for (size_t i = 0; i < call.arguments.size(); i++) {
     auto* own = call.schema().arguments()[i].alias_info();
-    if (own && alias && own->beforeSets() == alias->beforeSets()) return call.arguments[i];
+    if (own && alias && alias->isWrite() && own->beforeSets() == alias->beforeSets()) return call.arguments[i];
   }
   TORCH_CHECK(false, call.name, " gives a view, and has no kernel of its own on the strict device");
 }
@@ -122,16 +129,37 @@ inline at::Tensor empty_like_on(const at::Tensor& tensor, c10::Device place) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(place).requires_grad(false));
 }
 
-// Shapes that follow from values: the host waits, as it does on a GPU.
+// Numbers that were computed early, as a task of the stream writes them.
+inline void write_later(const Operation& call, const at::Tensor& target, const at::Tensor& values) {
+  auto run = [view = kernel_view(target), values] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    view.copy_(values);
+  };
+  issue(current_stream(call.device), {.ranges = {range_of(target, true)}, .what = call.name, .run = run});
+}
+
+// Shapes that follow from values: the host waits for these, as it does on a GPU, and the numbers are written after.
 inline Stack compute_now(Operation& call) {
   wait_for(issue(current_stream(call.device), {.ranges = call.ranges, .what = call.name}), call.name);
+  std::vector<std::pair<at::Tensor, at::Tensor>> outputs;  // an output may grow: the operator is given a copy
   Stack computed = kernel_arguments(call), results;
+  for (size_t i = 0; i < computed.size(); i++) {
+    if (!call.writes(i)) continue;
+    size_t next = outputs.size();
+    map_tensors(call.arguments[i], [&](const at::Tensor& each) { return outputs.emplace_back(each, at::Tensor()).first; });
+    computed[i] = map_tensors(computed[i], [&](const at::Tensor& each) { return outputs[next++].second = each.defined() ? each.clone() : each; });
+  }
   call.handle.callBoxed(computed);
+  for (auto& [output, values] : outputs) {
+    if (!output.defined()) continue;
+    if (output.sizes() != values.sizes()) output.resize_(values.sizes());
+    write_later(call, output, values);
+  }
   for (size_t i = 0; i < computed.size(); i++)
     results.push_back(call.schema().returns()[i].alias_info() ? returned_argument(call, i) : map_tensors(computed[i], [&](const at::Tensor& each) {
       if (!each.defined()) return each;
       at::Tensor made = empty_like_on(each, call.place());
-      kernel_view(made).copy_(each);
+      write_later(call, made, each);
       return made;
     }));
   return results;
@@ -178,6 +206,8 @@ inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Sta
   c10::OptionalDeviceGuard guard(call.place());
   at::AutoDispatchBelowADInplaceOrView below;
   if (auto rule = rules.find(call.name); rule != rules.end()) rule->second(call.arguments);
+  give_generator(call.schema(), call.device, call.arguments);
+  if (call.brings_indices) wait_for(issue(current_stream(call.device), {.what = call.name}), call.name);
   auto metas = infer_shapes(call);
   Stack results = metas ? compute_later(call, *metas) : compute_now(call);
   torch::jit::drop(*stack, handle.schema().arguments().size());

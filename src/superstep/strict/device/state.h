@@ -116,6 +116,7 @@ struct State {
   std::map<char*, Block*> blocks;
   std::set<Block*> shut;  // pinned blocks that the host may not use now
   Clock host;
+  std::map<int, std::pair<uint64_t, uint64_t>> random_states;  // of each device: its seed, and the calls that drew since
   std::vector<std::string> races;
   bool is_recording = false;
   std::vector<Ran> ran;  // while it records
