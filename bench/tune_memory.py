@@ -153,6 +153,7 @@ def job_for(
         rl,
         str(begin),
     )
+    root.mkdir(parents=True, exist_ok=True)  # as the verb does before its run
     return job_of(
         resolve(config),
         rl,

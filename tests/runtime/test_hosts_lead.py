@@ -121,6 +121,7 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
     go = again.ranks.given[0].go
     assert (go.epoch, go.state) == (2, (4, 0))
     assert "host 1 (127.0.0.1): it is lost, it has said nothing for" in go.lost.text
+    _until(lambda: len(host.ranks.given) > 1)
     assert host.ranks.given[1].go == go
 
 
