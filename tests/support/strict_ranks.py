@@ -58,12 +58,15 @@ def gpu_of(rank, world, settings=None):
     module.take_races()
     module.take_host_waits()
     module.reset_peak(rank)
+    before = module.contexts() - {rank}  # of jobs that this process has run: a context is for good
     seen = Seen([], {}, set(), 0)
     found = [seen]
 
     def look():
         torch.cuda.synchronize()
-        found[0] = Seen(module.take_races(), module.take_host_waits(), module.contexts(), module.memory(rank)[1])
+        found[0] = Seen(
+            module.take_races(), module.take_host_waits(), module.contexts() - before, module.memory(rank)[1]
+        )
         return found[0]
 
     yield device, look
