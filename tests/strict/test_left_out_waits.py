@@ -1,24 +1,24 @@
 """Faults planted in a training step on emulated GPUs: each is named, with the line of the call that meets it."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 import small
-from strict_ranks import gpu_of
+from strict_ranks import SETTINGS, gpu_of
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.runtime.engine import Engine
 from superstep.runtime.launch import gather
 from superstep.runtime.mesh import build_mesh
-from superstep.strict.settings import Settings
 from superstep.strict.works import StreamWork
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.close import TIMEOUT
 
 pytestmark = pytest.mark.strict
 
-ONLY_NOTED = Settings(devices=8, device_bytes=1 << 30, raises=False)
+ONLY_NOTED = replace(SETTINGS, raises=False)
 
 LAYOUTS = {
     "zero 3": {"dp": 2, "zero": 3},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import small
-from strict_ranks import gpu_of
+from strict_ranks import SETTINGS, gpu_of
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.program.check import check
@@ -16,7 +16,6 @@ from superstep.program.instructions import Settle
 from superstep.runtime import holding
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
-from superstep.strict.settings import Settings
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.close import TIMEOUT
 
@@ -46,7 +45,7 @@ PASSES = {"none": lambda program: program, "resident": resident, "without settli
 def train(rank, world, name):
     run = resolve(CONFIG)
     (batch,) = small.batches(steps=1)
-    settings = Settings(devices=8, device_bytes=1 << 30, raises=False)
+    settings = replace(SETTINGS, raises=False)
     with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, settings) as (device, look):
         patch.setattr(holding, "compile_step", lambda plan: PASSES[name](compile_step(plan)))
         mesh = build_mesh(run.plan, rank, device, timeout=TIMEOUT)

@@ -5,20 +5,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from strict_ranks import device_module
+from strict_ranks import SETTINGS, device_module
 from superstep.strict.load import configure
-from superstep.strict.settings import Settings
 
 pytestmark = pytest.mark.strict
 
 GPU = torch.device("cuda", 0)
-SETTINGS = Settings(devices=8, device_bytes=1 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +212,7 @@ def test_events_tell_time_once_they_are_over():
 
 
 def test_the_latest_order_runs_nothing_before_the_host_waits(device):
-    configure(device, Settings(devices=8, device_bytes=1 << 30, order="latest"))
+    configure(device, replace(SETTINGS, order="latest"))
     event = torch.cuda.Event()
     event.record()
     assert not event.query()
@@ -340,7 +339,7 @@ def test_a_seed_gives_its_order_again(device):
 
     def order(seed):
         torch.cuda.synchronize()
-        configure(device, Settings(devices=8, device_bytes=1 << 30, seed=seed, order="latest"))
+        configure(device, replace(SETTINGS, seed=seed, order="latest"))
         start, ends = torch.cuda.Event(enable_timing=True), []
         start.record()
         for stream in streams:
@@ -363,7 +362,7 @@ def test_to_choose_a_gpu_makes_a_context_there(device):
 
 
 def test_numbers_are_drawn_by_the_seed_of_their_gpu_whenever_they_run(device):
-    configure(device, Settings(devices=8, device_bytes=1 << 30, order="latest"))
+    configure(device, replace(SETTINGS, order="latest"))
     torch.manual_seed(3)
     drawn, of_host = torch.randn(4, device=GPU), torch.randn(2)
     torch.manual_seed(3)

@@ -10,8 +10,8 @@
     sizes            ``runtime.resident``        resident bytes of the process over time
     gpu              ``runtime.gpu_progress``    how far the GPU has come
 
-Words are of 8 bytes and
-aligned, so that each is stored and loaded at once; a record of several may be read while it is written.
+Words are of 8 bytes and aligned, so that each is stored and loaded at once; a record of several may be read while it
+is written.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.strict.exchange import Call, Views, Wire
+from superstep.strict.torch_cuda import known_stream
 from superstep.strict.works import StreamWork, Watchdog
 
-CUDA_TYPE = 1
 WATCHDOG_FIRST = timedelta(minutes=1)
 """A message may take so much longer than a call: what hangs is the watchdog's to name."""
 
@@ -192,7 +192,7 @@ class Communicator(dist.ProcessGroup):
         writes = [tensor for call in calls for tensor in call.writes]
         (index,) = {tensor.device.index for tensor in (*reads, *writes)}
         queue, wire = self._wire(index)
-        stream = torch.cuda.Stream(stream_id=queue, device_index=index, device_type=CUDA_TYPE)
+        stream = known_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
         def run(read_views: Views, written_views: Views) -> None:

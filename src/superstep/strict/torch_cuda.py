@@ -166,7 +166,6 @@ class Random:
 
     def names(self) -> dict[str, Callable[..., Any]]:
         """By name in ``torch.cuda``."""
-        every = range(self.device.devices())
         return {
             "manual_seed": self.seed,
             "manual_seed_all": self.seed_all,
@@ -174,7 +173,7 @@ class Random:
             "initial_seed": lambda: self.device.random_state(index_of())[0],
             "get_rng_state": self.state,
             "set_rng_state": self.set_state,
-            "get_rng_state_all": lambda: [self.state(index) for index in every],
+            "get_rng_state_all": lambda: [self.state(index) for index in range(self.device.devices())],
             "set_rng_state_all": self.set_states,
         }
 

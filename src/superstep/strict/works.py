@@ -27,13 +27,12 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
         super().__init__()
         self.end, self.what = end, what
         self.limit_s = time.monotonic() + limit.total_seconds()
-        self._kept: Sequence[Tensor] = tensors
-        self._results = list(tensors)
+        self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have what is issued to the current stream from now on come after the call."""
         self._order()
-        self._kept, self._results = (), []
+        self._tensors = []
         return True
 
     def _order(self) -> None:
@@ -58,13 +57,13 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
 
     def result(self) -> list[Tensor]:
         """What it writes."""
-        return self._results
+        return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """What it writes, for work that is issued after ``wait``."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self._order()
-        future.set_result(self._results)
+        future.set_result(self._tensors)
         return future
 
 

@@ -48,10 +48,8 @@ def prove_emulated(world: World, case: Case) -> tuple[Verdict, list[OnGpu]]:
 
 def emulated_lines(run: Resolved, ranks: Sequence[OnGpu]) -> Iterator[str]:
     """What the GPUs saw: races and waits of all ranks, the fullest of them, and who uses another one's."""
-    races, waits = (
-        _total(seen.races for rank in ranks for seen in rank.all),
-        _total(rank.step.host_waits for rank in ranks),
-    )
+    races = _total(seen.races for rank in ranks for seen in rank.all)
+    waits = _total(rank.step.host_waits for rank in ranks)
     fullest = max((rank.step for rank in ranks), key=lambda step: step.peak_bytes)
     issued = sum(seen.launches for rank in ranks for seen in rank.all)
     predicted = "" if run.decoder is None else f", {bytes_text(max(rank.bytes for rank in memory_of(run)))} predicted"
@@ -63,9 +61,10 @@ def emulated_lines(run: Resolved, ranks: Sequence[OnGpu]) -> Iterator[str]:
     yield from _counted(races)
     for number, others in _strays(ranks):
         yield f"  {'context':12}rank {number} uses {others} too, which takes memory there; its GPU is cuda:{number}"
-    yield f"{'NO RACE' if not races else 'RACES'}: " + (
-        "no two uses of memory met that nothing orders." if not races else "on a GPU the numbers above are luck."
-    )
+    if races:
+        yield "RACES: on a GPU the numbers above are luck."
+    else:
+        yield "NO RACE: no two uses of memory met that nothing orders."
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -61,12 +61,10 @@ def main(argv: Sequence[str]) -> int:
             return prove_faults(run, corpus)
         if options.exact:
             return _exact(options, run, corpus)
+        if options.device is not None:
+            return _run_emulated(run, corpus, options)
         if not options.all:
-            return (
-                run_one(run, corpus, steps=options.steps)
-                if options.device is None
-                else _run_emulated(run, corpus, options)
-            )
+            return run_one(run, corpus, steps=options.steps)
         return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 

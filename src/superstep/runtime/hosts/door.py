@@ -86,9 +86,8 @@ class Door:
             with self._lock:
                 if len(self._strangers) >= WAITING:
                     oldest = next(iter(self._strangers))
-                    del self._strangers[
-                        oldest
-                    ]  # now, for its thread may be late: the next to come is not to hang it up
+                    # Now, for its thread may be late: the next to come is not to hang it up again.
+                    del self._strangers[oldest]
                     _hang_up(oldest)  # its thread finds the end of it, and leaves
                 self._strangers[sock] = there
             threading.Thread(target=self._meet, args=(sock, there), name="superstep-guest", daemon=True).start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.runtime.engine import Engine
+from superstep.runtime.engine import Engine, StepResult
 from superstep.runtime.launch import World, gather
 from superstep.runtime.mesh import build_mesh
 from superstep.state.manifest import Position
@@ -293,20 +293,25 @@ def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterat
     try:
         engine = Engine(run, units_of(run), mesh, example=batches[0].tokens_BS[:1])
         for step, batch in enumerate(batches):
-            engine.train_step(
-                microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh),
-                valid_tokens=batch.valid_tokens,
-                divisor=batch.divisor,
-                lr=rate(run.config.train, step),
-            )
+            _train(engine, batch.rows(rows(run.plan, mesh)), step)
             yield
     finally:
         mesh.destroy()
 
 
+def _train(engine: Engine, mine: Batch, step: int, inspect: Callable[[], None] | None = None) -> StepResult:
+    """One step on this rank's rows of a batch."""
+    return engine.train_step(
+        microbatches_of(mine, engine.run.plan, engine.mesh),
+        valid_tokens=mine.valid_tokens,
+        divisor=mine.divisor,
+        lr=rate(engine.run.config.train, step),
+        inspect=inspect,
+    )
+
+
 def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:
-    run, mesh = engine.run, engine.mesh
-    mine = batch.rows(rows(run.plan, mesh))
+    mine = batch.rows(rows(engine.run.plan, engine.mesh))
     found: list[Difference] = []
     tensors: dict[str, Tensor] = {}
 
@@ -316,13 +321,7 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
             tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
 
     bits[step, DATA] = data_bits(mine)
-    result = engine.train_step(
-        microbatches_of(mine, run.plan, mesh),
-        valid_tokens=batch.valid_tokens,
-        divisor=batch.divisor,
-        lr=rate(run.config.train, step),
-        inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)),
-    )
+    result = _train(engine, mine, step, inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)))
     bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
     found += compare.step(result)
     found += compare.pieces(engine.pieces(STATE), take)
