@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
@@ -195,11 +196,14 @@ class Communicator(dist.ProcessGroup):
         stream = known_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
+        # Kernels under way keep no memory: it is the work that does, until wait().
+        bare = [replace(call, reads=(), writes=()) for call in calls]
+
         def run(read_views: Views, written_views: Views) -> None:
-            if calls[0].peer is None:
-                wire.collect(calls[0], read_views, written_views)
+            if bare[0].peer is None:
+                wire.collect(bare[0], read_views, written_views)
             else:
-                wire.transfer(calls, read_views, written_views)
+                wire.transfer(bare, read_views, written_views)
 
         what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
         self.device.launch(queue, reads, writes, run, what)

@@ -173,8 +173,8 @@ class Wire:
         Raises:
             RuntimeError: the ends of a transfer do not fit.
         """
-        sends = list(zip((call for call in calls if call.reads), reads, strict=True))
-        receives = list(zip((call for call in calls if call.writes), writes, strict=True))
+        sends = list(zip((call for call in calls if call.name == "send"), reads, strict=True))
+        receives = list(zip((call for call in calls if call.name == "recv"), writes, strict=True))
         works = [self.gloo.send([call.signature()], call.peer, WANTED) for call, _ in receives]
         faults: list[str] = []
         for call, numbers in sends:
