@@ -54,5 +54,5 @@ def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
     found = pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, tmp_path, timeout_s=60)
     for rank, (first, seen) in enumerate(found):
         assert first is None
-        assert seen.races == []
+        assert seen.races == {}
         assert seen.contexts == {rank}

@@ -60,7 +60,7 @@ def both_factors_at_work(run):
 def assert_sound(found):
     for rank, (first, seen) in enumerate(found):
         assert not first
-        assert seen.races == []
+        assert seen.races == {}
         assert seen.contexts == {rank}
 
 

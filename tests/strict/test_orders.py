@@ -31,7 +31,7 @@ def assert_sound(pool, folder, name, ways):
         found = pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, folder, None, settings(*way), timeout_s=60)
         for first, seen in found:
             assert first is None, way
-            assert seen.races == [], way
+            assert seen.races == {}, way
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -59,7 +59,7 @@ def train(rank, world, name):
 
 def test_a_pass_of_ones_own_is_run_and_its_race_is_named(pool):
     found = {name: pool.run(2, train, name)[0] for name in PASSES}
-    assert found["none"][1] == found["resident"][1] == []
+    assert found["none"][1] == found["resident"][1] == {}
     assert found["resident"][0] == found["none"][0]
     races = found["without settling"][1]
     assert races

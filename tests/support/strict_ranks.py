@@ -3,7 +3,7 @@
 import importlib
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -14,28 +14,12 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.runtime.seed import heed_all, planted
 from superstep.strict.load import configure
+from superstep.strict.seen import Look
 from superstep.strict.settings import Settings
 from superstep.train.proof.close import prove
 from superstep.train.proof.exact import prove_exact
 
 SETTINGS = Settings(devices=8, device_bytes=1 << 30)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the device saw on a rank.
-
-    Attributes:
-        races: in words.
-        host_waits: how often the host waited, by operator and line.
-        contexts: the GPUs that were used.
-        peak_bytes: of the rank's own GPU.
-    """
-
-    races: list
-    host_waits: dict
-    contexts: set
-    peak_bytes: int
 
 
 def device_module():
@@ -44,7 +28,9 @@ def device_module():
 
 @contextmanager
 def gpu_of(rank, world, settings=None):
-    """The rank's GPU, and the default process group on it, in place of the pool's; what was seen comes out."""
+    """The rank's GPU, and the default process group on it, in place of the pool's; and a function that says what the
+    GPU saw since it was last asked.
+    """
     module = device_module()
     configure(module, settings or SETTINGS)
     given = dist.distributed_c10d._get_default_store()
@@ -55,19 +41,12 @@ def gpu_of(rank, world, settings=None):
     device.make_current()
     timeout = dist.constants.default_pg_timeout
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device.torch)
-    module.take_races()
-    module.take_host_waits()
-    module.reset_peak(rank)
     before = module.contexts() - {rank}  # of jobs that this process has run: a context is for good
-    seen = Seen([], {}, set(), 0)
-    found = [seen]
+    on_gpu = Look(rank)
 
     def look():
-        torch.cuda.synchronize()
-        found[0] = Seen(
-            module.take_races(), module.take_host_waits(), module.contexts() - before, module.memory(rank)[1]
-        )
-        return found[0]
+        seen = on_gpu.take()
+        return replace(seen, contexts=seen.contexts - before)
 
     yield device, look
     dist.barrier()
