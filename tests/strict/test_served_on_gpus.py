@@ -1,50 +1,83 @@
-"""A model served on an emulated GPU says what it says on a CPU: the same tokens."""
+"""A model served on emulated GPUs says what it says on a CPU: the same tokens, as likely."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 import low_rank
+from served_ranks import served_by
 from strict_ranks import gpu_of
 from superstep.runtime.device import Device
-from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
+from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.offline import generate
 from superstep.serve.request import Sampling
 
 pytestmark = pytest.mark.strict
 
-PROMPTS = [[(7 * n + 3 * k) % low_rank.VOCAB for k in range(length)] for n, length in enumerate((1, 15, 16, 33))]
+LONG = [(7 * k) % low_rank.VOCAB for k in range(33)]
+PROMPTS = [LONG[:1], LONG[:15], LONG[:16], LONG, [*LONG[:32], 5], [3, 9] * 9]
+"""Of lengths around a page's; the fifth begins as the fourth does, the last one repeats itself, as guesses need."""
 GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
+WAYS = [
+    GREEDY,
+    Sampling(max_tokens=12, seed=1, temperature=0.8, ignore_eos=True),
+    Sampling(max_tokens=12, seed=2, top_k=8, repetition_penalty=1.2, ignore_eos=True, logit_bias=((5, 1.0),)),
+    Sampling(max_tokens=12, seed=3, ignore_eos=True, top_logprobs=2, prompt_logprobs=True),
+    Sampling(max_tokens=12, seed=4, top_p=0.9, presence_penalty=0.5, ignore_eos=True),
+    GREEDY,
+]
+FP32 = ServeConfig(compute="fp32", context_tokens=64, pages=64)
 
 
-def config(*, exact):
-    return ServeConfig(compute="fp32", exact=exact, context_tokens=64, pages=64)
+def answers(rank, folder, serve, device):
+    """To all prompts at once, and then to each of the long ones, whose first pages are there; and what was shared and
+    guessed.
+    """
+    with served_by(rank, folder, serve, device) as (engine, _):
+        if engine is None:
+            return None
+        found = [*generate(engine, PROMPTS, WAYS), *generate(engine, PROMPTS[3:5], GREEDY)]
+        counters = engine.counters
+    return found, counters.prefix_hit_tokens, counters.accepted_tokens
 
 
-def answers(folder, serve, device):
-    engine = open_engine(Path(folder), serve, device=device)
-    try:
-        return [answer.ids for answer in generate(engine, PROMPTS, GREEDY)]
-    finally:
-        engine.end()
+def serve_on_cpu(rank, world, folder, serve):
+    return answers(rank, folder, serve, Device("cpu"))
 
 
-def serve_on_cpu(rank, world, folder):
-    return answers(folder, config(exact=False), Device("cpu"))
-
-
-def serve_on_gpu(rank, world, folder, exact):
+def serve_on_gpus(rank, world, folder, serve):
     """What it says, and what the device saw."""
     with gpu_of(rank, world) as (gpu, look):
-        return answers(folder, config(exact=exact), gpu), look()
+        return answers(rank, folder, serve, gpu), look()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_answers_are_those_of_a_cpu(pool, tmp_path, exact):
-    folder = low_rank.write_model(tmp_path)
-    (wanted,) = pool.run(1, serve_on_cpu, folder)
-    ((found, seen),) = pool.run(1, serve_on_gpu, folder, exact, timeout_s=60)
-    assert found == wanted
-    assert seen.races == {}
-    assert seen.contexts == {0}
+CASES = {
+    "exact": (replace(FP32, exact=True), {}),
+    "exact tp": (replace(FP32, exact=True, tp=2), {}),
+    "guesses": (replace(FP32, speculate=NGRAM), {}),
+    "guesses tp": (replace(FP32, speculate=NGRAM, tp=2), {}),
+    "experts tp": (replace(FP32, tp=2), {"experts": 4, "router": "dropless"}),
+}
+
+
+def numbers(answer):
+    """Of each token and of each of the prompt's, its log-probabilities."""
+    return [x for told in (*answer.tokens, *answer.prompt) for x in (told.logprob, *(p for _, p in told.top))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_answers_are_those_of_a_cpu(pool, tmp_path, name):
+    serve, model = CASES[name]
+    folder = low_rank.write_model(tmp_path, **model)
+    ((wanted, shared_tokens, _),) = pool.run(1, serve_on_cpu, folder, replace(serve, tp=1))
+    found = pool.run(serve.tp, serve_on_gpus, folder, serve, timeout_s=60)
+    (told, same_tokens, stood), _ = found[0]
+    assert [answer.ids for answer in told] == [answer.ids for answer in wanted]
+    closely = {"abs": 0, "rel": 0} if serve.exact else {"abs": 1e-4}
+    for one, other in zip(told, wanted, strict=True):
+        assert numbers(one) == pytest.approx(numbers(other), **closely)
+    assert same_tokens == shared_tokens > 0
+    assert (stood > 0) == bool(serve.speculate)
+    for rank, (_, seen) in enumerate(found):
+        assert seen.races == {}
+        assert seen.contexts == {rank}

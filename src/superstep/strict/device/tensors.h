@@ -26,8 +26,10 @@ inline Range range_of(const at::Tensor& tensor, bool writes) {
   return {begin, begin + (last + 1) * tensor.element_size(), writes};
 }
 
+// A tensor of its own kind, whatever mode the caller is in: what runs it later is in none.
 inline at::Tensor kernel_view(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
+  c10::InferenceMode normal(false);
   auto options = tensor.options().device(c10::kCPU).requires_grad(false).pinned_memory(false);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   char* real = real_address(storage_address(tensor));
