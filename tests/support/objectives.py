@@ -15,6 +15,7 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_policy import sequence_policy
+from superstep.numerics.tolerance import TOLERANCE
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
@@ -105,15 +106,16 @@ class Result:
 
 def results(rank, world, runs, found: Batch, temperature=1.0):
     """Of each run on these ranks every trial; the gradients are those of the pieces this rank holds."""
-    return [_results(rank, run, found, temperature) for run in runs]
+    return [results_on(Device("cpu"), rank, run, found, temperature) for run in runs]
 
 
-def _results(rank, run, found, temperature):
-    mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
+def results_on(device, rank, run, found, temperature=1.0):
+    """Every trial of a run on a rank's device; what it gives is on the host."""
+    mesh = build_mesh(run.plan, rank, device, timeout=timedelta(seconds=60))
     try:
         engine = Engine(run, units(run.shape), mesh, temperature=temperature)
         # Streams that nobody reads are cut along all the same.
-        logprobs = engine.logprobs(microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh))
+        logprobs = engine.logprobs(microbatches_of(found.rows(rows(run.plan, mesh)), run.plan, mesh)).cpu()
         return [_trial(engine, *trial(found, logprobs), logprobs) for trial in TRIALS]
     finally:
         mesh.destroy()
@@ -127,7 +129,7 @@ def _trial(engine, found, objective, logprobs):
 
     def keep():
         held = engine.pieces(["gradient"])
-        pieces.extend((p.name, p.shape, p.index, p.low, p.values.detach().clone()) for p in held)
+        pieces.extend((p.name, p.shape, p.index, p.low, p.values.detach().cpu().clone()) for p in held)
 
     # Without a learning rate the weights stay, and the next trial begins with them.
     step = engine.train_step(
@@ -158,6 +160,19 @@ def whole(of_ranks):
             tensor[index] = block.view(tensor[index].shape)
     assert not any(bool(tensor.isnan().any()) for tensor in gradients.values())
     return replace(first, gradients=gradients)
+
+
+def compare(ours, theirs, what, allowed=TOLERANCE["fp32"]):
+    """With the textbook, within the tolerance of fast mode."""
+    assert_near(ours.logprobs, theirs.logprobs, allowed.loss, (what, "logprobs"))
+    for name, gradient in theirs.gradients.items():
+        assert_near(ours.gradients[name], gradient, allowed.gradient, (what, name))
+
+
+def assert_near(ours, theirs, rtol, what):
+    """Two tensors, by the norm of their difference."""
+    far = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    assert far <= rtol, (what, far)
 
 
 def _weighted(logp, s):

@@ -11,6 +11,7 @@ import torch
 
 import objectives
 from longer import first_few, many_ranks
+from objectives import compare
 from superstep.errors import DataError, Fault
 from superstep.model.axes import units
 from superstep.model.unit import UnitSpec
@@ -57,18 +58,6 @@ EXACT = {
     4: [{"tp": 2, "cp": 2}, {"dp": 2, "zero": 2, "pp": 2}],
 }
 """All with microbatches of two sequences: their size is a matter of the bits."""
-
-
-def assert_near(ours, theirs, rtol, what):
-    far = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-    assert far <= rtol, (what, far)
-
-
-def compare(ours, theirs, what, allowed=TOLERANCE["fp32"]):
-    """With the textbook, within the tolerance of fast mode."""
-    assert_near(ours.logprobs, theirs.logprobs, allowed.loss, (what, "logprobs"))
-    for name, gradient in theirs.gradients.items():
-        assert_near(ours.gradients[name], gradient, allowed.gradient, (what, name))
 
 
 def told(found, logprobs):
