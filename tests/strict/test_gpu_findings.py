@@ -41,7 +41,7 @@ def step_of_experts(rank, world, planted):
     run = resolve(
         replace(small.config(layers=2, compute="bf16", recompute="selective", kernels="torch"), model=EXPERTS)
     )
-    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world) as (device, look):
+    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world) as (device, report):
         for name, function in planted.items():
             for module in (experts, exchange):
                 patch.setattr(module, name, function, raising=False)
@@ -56,7 +56,7 @@ def step_of_experts(rank, world, planted):
             said = str(error)
         mesh.destroy()
         waits = [line for line in device_module().take_host_waits() if "superstep/model/" in line]
-        look()
+        report()
         return said, waits
 
 

@@ -22,7 +22,7 @@ def waits_of_a_step(rank, world, run):
     it.
     """
     batch, device = batches(run)[0], device_module()
-    with gpu_of(rank, world) as (gpu, look):
+    with gpu_of(rank, world) as (gpu, report):
         mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
         engine = Engine(run, units_of(run), mesh)
         before = {}
@@ -35,11 +35,11 @@ def waits_of_a_step(rank, world, run):
         engine._executor._step = update
         for _ in range(2):
             before.clear()
-            look()
+            report()
             mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
             engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
             after = device.take_host_waits()
-        races = look().races
+        races = report().races
         mesh.destroy()
     return before, after, races
 

@@ -52,7 +52,7 @@ def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
     batches = small.batches(packed=False)
     write_reference(run.shape, run.config.train, batches, tmp_path)
     found = pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, tmp_path, timeout_s=60)
-    for rank, (first, seen) in enumerate(found):
+    for rank, (first, observed) in enumerate(found):
         assert first is None
-        assert seen.races == {}
-        assert seen.contexts == {rank}
+        assert observed.races == {}
+        assert observed.contexts == {rank}

@@ -61,7 +61,7 @@ def skip_each(rank, world, config, most):
     """Of some waits of a step, each left out once: its number, and the races that are named; before that, all waits."""
     run = resolve(config)
     (batch,) = small.batches(steps=1)
-    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, ONLY_NOTED) as (device, look):
+    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, ONLY_NOTED) as (device, report):
         mesh = build_mesh(run.plan, rank, device, timeout=TIMEOUT)
         engine = Engine(run, units(run.shape), mesh)
         mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
@@ -70,7 +70,7 @@ def skip_each(rank, world, config, most):
         def races(skipped=0):
             skips.begin(skipped)
             engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
-            return look().races
+            return report().races
 
         assert races() == {}
         waits = list(skips.waits)

@@ -31,7 +31,7 @@ def config(**plan):
     return replace(found, model=model, data=replace(found.data, sequence_tokens=TOKENS))
 
 
-def on_gpu(plan):
+def monitor(plan):
     """The run, knowing what a GPU's kernels keep."""
     return with_kept(resolve(config(**plan)), Device("cuda", 0))
 
@@ -42,7 +42,7 @@ def batch():
 
 def peak_of_steps(rank, world, run):
     """The pipeline rank, and the most bytes of the allocator over two steps, without what was there before."""
-    with gpu_of(rank, world) as (gpu, look):
+    with gpu_of(rank, world) as (gpu, report):
         gc.collect()  # engines of tests before
         torch.cuda.synchronize()
         device_module().reset_peak(rank)
@@ -52,7 +52,7 @@ def peak_of_steps(rank, world, run):
         mine = microbatches_of(batch().rows(rows(run.plan, mesh)), run.plan, mesh)
         for _ in range(2):
             engine.train_step(mine, valid_tokens=batch().valid_tokens, lr=1e-3)
-        peak = look().peak_bytes - before
+        peak = report().peak_bytes - before
         mesh.destroy()
         return mesh.at.pp, peak
 
@@ -87,7 +87,7 @@ def predicted(run):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_peak_is_its_prediction(pool, name):
-    run = on_gpu(LAYOUTS[name])
+    run = monitor(LAYOUTS[name])
     least, most = (0.98, 1.02) if name in EXACT else (0.88, 1.1)
     for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
         assert least < peak / predicted(run)[at] < most, (at, peak, predicted(run)[at])
@@ -112,7 +112,7 @@ def step_on(rank, world, run, device_bytes):
 
 @pytest.mark.parametrize("plan", [{}, {"recompute": "full"}], ids=str)
 def test_memory_ends_where_the_prediction_says(pool, plan):
-    run = on_gpu(plan)
+    run = monitor(plan)
     (needed,) = predicted(run)
     assert pool.run(1, step_on, run, int(needed * 1.02), timeout_s=60) == [""]
     (ended,) = pool.run(1, step_on, run, int(needed * 0.87), timeout_s=60)

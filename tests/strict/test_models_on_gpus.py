@@ -58,10 +58,10 @@ def both_factors_at_work(run):
 
 
 def assert_sound(found):
-    for rank, (first, seen) in enumerate(found):
+    for rank, (first, observed) in enumerate(found):
         assert not first
-        assert seen.races == {}
-        assert seen.contexts == {rank}
+        assert observed.races == {}
+        assert observed.contexts == {rank}
 
 
 LAYOUTS = {

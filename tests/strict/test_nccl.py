@@ -198,23 +198,23 @@ CALLS = {
 
 
 def call_all(rank, world):
-    with gpu_of(rank, world) as (device, look):
+    with gpu_of(rank, world) as (device, report):
         gloo, found = dist.new_group(backend="gloo"), {}
         for name, call in CALLS.items():
             pair = [call(rank, world, device.torch, None), call(rank, world, torch.device("cpu"), gloo)]
             found[name] = [one.cpu() if isinstance(one, torch.Tensor) else one for one in pair]
-        return found, look()
+        return found, report()
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_calls_give_gloos_numbers(pool, world):
-    for found, seen in pool.run(world, call_all, timeout_s=TIME_S):
+    for found, observed in pool.run(world, call_all, timeout_s=TIME_S):
         for name, (of_nccl, of_gloo) in found.items():
             if isinstance(of_nccl, torch.Tensor):
                 torch.testing.assert_close(of_nccl, of_gloo, msg=name)
             else:
                 assert of_nccl == of_gloo
-        assert seen.races == {}
+        assert observed.races == {}
 
 
 # Calls that differ.
@@ -395,7 +395,7 @@ def test_a_barrier_of_a_group_that_is_bound_to_no_gpu_guesses_one_by_rank(tmp_pa
 
 def wait_on_the_device(rank, world):
     """Rank 1 calls only once rank 0 has come back from ``wait``."""
-    with gpu_of(rank, world) as (device, look):
+    with gpu_of(rank, world) as (device, report):
         store = dist.distributed_c10d._get_default_store()
         x = ones(device.torch, 4)
         if rank == 1:
@@ -405,7 +405,7 @@ def wait_on_the_device(rank, world):
         was_over = work.is_completed()
         store.set(f"rank {rank} went on", "yes")
         y = x + 1  # after it all the same
-        return was_over, y.tolist(), look().races
+        return was_over, y.tolist(), report().races
 
 
 def test_wait_orders_streams_and_no_host(pool):

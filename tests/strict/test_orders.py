@@ -29,9 +29,9 @@ def assert_sound(pool, folder, name, ways):
     write_reference(run.shape, run.config.train, batches, folder)
     for way in ways:
         found = pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, folder, None, settings(*way), timeout_s=60)
-        for first, seen in found:
+        for first, observed in found:
             assert first is None, way
-            assert seen.races == {}, way
+            assert observed.races == {}, way
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -46,15 +46,15 @@ def train(rank, world, name):
     run = resolve(CONFIG)
     (batch,) = small.batches(steps=1)
     settings = replace(SETTINGS, raises=False)
-    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, settings) as (device, look):
+    with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, settings) as (device, report):
         patch.setattr(holding, "compile_step", lambda plan: PASSES[name](compile_step(plan)))
         mesh = build_mesh(run.plan, rank, device, timeout=TIMEOUT)
         engine = Engine(run, units(run.shape), mesh)
         mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
         losses = [engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3).loss for _ in range(2)]
-        seen = look()
+        observed = report()
         mesh.destroy()
-    return losses, seen.races
+    return losses, observed.races
 
 
 def test_a_pass_of_ones_own_is_run_and_its_race_is_named(pool):

@@ -47,8 +47,8 @@ def serve_on_cpu(rank, world, folder, serve):
 
 def serve_on_gpus(rank, world, folder, serve):
     """What it says, and what the device saw."""
-    with gpu_of(rank, world) as (gpu, look):
-        return answers(rank, folder, serve, gpu), look()
+    with gpu_of(rank, world) as (gpu, report):
+        return answers(rank, folder, serve, gpu), report()
 
 
 CASES = {
@@ -78,6 +78,6 @@ def test_the_answers_are_those_of_a_cpu(pool, tmp_path, name):
         assert numbers(one) == pytest.approx(numbers(other), **closely)
     assert same_tokens == shared_tokens > 0
     assert (stood > 0) == bool(serve.speculate)
-    for rank, (_, seen) in enumerate(found):
-        assert seen.races == {}
-        assert seen.contexts == {rank}
+    for rank, (_, observed) in enumerate(found):
+        assert observed.races == {}
+        assert observed.contexts == {rank}

@@ -64,7 +64,7 @@ def never(flushed):
 def keep_copies(rank, world, run, settings):
     """Whether copies are the states that steps began with, and the state put back into another engine is its own."""
     batches = small.batches(steps=STEPS, packed=False)
-    with gpu_of(rank, world, settings) as (gpu, look):
+    with gpu_of(rank, world, settings) as (gpu, report):
         mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
         engine = Engine(run, units_of(run), mesh)
         _, (memory,) = made(1)
@@ -84,9 +84,9 @@ def keep_copies(rank, world, run, settings):
         goes_on = train(other, run, batches[-1:])
         is_same = same(held(other.pieces(STATE)), held(engine.pieces(STATE)))
         copies.close()
-        seen = look()
+        observed = report()
         mesh.destroy()
-    return kept, is_restored, is_same, seen, goes_on
+    return kept, is_restored, is_same, observed, goes_on
 
 
 @pytest.mark.parametrize("order", ["seeded", "latest"])
@@ -94,18 +94,18 @@ def keep_copies(rank, world, run, settings):
 def test_a_copy_is_the_state_that_its_step_began_with(pool, name, order):
     run, settings = run_of(name, every=1), replace(SETTINGS, order=order, delay_us=200 if order == "seeded" else 0)
     for rank, found in enumerate(pool.run(run.plan.mesh.world, keep_copies, run, settings, timeout_s=60)):
-        kept, is_restored, is_same, seen, _ = found
+        kept, is_restored, is_same, observed, _ = found
         assert kept == {STEPS - 2: True, STEPS - 1: True}
         assert is_restored
         assert is_same, "the step that follows has other bits"
-        assert seen.races == {}
-        assert seen.contexts == {rank}
+        assert observed.races == {}
+        assert observed.contexts == {rank}
 
 
 def stop_and_go_on(rank, world, run, folder):
     """Losses of a run, and of one that was stopped in its midst; their states; losses of held-out text."""
     batches = small.batches(steps=STEPS, packed=False)
-    with gpu_of(rank, world) as (gpu, look):
+    with gpu_of(rank, world) as (gpu, report):
         mesh, peers = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT), RankPeers(rank, world)
         whole = Engine(run, units_of(run), mesh)
         losses = train(whole, run, batches)
@@ -119,17 +119,17 @@ def stop_and_go_on(rank, world, run, folder):
         texts = [microbatches_of(b.rows(rows(run.plan, mesh)), run.plan, mesh) for b in batches[:1]]
         said = [engine.evaluate(texts[0]) for engine in (whole, second)]
         is_same = same(held(whole.pieces(STATE)), held(second.pieces(STATE)))
-        seen = look()
+        observed = report()
         mesh.destroy()
-    return losses, went, is_same, said, seen
+    return losses, went, is_same, said, observed
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_that_was_stopped_has_the_bits_of_one_that_was_not(pool, tmp_path, name):
     run = run_of(name)
     for found in pool.run(run.plan.mesh.world, stop_and_go_on, run, tmp_path / "checkpoint", timeout_s=60):
-        losses, went, is_same, said, seen = found
+        losses, went, is_same, said, observed = found
         assert losses == went
         assert is_same
         assert said[0] == said[1]
-        assert seen.races == {}
+        assert observed.races == {}

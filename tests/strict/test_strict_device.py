@@ -76,7 +76,7 @@ def test_operators_compute_what_the_cpu_does(name, device):
 
 
 def test_the_backward_pass_runs_in_a_thread_of_its_own_on_the_same_gpu():
-    seen = []
+    observed = []
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -85,13 +85,13 @@ def test_the_backward_pass_runs_in_a_thread_of_its_own_on_the_same_gpu():
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append((threading.current_thread() is threading.main_thread(), torch.cuda.current_device()))
+            observed.append((threading.current_thread() is threading.main_thread(), torch.cuda.current_device()))
             return grad * 2
 
     x = torch.ones(4, device="cuda:3", requires_grad=True)
     Twice.apply(x).sum().backward()
     assert x.grad.tolist() == [2.0] * 4
-    assert seen == [(False, 3)]
+    assert observed == [(False, 3)]
 
 
 def test_two_uses_that_nothing_orders_are_an_error_with_both_lines():

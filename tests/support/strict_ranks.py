@@ -14,7 +14,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.launch import World
 from superstep.runtime.seed import heed_all, planted
 from superstep.strict.load import configure
-from superstep.strict.seen import Look
+from superstep.strict.monitor import Monitor
 from superstep.strict.settings import Settings
 from superstep.train.proof.close import prove
 from superstep.train.proof.exact import prove_exact
@@ -28,9 +28,7 @@ def device_module():
 
 @contextmanager
 def gpu_of(rank, world, settings=None):
-    """The rank's GPU, and the default process group on it, in place of the pool's; and a function that says what the
-    GPU saw since it was last asked.
-    """
+    """The rank's GPU, with the default process group on it in place of the pool's, and what reports on it."""
     module = device_module()
     configure(module, settings or SETTINGS)
     given = dist.distributed_c10d._get_default_store()
@@ -42,13 +40,13 @@ def gpu_of(rank, world, settings=None):
     timeout = dist.constants.default_pg_timeout
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device.torch)
     before = module.contexts() - {rank}  # of jobs that this process has run: a context is for good
-    on_gpu = Look(rank)
+    monitor = Monitor(rank)
 
-    def look():
-        seen = on_gpu.take()
-        return replace(seen, contexts=seen.contexts - before)
+    def report():
+        observed = monitor.report()
+        return replace(observed, contexts=observed.contexts - before)
 
-    yield device, look
+    yield device, report
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,18 +87,18 @@ def begin_nccl(rank, world, folder, limit_s):
 
 
 def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None):
-    """The first value of a run that is not the reference's, in words, and what the device saw."""
-    with gpu_of(rank, world, settings) as (device, look):
+    """The first value of a run that is not the reference's, in words, and what was observed on the GPU."""
+    with gpu_of(rank, world, settings) as (device, report):
         verdict = prove(World(rank, world, device), run, batches, folder, reruns=False, specs=specs)
-        seen = look()
-    return verdict.first and verdict.first.describe(), seen
+        observed = report()
+    return verdict.first and verdict.first.describe(), observed
 
 
 def prove_bits_on_gpus(rank, world, run, batches, folder, relay):
     """The same of exact mode: the first number whose bits are not those of the CPU's one rank, from the start and from
     that one's checkpoint.
     """
-    with gpu_of(rank, world) as (device, look):
+    with gpu_of(rank, world) as (device, report):
         verdict = prove_exact(World(rank, world, device), run, batches, folder, relay)
-        seen = look()
-    return [difference.describe() for difference in (verdict.first, verdict.first_resumed) if difference], seen
+        observed = report()
+    return [difference.describe() for difference in (verdict.first, verdict.first_resumed) if difference], observed

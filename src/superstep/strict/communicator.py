@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.strict.exchange import Call, Views, Wire
 from superstep.strict.torch_cuda import known_stream
+from superstep.strict.transport import Call, Transport, Views
 from superstep.strict.works import StreamWork, Watchdog
 
 WATCHDOG_FIRST = timedelta(minutes=1)
 """A message may take so much longer than a call: what hangs is the watchdog's to name."""
 
-Run = Callable[[Wire, Views, Views], None]
+Run = Callable[[Transport, Views, Views], None]
 
 
 class GroupOptions:
@@ -55,11 +55,11 @@ class Communicator(dist.ProcessGroup):
         self.options = options
         self._store = store
         self._name, self._desc = options.group_name, ""
-        self._numbers = itertools.count(1)
+        self._call_numbers = itertools.count(1)
         self._splits = itertools.count(1)
-        self._together: list[Call] | None = None
+        self._coalesced: list[Call] | None = None
         self._is_aborted = False
-        self._wires: dict[int, tuple[int, Wire]] = {}
+        self._transports: dict[int, tuple[int, Transport]] = {}
 
     # What torch asks of a group.
 
@@ -102,7 +102,7 @@ class Communicator(dist.ProcessGroup):
         pass
 
     def _is_initialized(self) -> bool:
-        return bool(self._wires)
+        return bool(self._transports)
 
     # How members come together.
 
@@ -112,7 +112,7 @@ class Communicator(dist.ProcessGroup):
         self.bound_device_id = device
         if self.options.split_from is not None:
             self.options.split_from.split(self.options._timeout)
-        self._wire(device.index)
+        self._connect(device.index)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Take part in splitting this one, as a rank that is no member of what comes of it."""
@@ -120,9 +120,9 @@ class Communicator(dist.ProcessGroup):
 
     def split(self, limit: timedelta) -> None:
         """Wait until all members take part in making a communicator out of this one."""
-        self._meet(f"split {next(self._splits)}", limit)
+        self._rendezvous(f"split {next(self._splits)}", limit)
 
-    def _meet(self, what: str, limit: timedelta) -> None:
+    def _rendezvous(self, what: str, limit: timedelta) -> None:
         self._store.set(f"{what} {self.rank()}", "yes")
         if self._store.add(f"{what} came", 1) == self.size():
             self._store.set(f"{what} met", "yes")
@@ -135,39 +135,41 @@ class Communicator(dist.ProcessGroup):
                 f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
             ) from late
 
-    def _wire(self, index: int) -> tuple[int, Wire]:
+    def _connect(self, index: int) -> tuple[int, Transport]:
         """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
-        if index not in self._wires:
+        if index not in self._transports:
             self._store.set(f"gpu of {self.rank()}", str(index))
             limit = self.options._timeout
-            self._meet(f"use {len(self._wires)}", limit)
+            self._rendezvous(f"use {len(self._transports)}", limit)
             gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
             if len(set(gpus)) < self.size():
                 raise dist.DistBackendError(
                     f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
                 )
-            store = dist.PrefixStore(f"gloo {len(self._wires)}/", self._store)
+            store = dist.PrefixStore(f"gloo {len(self._transports)}/", self._store)
             longer = limit + WATCHDOG_FIRST
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
-            self._meet(f"wire {len(self._wires)}", longer)  # one that left now would end it for who still connects
-            wire = Wire(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
-            self._wires[index] = self.device.add_communicator(index, self.options.config.max_ctas), wire
-        return self._wires[index]
+            self._rendezvous(
+                f"transport {len(self._transports)}", longer
+            )  # one that left now would end it for who still connects
+            transport = Transport(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
+            self._transports[index] = self.device.add_communicator(index, self.options.config.max_ctas), transport
+        return self._transports[index]
 
     def abort(self) -> None:
         """End what is under way and what waits."""
         self._is_aborted = True
-        for queue, _ in self._wires.values():
+        for queue, _ in self._transports.values():
             self.device.abort(queue)
             self.device.close(queue)
         self.watchdog.forget()
 
     def shutdown(self) -> None:
         """Let go of it; what is under way is waited for."""
-        for queue, _ in self._wires.values():
+        for queue, _ in self._transports.values():
             self.device.drain(queue)
             self.device.close(queue)
-        self._wires.clear()
+        self._transports.clear()
 
     # How a call is issued.
 
@@ -181,9 +183,9 @@ class Communicator(dist.ProcessGroup):
             raise ValueError(f"Invalid peer rank {peer} for {name} of rank {self.rank()} of {self.size()}")
         what = in_words(*sent, *received)
         call = Call(name, what, self.device.caller(), checked(sent), checked(received), peer=peer)
-        if self._together is None:
+        if self._coalesced is None:
             return self._issue([call])
-        self._together.append(call)
+        self._coalesced.append(call)
         return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
 
     def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
@@ -192,7 +194,7 @@ class Communicator(dist.ProcessGroup):
         reads = [tensor for call in calls for tensor in call.reads]
         writes = [tensor for call in calls for tensor in call.writes]
         (index,) = {tensor.device.index for tensor in (*reads, *writes)}
-        queue, wire = self._wire(index)
+        queue, transport = self._connect(index)
         stream = known_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
@@ -201,21 +203,21 @@ class Communicator(dist.ProcessGroup):
 
         def run(read_views: Views, written_views: Views) -> None:
             if bare[0].peer is None:
-                wire.collect(bare[0], read_views, written_views)
+                transport.collect(bare[0], read_views, written_views)
             else:
-                wire.transfer(bare, read_views, written_views)
+                transport.transfer(bare, read_views, written_views)
 
-        what = f"call {next(self._numbers)} of {wire.name}: " + " and ".join(call.name for call in calls)
+        what = f"call {next(self._call_numbers)} of {transport.name}: " + " and ".join(call.name for call in calls)
         self.device.launch(queue, reads, writes, run, what)
         work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", self.options._timeout)
         self.watchdog.watch(work)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> StreamWork | None:
-        calls, self._together = self._together, None
+        calls, self._coalesced = self._coalesced, None
         return self._issue(calls) if calls else None
 
 

@@ -1,6 +1,6 @@
 """NCCL on the strict device: the calls of ``ProcessGroupNCCL``, with Gloo to move the numbers.
 
-What NCCL refuses is refused, and what it lets hang is named, where members tell each other (``exchange``) or by the
+What NCCL refuses is refused, and what it lets hang is named, where members tell each other (``transport``) or by the
 watchdog (``works``).
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.strict.communicator import Communicator, GroupOptions, in_words
-from superstep.strict.exchange import Call, Reduction, Views, Wire
+from superstep.strict.transport import Call, Reduction, Transport, Views
 from superstep.strict.works import BarrierWork, StreamWork, Watchdog
 
 c10d = dist.distributed_c10d
@@ -37,13 +37,19 @@ class Nccl(Communicator):
         what = f"{in_words(*own)} from {opts.rootRank}"
         reads, writes = (own, []) if opts.rootRank == self.rank() else ([], own)
         return self._call(
-            "broadcast", what, reads, writes, lambda wire, at, to: wire.broadcast((*at, *to)[0], opts.rootRank)
+            "broadcast",
+            what,
+            reads,
+            writes,
+            lambda transport, at, to: transport.broadcast((*at, *to)[0], opts.rootRank),
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, in a tensor for each."""
         own, all_of_them = listed(inputs), outputs[0]
-        return self._call("all_gather", in_words(*own), own, all_of_them, lambda wire, at, to: wire.gather(to, at[0]))
+        return self._call(
+            "all_gather", in_words(*own), own, all_of_them, lambda transport, at, to: transport.gather(to, at[0])
+        )
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, one after the other."""
@@ -65,10 +71,10 @@ class Nccl(Communicator):
         """A reduction, on one member alone; the tensors of the others keep their numbers."""
         rule, own, root = Reduction.of(opts), listed(tensors), opts.rootRank
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
+        def run(transport: Transport, at: Views, to: Views) -> None:
             total = (*to, *at)[0].clone()
-            wire.reduce(total, rule)
-            if wire.rank == root:
+            transport.reduce(total, rule)
+            if transport.rank == root:
                 to[0].copy_(total)
 
         ends = (own, own) if root == self.rank() else (own, [])
@@ -79,8 +85,8 @@ class Nccl(Communicator):
         own, root = listed(inputs), opts.rootRank
         of_each = list(outputs[0]) if outputs else []
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
-            wire.gather(to or [torch.empty_like(at[0]) for _ in range(wire.size)], at[0])
+        def run(transport: Transport, at: Views, to: Views) -> None:
+            transport.gather(to or [torch.empty_like(at[0]) for _ in range(transport.size)], at[0])
 
         return self._call("gather", f"{in_words(*own)} on {root}", own, of_each, run)
 
@@ -89,10 +95,10 @@ class Nccl(Communicator):
         own, root = listed(outputs), opts.rootRank
         for_each = list(inputs[0]) if inputs else []
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
-            whole = torch.stack(at) if at else to[0].new_empty(wire.size, *to[0].shape)
-            wire.broadcast(whole, root)
-            to[0].copy_(whole[wire.rank])
+        def run(transport: Transport, at: Views, to: Views) -> None:
+            whole = torch.stack(at) if at else to[0].new_empty(transport.size, *to[0].shape)
+            transport.broadcast(whole, root)
+            to[0].copy_(whole[transport.rank])
 
         return self._call("scatter", f"{in_words(*own)} from {root}", for_each, own, run)
 
@@ -100,20 +106,20 @@ class Nccl(Communicator):
         """A reduction of a tensor for each member."""
         own, for_each, rule = listed(outputs), list(inputs[0]), Reduction.of(opts)
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
+        def run(transport: Transport, at: Views, to: Views) -> None:
             total = torch.stack(at)
-            wire.reduce(total, rule)
-            to[0].copy_(total[wire.rank])
+            transport.reduce(total, rule)
+            to[0].copy_(total[transport.rank])
 
         return self._call("reduce_scatter", f"{rule} of {in_words(*for_each)}", for_each, own, run)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A tensor for each member, from each member."""
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
+        def run(transport: Transport, at: Views, to: Views) -> None:
             came = torch.cat([each.reshape(-1) for each in to])
             sent = torch.cat([each.reshape(-1) for each in at])
-            wire.exchange(came, sent, [each.numel() for each in to], [each.numel() for each in at])
+            transport.exchange(came, sent, [each.numel() for each in to], [each.numel() for each in at])
             for each, part in zip(to, came.split([each.numel() for each in to]), strict=True):
                 each.copy_(part.view_as(each))
 
@@ -130,8 +136,8 @@ class Nccl(Communicator):
         """A part for each member, from each member."""
         to_each, from_each = list(input_split_sizes or ()), list(output_split_sizes or ())
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
-            wire.exchange(to[0], at[0], from_each, to_each)
+        def run(transport: Transport, at: Views, to: Views) -> None:
+            transport.exchange(to[0], at[0], from_each, to_each)
 
         return self._call("all_to_all_single", f"{own.dtype}", [own], [output], run)
 
@@ -147,7 +153,7 @@ class Nccl(Communicator):
         """A reduction that the host waits for; on the GPU that is named, bound, first used, or guessed by rank."""
         named = list(getattr(opts, "device_ids", None) or ())
         bound = getattr(self.bound_device_id, "index", None)
-        index = next((each for each in (*named[:1], bound, *self._wires) if each is not None), None)
+        index = next((each for each in (*named[:1], bound, *self._transports) if each is not None), None)
         if index is None:
             ranks = self.options.global_ranks_in_group or range(self.size())
             index = ranks[self.rank()] % torch.cuda.device_count()
@@ -158,7 +164,7 @@ class Nccl(Communicator):
             self.device.caller(),
             [one],
             [one],
-            lambda wire, _, to: wire.reduce(to[0], Reduction.of(None)),
+            lambda transport, _, to: transport.reduce(to[0], Reduction.of(None)),
         )
         return self._issue([call], BarrierWork)
 
@@ -166,9 +172,9 @@ class Nccl(Communicator):
         """Several reductions as one call."""
         rule = Reduction.of(opts)
 
-        def run(wire: Wire, _: Views, to: Views) -> None:
+        def run(transport: Transport, _: Views, to: Views) -> None:
             for each in to:
-                wire.reduce(each, rule)
+                transport.reduce(each, rule)
 
         return self._call("all_reduce", f"{rule} of {in_words(*tensors)}", tensors, tensors, run)
 
@@ -180,9 +186,9 @@ class Nccl(Communicator):
     ) -> StreamWork:
         """Several gathers as one call."""
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
+        def run(transport: Transport, at: Views, to: Views) -> None:
             for own, output in zip(at, to, strict=True):
-                wire.gather(list(output.view(-1).chunk(wire.size)), own.reshape(-1))
+                transport.gather(list(output.view(-1).chunk(transport.size)), own.reshape(-1))
 
         return self._call("all_gather_single", in_words(*inputs), inputs, outputs, run)
 
@@ -195,9 +201,9 @@ class Nccl(Communicator):
         """Several reductions, of which each member gets its part, as one call."""
         rule = Reduction.of(opts)
 
-        def run(wire: Wire, at: Views, to: Views) -> None:
+        def run(transport: Transport, at: Views, to: Views) -> None:
             for whole, output in zip(at, to, strict=True):
-                wire.reduce_part(output, whole, rule)
+                transport.reduce_part(output, whole, rule)
 
         return self._call("reduce_scatter_single", f"{rule} of {in_words(*inputs)}", inputs, outputs, run)
 

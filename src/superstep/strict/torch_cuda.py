@@ -16,7 +16,7 @@ from torch import Tensor
 
 from superstep.strict.build import MODULE
 
-Which = torch.device | int | str | None
+DeviceLike = torch.device | int | str | None
 CUDA_TYPE = 1
 """Of ``c10::DeviceType``."""
 
@@ -25,7 +25,7 @@ SHARED_MEMORY_BYTES = 232_448
 """Of a block on sm_90 (CUDA C++ programming guide, table of technical specifications)."""
 
 
-def index_of(device: Which = None) -> int:
+def index_of(device: DeviceLike = None) -> int:
     """The number of a device; of the current one where none is named."""
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
@@ -34,7 +34,7 @@ def index_of(device: Which = None) -> int:
 class Stream(torch.Stream):
     """``torch.cuda.Stream``."""
 
-    def __new__(cls, device: Which = None, priority: int = 0, **known: int) -> Stream:
+    def __new__(cls, device: DeviceLike = None, priority: int = 0, **known: int) -> Stream:
         """A new stream of a device, or one that is known by its numbers."""
         if known:
             return super().__new__(cls, priority=priority, **known)
@@ -57,13 +57,13 @@ def new_event(*, enable_timing: bool = False, blocking: bool = False, interproce
     return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
-def current_stream(device: Which = None) -> Stream:
+def current_stream(device: DeviceLike = None) -> Stream:
     """The stream that this thread issues to."""
     stream = torch.accelerator.current_stream(torch.device("cuda", index_of(device)))
     return known_stream(stream.stream_id, stream.device_index)
 
 
-def set_device(device: Which) -> None:
+def set_device(device: DeviceLike) -> None:
     """``torch.cuda.set_device``, which makes a context there (cudaSetDevice, since CUDA 12)."""
     index = index_of(device)
     torch.accelerator.set_device_index(index)
@@ -93,7 +93,7 @@ class StreamContext:
 
 
 @contextlib.contextmanager
-def current_device(device: Which) -> Iterator[None]:
+def current_device(device: DeviceLike) -> Iterator[None]:
     """``torch.cuda.device``."""
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(index_of(device))
@@ -109,7 +109,7 @@ class Statistics:
 
     device: ModuleType
 
-    def of(self, device: Which) -> tuple[int, int, int, int]:
+    def of(self, device: DeviceLike) -> tuple[int, int, int, int]:
         """Allocated now and at most, reserved, and in all."""
         allocated, peak, reserved, total = self.device.memory(index_of(device))
         return allocated, peak, reserved, total
@@ -140,7 +140,7 @@ class Random:
 
     device: ModuleType
 
-    def seed(self, seed: int, device: Which = None) -> None:
+    def seed(self, seed: int, device: DeviceLike = None) -> None:
         """Begin anew on a device."""
         self.device.set_random_state(index_of(device), seed % 2**64, 0)
 
@@ -154,13 +154,13 @@ class Random:
         for index, state in enumerate(states):
             self.set_state(state, index)
 
-    def state(self, device: Which = None) -> Tensor:
+    def state(self, device: DeviceLike = None) -> Tensor:
         """The seed and the count, as bytes [16]."""
         return torch.frombuffer(
             bytearray(struct.pack("<QQ", *self.device.random_state(index_of(device)))), dtype=torch.uint8
         )
 
-    def set_state(self, state: Tensor, device: Which = None) -> None:
+    def set_state(self, state: Tensor, device: DeviceLike = None) -> None:
         """What ``state`` gave."""
         self.device.set_random_state(index_of(device), *struct.unpack("<QQ", bytes(state.tolist())))
 

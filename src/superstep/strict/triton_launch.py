@@ -36,9 +36,9 @@ def install(device: ModuleType) -> None:
             return
 
         def run(_: list[torch.Tensor], views: list[torch.Tensor]) -> None:
-            seen = iter(views)
-            put = [next(seen) if isinstance(one, torch.Tensor) else one for one in given]
-            interpret(executor, *put[: len(args)], **dict(zip(kwargs, put[len(args) :], strict=True)))
+            remaining = iter(views)
+            replaced = [next(remaining) if isinstance(one, torch.Tensor) else one for one in given]
+            interpret(executor, *replaced[: len(args)], **dict(zip(kwargs, replaced[len(args) :], strict=True)))
 
         stream = torch.cuda.current_stream(tensors[0].device)
         device.launch(stream.stream_id or stream.device_index, [], tensors, run, executor.fn.__name__)

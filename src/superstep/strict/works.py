@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class StreamWork(dist._Work):  # type: ignore[name-defined]
@@ -26,7 +26,7 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
     def __init__(self, end: torch.Event, tensors: Sequence[Tensor], what: str, limit: timedelta) -> None:
         super().__init__()
         self.end, self.what = end, what
-        self.limit_s = time.monotonic() + limit.total_seconds()
+        self.deadline_s = time.monotonic() + limit.total_seconds()
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -103,10 +103,10 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             with self._lock:
                 self._works = [work for work in self._works if not work.is_completed()]
-                late = next((work for work in self._works if time.monotonic() > work.limit_s), None)
+                late = next((work for work in self._works if time.monotonic() > work.deadline_s), None)
             if late is not None:
                 under_way = "; ".join(self._device.under_way())
                 sys.stderr.write(

@@ -1,4 +1,4 @@
-"""prove --device strict: the layout on emulated GPUs, and what they saw beside the numbers."""
+"""prove --device strict: the layout on emulated GPUs, and what was observed there beside the numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.cli.figures import bytes_text
 from superstep.cost.program.memory_fit import memory_of
 from superstep.plan.resolve import Resolved
 from superstep.runtime.launch import World, gather
-from superstep.strict.seen import Look, Seen
+from superstep.strict.monitor import Monitor, Report
 from superstep.train.proof.case import Case, prove_case
 from superstep.train.proof.close import Verdict, plain_steps
 
@@ -23,35 +23,35 @@ WARM_STEPS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class OnGpu:
-    """What a rank's GPU saw.
+class RankReport:
+    """What was observed on the GPU of a rank.
 
     Attributes:
         step: in one step of training, which did nothing else.
         all: in that one, in those before, and in the proof.
     """
 
-    step: Seen
-    all: tuple[Seen, ...]
+    step: Report
+    all: tuple[Report, ...]
 
 
-def prove_emulated(world: World, case: Case) -> tuple[Verdict, list[OnGpu]]:
-    """What the case came to, and what each rank's GPU saw; on every rank."""
-    look = Look(world.device.index)
-    steps: list[Seen] = []
+def prove_emulated(world: World, case: Case) -> tuple[Verdict, list[RankReport]]:
+    """What the case came to, and what was observed on the GPU of each rank; on every rank."""
+    monitor = Monitor(world.device.index)
+    steps: list[Report] = []
     for number, _ in enumerate(plain_steps(world, case.run, case.batches[:1] * (WARM_STEPS + 1))):
-        steps.append(look.take())
-        look.record(is_recording=number + 1 == WARM_STEPS)
+        steps.append(monitor.report())
+        monitor.record(is_recording=number + 1 == WARM_STEPS)
     verdict = prove_case(world, case)
-    return verdict, gather(OnGpu(steps[-1], (*steps, look.take())))
+    return verdict, gather(RankReport(steps[-1], (*steps, monitor.report())))
 
 
-def emulated_lines(run: Resolved, ranks: Sequence[OnGpu]) -> Iterator[str]:
-    """What the GPUs saw: races and waits of all ranks, the fullest of them, and who uses another one's."""
-    races = _total(seen.races for rank in ranks for seen in rank.all)
+def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """What was observed on the GPUs: races and waits of all ranks, the fullest of them, and who uses another one's."""
+    races = _total(report.races for rank in ranks for report in rank.all)
     waits = _total(rank.step.host_waits for rank in ranks)
     fullest = max((rank.step for rank in ranks), key=lambda step: step.peak_bytes)
-    issued = sum(seen.launches for rank in ranks for seen in rank.all)
+    issued = sum(report.launches for rank in ranks for report in rank.all)
     predicted = "" if run.decoder is None else f", {bytes_text(max(rank.bytes for rank in memory_of(run)))} predicted"
     yield f"On {len(ranks)} emulated GPU{'s' * (len(ranks) > 1)} with {bytes_text(fullest.device_bytes)}:"
     yield f"  {'peak':12}{bytes_text(fullest.peak_bytes)} in a step, on the fullest GPU{predicted}"
@@ -59,7 +59,7 @@ def emulated_lines(run: Resolved, ranks: Sequence[OnGpu]) -> Iterator[str]:
     yield from _counted(waits)
     yield f"  {'races':12}{len(races) or 'none'} in {issued:,} kernels, copies and collectives"
     yield from _counted(races)
-    for number, others in _strays(ranks):
+    for number, others in _foreign_contexts(ranks):
         yield f"  {'context':12}rank {number} uses {others} too, which takes memory there; its GPU is cuda:{number}"
     if races:
         yield "RACES: on a GPU the numbers above are luck."
@@ -83,13 +83,13 @@ def _counted(found: Counter[str]) -> Iterator[str]:
         yield f"    and {len(found) - MOST_SHOWN} more"
 
 
-def _strays(ranks: Sequence[OnGpu]) -> Iterator[tuple[int, str]]:
+def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, str]]:
     for number, rank in enumerate(ranks):
         others = rank.all[-1].contexts - {number}
         if others:
             yield number, ", ".join(f"cuda:{other}" for other in sorted(others))
 
 
-def is_clean(ranks: Sequence[OnGpu]) -> bool:
-    """Whether nothing was seen that is wrong on a GPU."""
-    return not any(seen.races for rank in ranks for seen in rank.all) and not any(_strays(ranks))
+def is_clean(ranks: Sequence[RankReport]) -> bool:
+    """Whether nothing was observed that is wrong on a GPU."""
+    return not any(report.races for rank in ranks for report in rank.all) and not any(_foreign_contexts(ranks))

@@ -116,15 +116,15 @@ def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
 
 
 def _run_emulated(run: Resolved, corpus: Path, options: Options) -> int:
-    """The same on emulated GPUs, and what they saw."""
+    """The same on emulated GPUs, and what was observed there."""
     with _case(run, corpus, options.steps) as case:
-        verdict, seen = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
-    for line in (*verdict_lines(case, verdict), *emulated_lines(run, seen)):
+        verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
+    for line in (*verdict_lines(case, verdict), *emulated_lines(run, reports)):
         _say(line)
     if options.out is not None:
-        write_new_file(Path(options.out), timeline_text([rank.step.ran for rank in seen]))
+        write_new_file(Path(options.out), timeline_text([rank.step.trace for rank in reports]))
         _say(f"The order of a step's kernels: {options.out}, for ui.perfetto.dev or chrome://tracing.")
-    return 0 if verdict.is_proven and is_clean(seen) else 1
+    return 0 if verdict.is_proven and is_clean(reports) else 1
 
 
 @contextmanager

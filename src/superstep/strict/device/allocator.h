@@ -18,8 +18,8 @@ inline std::map<int, uint64_t> last_tasks(const Block& block) {
 }
 
 // Blocks whose last tasks are over can be given out again.
-inline void settle(Region& region) {
-  for (auto it = region.leaving.begin(); it != region.leaving.end();) {
+inline void reclaim(Region& region) {
+  for (auto it = region.pending.begin(); it != region.pending.end();) {
     auto& [block, tasks] = *it;
     bool is_over = std::all_of(tasks.begin(), tasks.end(), [](auto& each) { return state.streams[each.first]->done >= each.second; });
     if (!is_over) {
@@ -28,7 +28,7 @@ inline void settle(Region& region) {
     }
     block->accesses.clear();
     region.cached[{block->stream, block->bytes}].push_back(block);
-    it = region.leaving.erase(it);
+    it = region.pending.erase(it);
   }
 }
 
@@ -38,8 +38,8 @@ inline void report_uses_after_free(const Block& block, const std::string& line) 
   std::set<int> after = block.recorded;
   after.insert(block.stream);
   for (auto& access : block.accesses) {
-    auto knows = [&](int stream) { return state.streams[stream]->known.knows(access.stream, access.task); };
-    if (state.host.knows(access.stream, access.task) || std::any_of(after.begin(), after.end(), knows)) continue;
+    auto covers = [&](int stream) { return state.streams[stream]->known.covers(access.stream, access.task); };
+    if (state.host.covers(access.stream, access.task) || std::any_of(after.begin(), after.end(), covers)) continue;
     report("memory of stream " + std::to_string(block.stream) + " is freed (" + line + ") while " +
            describe(access.what, access.writes, access.stream) + " it: neither record_stream nor an event keeps it");
   }
@@ -50,10 +50,10 @@ inline void free_on_own_stream(Region& region, Block* block) {
   StreamState& stream = *state.streams[block->stream];
   stream.known.merge(state.host);
   block->accesses.clear();
-  char* real = real_address(block->begin);
+  char* memory = kernel_address(block->begin);
   size_t bytes = block->bytes;
   stream.known.set(stream.number, ++stream.issued);
-  stream.tasks.push_back({[real, bytes] { memset(real, POISON, bytes); }, nullptr, nullptr, "poison"});
+  stream.tasks.push_back({[memory, bytes] { memset(memory, POISON, bytes); }, nullptr, nullptr, "poison"});
   Access poison{block->begin, block->end(), true, stream.number, stream.issued, "the allocator, which got the block back,"};
   block->accesses.push_back(poison);
   region.cached[{block->stream, block->bytes}].push_back(block);
@@ -71,7 +71,7 @@ inline void release(void* context) {
   region.allocated -= block->bytes;
   block->is_live = false;
   if (is_pinned) {
-    region.leaving.push_back({block, last_tasks(*block)});
+    region.pending.push_back({block, last_tasks(*block)});
     return;
   }
   report_uses_after_free(*block, line);
@@ -80,11 +80,11 @@ inline void release(void* context) {
   } else {
     std::map<int, uint64_t> tasks{{block->stream, state.streams[block->stream]->issued}};
     for (int stream : block->recorded) tasks[stream] = state.streams[stream]->issued;
-    region.leaving.push_back({block, tasks});
+    region.pending.push_back({block, tasks});
   }
 }
 
-inline void give_back_cached(Region& region) {
+inline void release_cached_blocks(Region& region) {
   for (auto& [key, cached] : region.cached)
     for (Block* block : cached) {
       region.reserved -= block->bytes;
@@ -98,10 +98,10 @@ inline void give_back_cached(Region& region) {
 // cached (release_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
 inline void make_room(Region& region, Lock& lock) {
   host_waits_until(lock, [&] {
-    settle(region);
-    return region.leaving.empty() || !state.failure.empty();
+    reclaim(region);
+    return region.pending.empty() || !state.failure.empty();
   });
-  give_back_cached(region);
+  release_cached_blocks(region);
 }
 
 inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, int stream) {
@@ -110,7 +110,7 @@ inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, in
                    "CUDA out of memory. Tried to allocate ", bytes, " bytes on cuda:", device, " (strict device), of which ",
                    region.allocated, " of ", state.settings.device_bytes, " are allocated and ", region.reserved, " reserved.");
   TORCH_CHECK(region.next + bytes + PAGE_BYTES <= REGION_BYTES, "strict device: no addresses are left");
-  auto* block = new Block{region.seen + region.next, bytes, device, stream};
+  auto* block = new Block{region.base + region.next, bytes, device, stream};
   block->protection = READ_WRITE;
   region.next += round_up(bytes, PAGE_BYTES) + PAGE_BYTES;  // what runs over the end of a block is in none
   region.reserved += bytes;
@@ -133,7 +133,7 @@ struct Memory final : public c10::Allocator {
     WithoutGil without;
     Lock lock(state.lock);
     Region& region = is_pinned ? state.regions.back() : state.regions[device];
-    settle(region);
+    reclaim(region);
     auto& cached = region.cached[{stream, bytes}];
     Block* block;
     if (cached.empty()) {

@@ -14,7 +14,7 @@ struct Clock {
 
   uint64_t of(int stream) const { return size_t(stream) < last.size() ? last[stream] : 0; }
 
-  bool knows(int stream, uint64_t task) const { return of(stream) >= task; }
+  bool covers(int stream, uint64_t task) const { return of(stream) >= task; }
 
   void set(int stream, uint64_t task) {
     if (last.size() <= size_t(stream)) last.resize(stream + 1);

@@ -120,11 +120,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(state.lock);
     state.is_recording = is_recording;
   });
-  module.def("take_ran", [] {
+  module.def("take_trace", [] {
     Lock lock(state.lock);
-    std::vector<std::tuple<int, bool, std::string, double, double>> ran;
-    for (auto& each : std::exchange(state.ran, {})) ran.emplace_back(each.stream, each.is_communicator, each.what, each.begin_s, each.end_s);
-    return ran;
+    std::vector<std::tuple<int, bool, std::string, double, double>> events;
+    for (auto& each : std::exchange(state.trace, {})) events.emplace_back(each.stream, each.is_communicator, each.what, each.begin_s, each.end_s);
+    return events;
   });
   module.def("make_context", [](int device) {
     Lock lock(state.lock);
@@ -157,7 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty_cache", [] {
     start();
     Lock lock(state.lock);
-    for (int device = 0; device < state.settings.devices; device++) give_back_cached(state.regions[device]);
+    for (int device = 0; device < state.settings.devices; device++) release_cached_blocks(state.regions[device]);
   });
   module.def("add_communicator", [](int device, int blocks) { return add_stream(device, true, blocks); });
   module.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(storage_of(tensor), bytes); });

@@ -57,7 +57,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     Lock lock(state.lock);
     StreamState& stream = *state.streams[number_of(which)];
     bool is_over = stream.done == stream.issued;
-    if (is_over) host_sees(stream.known);
+    if (is_over) advance_host_by_query(stream.known);
     return is_over;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -94,7 +94,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     require_owner();
     Lock lock(state.lock);
-    if (event_of(event)->is_done) host_sees(event_of(event)->known);
+    if (event_of(event)->is_done) advance_host_by_query(event_of(event)->known);
     return event_of(event)->is_done;
   }
   void synchronizeEvent(void* event) const override {
@@ -106,7 +106,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     auto waited = event_of(event);
     state.host_waits[at]++;
     host_waits_until(lock, [&] { return waited->is_done || !state.failure.empty(); });
-    if (waited->is_done) host_learns(waited->known);
+    if (waited->is_done) advance_host(waited->known);
     raise_failure(lock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

@@ -41,7 +41,7 @@ inline void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   char *from = static_cast<char*>(storage->mutable_data_ptr().get()), *to = static_cast<char*>(made.get());
   size_t kept = std::min(bytes, storage->nbytes());
   if (kept && from) {
-    char *source = real_address(from), *target = real_address(to);
+    char *source = kernel_address(from), *target = kernel_address(to);
     issue(current_stream(storage->device().index()), {.ranges = {{from, from + kept, false}, {to, to + kept, true}},
                                                       .what = "resize_",
                                                       .run = [=] { memcpy(target, source, kept); }});

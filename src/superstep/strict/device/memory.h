@@ -16,13 +16,13 @@ constexpr size_t PAGE_BYTES = 4096;
 constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
 
 inline bool is_within(const Region& region, const void* address) {
-  return region.seen && address >= region.seen && address < region.seen + REGION_BYTES;
+  return region.base && address >= region.base && address < region.base + REGION_BYTES;
 }
 
 // The address under which kernels see a byte; null for memory of the host.
-inline char* real_address(char* address) {
+inline char* kernel_address(char* address) {
   for (auto& region : state.regions)
-    if (is_within(region, address)) return region.real + (address - region.seen);
+    if (is_within(region, address)) return region.kernel_base + (address - region.base);
   return nullptr;
 }
 
@@ -51,18 +51,18 @@ inline void on_fault(int signal, siginfo_t* info, void*) {
 inline void map_region(Region& region, int host_rights) {
   int file = memfd_create("strict device", MFD_CLOEXEC);
   TORCH_CHECK(file >= 0 && ftruncate(file, REGION_BYTES) == 0, "strict device: no file in memory can be made");
-  void* seen = mmap(nullptr, REGION_BYTES, host_rights, MAP_SHARED | MAP_NORESERVE, file, 0);
-  void* real = mmap(nullptr, REGION_BYTES, READ_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  void* base = mmap(nullptr, REGION_BYTES, host_rights, MAP_SHARED | MAP_NORESERVE, file, 0);
+  void* kernel_base = mmap(nullptr, REGION_BYTES, READ_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
   close(file);
-  TORCH_CHECK(seen != MAP_FAILED && real != MAP_FAILED, "strict device: no addresses are left");
-  region.seen = static_cast<char*>(seen), region.real = static_cast<char*>(real);
+  TORCH_CHECK(base != MAP_FAILED && kernel_base != MAP_FAILED, "strict device: no addresses are left");
+  region.base = static_cast<char*>(base), region.kernel_base = static_cast<char*>(kernel_base);
 }
 
-// Opens or shuts a pinned block by what the host knows to be over: what a copy still reads may be read, not written.
+// Opens or shuts a pinned block by what the host covers to be over: what a copy still reads may be read, not written.
 inline void protect(Block* block) {
   int rights = READ_WRITE;
   for (auto& access : block->accesses) {
-    if (state.host.knows(access.stream, access.task)) continue;
+    if (state.host.covers(access.stream, access.task)) continue;
     if (access.writes) {
       rights = PROT_NONE;
       break;
@@ -75,17 +75,17 @@ inline void protect(Block* block) {
 }
 
 // The host has waited for something: pinned memory opens with it.
-inline void host_learns(const Clock& known) {
+inline void advance_host(const Clock& known) {
   state.host.merge(known);
-  for (auto it = state.shut.begin(); it != state.shut.end();) {
+  for (auto it = state.protected_blocks.begin(); it != state.protected_blocks.end();) {
     protect(*it);
-    it = (*it)->protection == READ_WRITE ? state.shut.erase(it) : std::next(it);
+    it = (*it)->protection == READ_WRITE ? state.protected_blocks.erase(it) : std::next(it);
   }
 }
 
 // It has asked, and got a yes. Of a thread that only watches, as the watchdog does, the others hear nothing.
-inline void host_sees(const Clock& known) {
-  if (has_issued) host_learns(known);
+inline void advance_host_by_query(const Clock& known) {
+  if (has_issued) advance_host(known);
 }
 
 }  // namespace strict

@@ -23,8 +23,8 @@ inline std::string race_in(Block* block, const StreamState& stream, const Access
   std::string race;
   std::vector<Access> kept;
   for (auto& past : block->accesses) {
-    if (state.host.knows(past.stream, past.task)) continue;  // and so every stream knows it from its next task on
-    bool is_own = past.stream == stream.number, is_over = stream.known.knows(past.stream, past.task);
+    if (state.host.covers(past.stream, past.task)) continue;  // and so every stream covers it from its next task on
+    bool is_own = past.stream == stream.number, is_over = stream.known.covers(past.stream, past.task);
     bool meets = past.begin < next.end && next.begin < past.end && (past.writes || next.writes);
     if (meets && !is_own && !is_over)
       race = report(describe(next.what, next.writes, next.stream) + " bytes that " +
@@ -55,7 +55,7 @@ inline std::string note_accesses(StreamState& stream, const std::vector<Range>& 
     if (!found.empty()) race = found;
     if (block->device == HOST) {
       protect(block);
-      state.shut.insert(block);
+      state.protected_blocks.insert(block);
     }
   }
   return race;

@@ -73,11 +73,11 @@ struct Task {
   std::shared_ptr<EventState> after, sets;
   std::string what;
   int blocks = 0;      // of the device that it holds, where it is bound to a few
-  uint64_t whole = 0;  // its number among those that may take the whole device; 0 for others
+  uint64_t exclusive = 0;  // its number among those that may take the whole device; 0 for others
 };
 
 // When a task ran, by the clock of all processes of the host.
-struct Ran {
+struct TraceEvent {
   int stream;
   bool is_communicator;
   std::string what;
@@ -95,13 +95,13 @@ struct StreamState {
   std::thread thread;  // of a communicator
 };
 
-// Addresses of one device, or of pinned memory, mapped twice: tensors hold addresses of ``seen``, kernels use ``real``.
+// Addresses of one device, or of pinned memory, mapped twice: tensors hold addresses from ``base``, kernels use those from ``kernel_base``.
 struct Region {
-  char *seen = nullptr, *real = nullptr;
+  char *base = nullptr, *kernel_base = nullptr;
   size_t next = 0;
   size_t allocated = 0, peak = 0, reserved = 0;
   std::map<std::pair<int, size_t>, std::vector<Block*>> cached;  // by stream and bytes
-  std::vector<std::pair<Block*, std::map<int, uint64_t>>> leaving;  // free once these tasks are over
+  std::vector<std::pair<Block*, std::map<int, uint64_t>>> pending;  // free once these tasks are over
 };
 
 struct State {
@@ -114,17 +114,17 @@ struct State {
   std::vector<std::unique_ptr<StreamState>> streams;  // the first ones are the devices' default streams
   std::vector<Region> regions;                        // the last one is pinned memory
   std::map<char*, Block*> blocks;
-  std::set<Block*> shut;  // pinned blocks that the host may not use now
+  std::set<Block*> protected_blocks;  // pinned blocks that the host may not use now
   Clock host;
   std::map<int, std::pair<uint64_t, uint64_t>> random_states;  // of each device: its seed, and the calls that drew since
   std::vector<std::string> races;
   bool is_recording = false;
-  std::vector<Ran> ran;  // while it records
+  std::vector<TraceEvent> trace;  // while it records
   std::string failure;  // of a task: raised by the next call
   int waiting = 0;      // threads of the host that wait
-  uint64_t whole_issued = 0;
-  std::map<int, std::set<uint64_t>> whole;  // those that have not ended, by device
-  std::map<int, int> narrow_blocks;  // in use, by device
+  uint64_t exclusive_issued = 0;
+  std::map<int, std::set<uint64_t>> exclusive;  // those that have not ended, by device
+  std::map<int, int> bounded_blocks;  // in use, by device
   Moment last_issue;
   std::map<std::string, size_t> host_waits;  // by what waited, and where
   std::set<int> contexts;                    // devices that this process has used

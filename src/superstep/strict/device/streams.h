@@ -13,7 +13,7 @@ namespace strict {
 using Lock = std::unique_lock<std::mutex>;
 
 constexpr size_t MOST_QUEUED = 1024;  // as on a GPU, whose host waits where more is launched
-constexpr int MOST_NARROW_BLOCKS = 32;  // that communicators with a bound may hold at once
+constexpr int MOST_BOUNDED_BLOCKS = 32;  // that communicators with a bound may hold at once
 constexpr auto QUIET = std::chrono::milliseconds(20);  // of a host that issues nothing: "latest" goes on then
 
 inline void require_owner() {
@@ -61,7 +61,7 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   }
   task.run = nullptr;  // frees what it held, before anybody is told that it is over
   lock.lock();
-  if (state.is_recording) state.ran.push_back({stream.number, stream.is_communicator, task.what, begin_s, now_s()});
+  if (state.is_recording) state.trace.push_back({stream.number, stream.is_communicator, task.what, begin_s, now_s()});
   stream.is_busy = false;
   if (task.sets) {
     task.sets->is_done = true;
@@ -76,7 +76,7 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   }
   stream.tasks.pop_front();
   stream.done++;
-  state.whole[stream.device].erase(task.whole);
+  state.exclusive[stream.device].erase(task.exclusive);
   if (!failure.empty() && state.failure.empty()) state.failure = failure;
   state.changed.notify_all();
 }
@@ -111,11 +111,11 @@ inline void run_communicator(StreamState& stream) {
   Lock lock(state.lock);
   auto is_over = [&] { return state.is_stopping || stream.is_closed; };
   while (!is_over()) {
-    int& in_use = state.narrow_blocks[stream.device];
+    int& in_use = state.bounded_blocks[stream.device];
     auto has_place = [&] {
       auto& next = stream.tasks.front();
-      bool is_first = !next.whole || next.whole == *state.whole[stream.device].begin();
-      return is_first && in_use + next.blocks <= MOST_NARROW_BLOCKS;
+      bool is_first = !next.exclusive || next.exclusive == *state.exclusive[stream.device].begin();
+      return is_first && in_use + next.blocks <= MOST_BOUNDED_BLOCKS;
     };
     state.changed.wait(lock, [&] { return is_over() || (is_ready(stream) && has_place()); });
     if (is_over()) return;
@@ -172,7 +172,7 @@ inline void abort_stream(int number) {
   stream.is_aborted = true;
   for (auto& task : stream.tasks) {
     if (task.sets) task.sets->is_done = true;
-    state.whole[stream.device].erase(task.whole);
+    state.exclusive[stream.device].erase(task.exclusive);
   }
   stream.done = stream.issued;
   if (!stream.is_busy) dropped.swap(stream.tasks);
@@ -248,10 +248,10 @@ inline Issued issue(int number, Issue call) {
   std::string race = note_accesses(stream, call.ranges, call.what, call.is_peer);
   if (call.sets) call.sets->known = stream.known;
   Issued issued = last_issued(stream);
-  uint64_t whole = call.is_communication && !stream.blocks ? ++state.whole_issued : 0;
-  if (whole) state.whole[stream.device].insert(whole);
+  uint64_t exclusive = call.is_communication && !stream.blocks ? ++state.exclusive_issued : 0;
+  if (exclusive) state.exclusive[stream.device].insert(exclusive);
   int blocks = call.is_communication ? stream.blocks : 0;
-  stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, blocks, whole});
+  stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, blocks, exclusive});
   state.contexts.insert(stream.device);
   state.launches++;
   state.last_issue = std::chrono::steady_clock::now();
@@ -273,7 +273,7 @@ inline void wait_for(const Issued& last, const std::string& why) {
   if (!why.empty()) state.host_waits[at]++;
   StreamState& stream = *state.streams[last.stream];
   host_waits_until(lock, [&] { return stream.done >= last.task || !state.failure.empty(); });
-  if (stream.done >= last.task) host_learns(last.known);
+  if (stream.done >= last.task) advance_host(last.known);
   raise_failure(lock);
 }
 

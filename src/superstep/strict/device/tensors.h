@@ -32,9 +32,9 @@ inline at::Tensor kernel_view(const at::Tensor& tensor) {
   c10::InferenceMode normal(false);
   auto options = tensor.options().device(c10::kCPU).requires_grad(false).pinned_memory(false);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  char* real = real_address(storage_address(tensor));
-  if (!real) return tensor;  // plain memory of the host
-  return at::from_blob(real + tensor.storage_offset() * tensor.element_size(), tensor.sizes(), tensor.strides(), [](void*) {}, options);
+  char* address = kernel_address(storage_address(tensor));
+  if (!address) return tensor;  // plain memory of the host
+  return at::from_blob(address + tensor.storage_offset() * tensor.element_size(), tensor.sizes(), tensor.strides(), [](void*) {}, options);
 }
 
 inline at::Tensor on_meta(const at::Tensor& tensor) {

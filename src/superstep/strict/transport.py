@@ -33,7 +33,7 @@ class Call:
         what: in what all its members have to agree; of a transfer, both of its ends.
         line: where it was called.
         reads, writes: its tensors.
-        run: moves the numbers, given the members' wire and what kernels see of the tensors; None of a transfer.
+        run: moves the numbers, given the members' transport and what kernels see of the tensors; None of a transfer.
         peer: of a transfer, the other end's rank.
     """
 
@@ -42,7 +42,7 @@ class Call:
     line: str
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
-    run: Callable[[Wire, Views, Views], None] | None = None
+    run: Callable[[Transport, Views, Views], None] | None = None
     peer: int | None = None
 
     def __str__(self) -> str:
@@ -81,9 +81,9 @@ class Reduction:
     @classmethod
     def of(cls, opts: Any) -> Self:  # noqa: ANN401 - torch's options have no common type
         """That of torch's options."""
-        asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        is_mean = asked == dist.ReduceOp.AVG
-        return cls(dist.ReduceOp.SUM if is_mean else asked, is_mean)
+        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        is_mean = operation == dist.ReduceOp.AVG
+        return cls(dist.ReduceOp.SUM if is_mean else operation, is_mean)
 
     def __str__(self) -> str:
         """Its name."""
@@ -91,7 +91,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Transport:
     """The members' Gloo group, on which the numbers of the device go.
 
     Attributes:
@@ -151,7 +151,7 @@ class Wire:
         self.gloo.alltoall_base(output, own, list(from_each), list(to_each), options).wait(self.limit)
 
     def collect(self, call: Call, reads: Views, writes: Views) -> None:
-        """Run a collective, once all members are seen to make the same one.
+        """Run a collective, once all members are known to make the same one.
 
         Raises:
             RuntimeError: a member makes another one.

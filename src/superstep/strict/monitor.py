@@ -1,4 +1,4 @@
-"""What the emulated GPU of a process saw: uses of memory without an order, waits of the host, memory, what ran when."""
+"""What is observed on an emulated GPU: uses of memory without an order, waits of the host, memory, what ran when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superstep.strict.build import MODULE
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class TraceEvent:
     """A kernel, a copy or a call of a communicator that has run.
 
     Attributes:
@@ -32,8 +32,8 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Since the last look.
+class Report:
+    """What was observed since the last report.
 
     Attributes:
         races: how often two uses of the same bytes met that nothing orders, by the lines of the two.
@@ -42,7 +42,7 @@ class Seen:
         peak_bytes: the most memory that was allocated at once.
         device_bytes: the memory that there is.
         contexts: the GPUs that the process has ever used.
-        ran: what ran, in its order, where that was recorded.
+        trace: what ran, in its order, where that was recorded.
     """
 
     races: Mapping[str, int]
@@ -51,11 +51,11 @@ class Seen:
     peak_bytes: int
     device_bytes: int
     contexts: frozenset[int]
-    ran: tuple[Ran, ...] = ()
+    trace: tuple[TraceEvent, ...] = ()
 
 
-class Look:
-    """Looks at a GPU of this process, which has loaded the device.
+class Monitor:
+    """Observes a GPU of this process, which has loaded the device.
 
     Args:
         index: the GPU's number.
@@ -65,14 +65,14 @@ class Look:
         self._index = index
         self._device: ModuleType = importlib.import_module(MODULE)
         self._launches = 0
-        self.take()
+        self.report()
 
     def record(self, *, is_recording: bool) -> None:
         """From now on, remember what runs, or no longer."""
         self._device.record(is_recording)
 
-    def take(self) -> Seen:
-        """What was seen since the last time. Waits until nothing is under way, which is not counted as a wait."""
+    def report(self) -> Report:
+        """What was observed since the last report. Waits until nothing is under way, which is not counted as a wait."""
         device = self._device
         host_waits = device.take_host_waits()
         torch.cuda.synchronize(self._index)
@@ -80,12 +80,12 @@ class Look:
         before, self._launches = self._launches, device.launches()
         _, peak_bytes, _, device_bytes = device.memory(self._index)
         device.reset_peak(self._index)
-        return Seen(
+        return Report(
             races=Counter(device.take_races()),
             host_waits=host_waits,
             launches=self._launches - before,
             peak_bytes=peak_bytes,
             device_bytes=device_bytes,
             contexts=frozenset(device.contexts()),
-            ran=tuple(Ran(*each) for each in device.take_ran()),
+            trace=tuple(TraceEvent(*each) for each in device.take_trace()),
         )
