@@ -29,8 +29,8 @@ LAYOUTS = {
 
 
 def on_gpu(rank, world, run, found, temperature):
-    with gpu_of(rank, world) as (device, look):
-        return objectives.results_on(device, rank, run, found, temperature), look()
+    with gpu_of(rank, world) as (device, report):
+        return objectives.results_on(device, rank, run, found, temperature), report()
 
 
 @cache
@@ -43,9 +43,9 @@ def test_losses_of_post_training_are_those_of_autograd(pool, name):
     layout, temperature = LAYOUTS[name]
     run, found = resolve(objectives.config(**layout)), objectives.batch()
     ranks = pool.run(run.plan.mesh.world, on_gpu, run, found, temperature, timeout_s=60)
-    for rank, (_, seen) in enumerate(ranks):
-        assert seen.races == {}
-        assert seen.contexts == {rank}
+    for rank, (_, observed) in enumerate(ranks):
+        assert observed.races == {}
+        assert observed.contexts == {rank}
     trials = [objectives.whole(parts) for parts in zip(*(results for results, _ in ranks), strict=True)]
     total = float(found.streams["weights"][found.targets_BS != IGNORE].abs().sum())
     expected = textbooks(layout.get("experts"), temperature)
@@ -80,6 +80,6 @@ def test_a_loss_of_a_users_own_is_that_of_the_reference(pool, tmp_path, name):
     run = resolve(replace(config, train=replace(config.train, loss=str(path))))
     batches = small.batches(packed=False)
     write_reference(run.shape, run.config.train, batches, tmp_path)
-    for first, seen in pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, tmp_path, timeout_s=60):
+    for first, observed in pool.run(run.plan.mesh.world, prove_on_gpus, run, batches, tmp_path, timeout_s=60):
         assert first is None
-        assert seen.races == {}
+        assert observed.races == {}
