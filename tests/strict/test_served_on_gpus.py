@@ -9,8 +9,9 @@ from served_ranks import served_by
 from strict_ranks import gpu_of
 from superstep.runtime.device import Device
 from superstep.serve.config import NGRAM, ServeConfig
+from superstep.serve.messages import Change
 from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.request import Request, Sampling
 
 pytestmark = pytest.mark.strict
 
@@ -81,3 +82,60 @@ def test_the_answers_are_those_of_a_cpu(pool, tmp_path, name):
     for rank, (_, observed) in enumerate(found):
         assert observed.races == {}
         assert observed.contexts == {rank}
+
+
+def change_under_way(rank, folder, other, serve, requests, device):
+    """Of each request the tokens with their versions and log-probabilities, and why it ended: four steps, beside the
+    last of which other weights are read, then the rest.
+    """
+    with served_by(rank, folder, serve, device) as (engine, steward):
+        if engine is None:
+            return None
+        for number, (prompt, how) in enumerate(zip(PROMPTS, WAYS, strict=True)):
+            engine.add(Request(id=number, prompt=tuple(prompt), sampling=replace(how, prompt_logprobs=False)))
+        news = [one for _ in range(3) for one in engine.step()]
+        steward.ask(1, Change(str(other), requests))
+        done = steward.tick()
+        news += engine.step()
+        while not done:
+            steward.rest()
+            if requests == "wait":
+                news += engine.step()
+            done = steward.tick()
+        while not engine.is_idle:
+            news += engine.step()
+    found = {number: ([], [], []) for number in range(len(PROMPTS))}
+    for one in news:
+        tokens, logprobs, ends = found[one.request]
+        tokens += [(told.token, told.version) for told in one.tokens]
+        logprobs += [told.logprob for told in one.tokens]
+        ends += [one.finish] if one.finish else []
+    return found
+
+
+def change_on_cpu(rank, world, *given):
+    return change_under_way(rank, *given, Device("cpu"))
+
+
+def change_on_gpus(rank, world, *given):
+    with gpu_of(rank, world) as (gpu, look):
+        return change_under_way(rank, *given, gpu), look()
+
+
+@pytest.mark.parametrize(
+    ("requests", "versions", "tp"), [("recompute", 2, 2), ("keep", 2, 1), ("wait", 1, 2), ("abort", 1, 1)]
+)
+def test_weights_change_under_requests_as_on_a_cpu(pool, tmp_path, requests, versions, tp):
+    """The tokens of a request are of so many versions."""
+    folder, other = (
+        low_rank.write_model(tmp_path / "a"),
+        low_rank.write_model(tmp_path / "b", low_rank.random_adapter(1)),
+    )
+    (wanted,) = pool.run(1, change_on_cpu, folder, other, FP32, requests)
+    ((found, observed), *others) = pool.run(
+        tp, change_on_gpus, folder, other, replace(FP32, tp=tp), requests, timeout_s=60
+    )
+    for number, (tokens, logprobs, ends) in wanted.items():
+        assert len({version for _, version in tokens}) == versions
+        assert found[number] == (tokens, pytest.approx(logprobs, abs=1e-4), ends)
+    assert [observed.races, *(each.races for _, each in others)] == [{}] * tp
