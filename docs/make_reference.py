@@ -43,9 +43,9 @@ from superstep.program.instructions import Program
 from superstep.program.memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
-from superstep.tune.config import USUAL, TuneConfig
-from superstep.tune.rl.config import USUAL as USUAL_RL
-from superstep.tune.rl.config import RlRecipe
+from superstep.tune.config import USUAL, USUAL_TOKENS, TuneConfig
+from superstep.tune.recipe import Recipe, Usual
+from superstep.tune.rl import config as rl
 
 DOCS = Path(__file__).parent
 TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"
@@ -159,8 +159,8 @@ def configuration() -> str:
             rows.append((f"`{field.name}`", values(field.hint), literal(field.default), words))
         parts += [f"## [{section.name}]", inspect.cleandoc(cls.__doc__ or "")]
         parts.append(table(("key", "values", "default", "meaning"), rows))
-    parts += _recipes("Recipes", "superstep tune", TuneConfig, USUAL)
-    parts += _recipes("Recipes of reinforcement learning", "superstep tune rl", RlRecipe, USUAL_RL)
+    parts += _recipes("Recipes", "superstep tune", TuneConfig, USUAL, USUAL_TOKENS)
+    parts += _recipes("Recipes of reinforcement learning", "superstep tune rl", rl.RlRecipe, rl.USUAL, rl.USUAL_TOKENS)
     parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
     parts.append(_sizes())
     parts += [
@@ -187,13 +187,14 @@ def configuration() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _recipes(title: str, verb: str, cls: type[RunConfig], usual: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+def _recipes(title: str, verb: str, cls: type[Recipe], usual: Usual, usual_tokens: int) -> Iterator[str]:
     """What a recipe says besides a run."""
     yield f"## {title}"
     others = [f"`{table}.{key}` is {literal(value)}" for table, keys in usual.items() for key, value in keys.items()]
     yield (
         f"`{verb}` reads one file with all of these tables and the following. Some defaults are other ones there: "
-        f"{', '.join(others)}."
+        f"{', '.join(others)}; and `data.sequence_tokens` is left out, which means {usual_tokens}, or what the model "
+        "was made for where that is less."
     )
     words = {field.name: field for field in described(cls)}
     yield table(

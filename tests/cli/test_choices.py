@@ -106,7 +106,7 @@ def test_a_recipes_sequences_are_no_longer_than_its_model_was_made_for(tmp_path,
     assert run.data.sequence_tokens == tokens
     named = replace(TuneConfig(start=start), data=replace(run.data, sequence_tokens=96))
     assert started(named).data.sequence_tokens == 96
-    config, _ = with_start(RlRecipe().run, RlConfig(environment="tasks.py"), start)
+    config, _ = with_start(RlRecipe(), RlConfig(environment="tasks.py"), start)
     assert config.data.sequence_tokens == min(max_tokens, 512)
 
 
@@ -120,6 +120,21 @@ def test_sequences_that_follow_the_model_are_told(tmp_path, monkeypatch, capsys)
     assert "data.sequence_tokens = 512 (not 1024): the model was made for no more.\n" in said
     assert "a step of 16 sequences goes over the " in said
     assert main(["tune", "sft", "--state.existing", "resume", *flags, "--train.steps", "2"]) == 0
-    refused = [*flags, "--state.dir", "runs/other", "--data.sequence-tokens", "600"]
-    assert main(["tune", "sft", *refused]) == 2
-    assert "data.sequence_tokens = 600 is longer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "usual"), [("sft", 1024), ("dpo", 1024), ("rl", 512)])
+def test_a_length_that_the_user_wrote_is_refused_where_the_model_was_made_for_less(
+    kind, usual, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_base(tmp_path / "base", 256)
+    recipe = f'start = "base"\n[data]\nsequence_tokens = {usual}\n'
+    (tmp_path / "recipe.toml").write_text(recipe + ('[rl]\nenvironment = "tasks.py"\n' if kind == "rl" else ""))
+    written = ["recipe.toml"]
+    flagged = ["--start", "base", *(["--rl.environment", "tasks.py"] if kind == "rl" else [])]
+    for asked, tokens in ((written, usual), ([*flagged, "--data.sequence-tokens", "600"], 600)):
+        assert main(["tune", kind, *asked]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert f"data.sequence_tokens = {tokens} is longer" in said
+        assert "set data.sequence_tokens to 256 or less" in said
+        assert not (tmp_path / "runs").exists()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from superstep.cli.options import YIELDING
 from superstep.errors import ConfigError
-from superstep.plan.config import RunConfig
+from superstep.plan.config import ProposedRun, RunConfig
 from superstep.plan.resolve import Resolved, divisors
 from superstep.runtime.device import cores, gpus
 
@@ -63,10 +63,10 @@ def places_of(run: Resolved) -> tuple[int, str]:
     return (count, "GPUs") if count else (cores(), "cores")
 
 
-def shorter_sequences(proposed: RunConfig, run: RunConfig) -> str | None:
-    """That a recipe's sequences of the usual length are shorter for its model; None where they are not."""
-    usual_tokens, tokens = proposed.data.sequence_tokens, run.data.sequence_tokens
-    if tokens == usual_tokens:
+def shorter_sequences(proposed: ProposedRun, run: RunConfig, usual_tokens: int) -> str | None:
+    """That sequences whose length a recipe leaves out are shorter than usual; None where they are not."""
+    tokens = run.data.sequence_tokens
+    if proposed.data.sequence_tokens is not None or tokens == usual_tokens:
         return None
     return f"data.sequence_tokens = {tokens} (not {usual_tokens}): the model was made for no more."
 

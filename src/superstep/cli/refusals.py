@@ -51,13 +51,14 @@ def check_train(asked: train.Asked) -> None:
 def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
     """Refuse a recipe of conversations or preferences that cannot be followed; raises as ``check_train``."""
     check_recipe(kind, config)
-    check_launch(config, 1)
-    rundir.choose(resolve(run_of(config)))
+    run = run_of(config)
+    check_launch(run, 1)
+    rundir.choose(resolve(run))
 
 
 def check_rewards(recipe: RlRecipe) -> None:
     """Refuse a recipe of rewards that cannot be followed; raises as ``check_train``."""
-    config, _ = with_start(recipe.run, recipe.rl, recipe.start)
+    config, _ = with_start(recipe, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
     check_launch(config, 1)
     _, folder, _ = rundir.choose(resolve(config))

@@ -71,8 +71,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """Which text, and how it becomes sequences of tokens."""
+class ProposedData:
+    """Which text, and how it becomes sequences of tokens, whose length may be left to the model."""
 
     corpus: tuple[str, ...] = ()
     """Text files, folders, .jsonl or .parquet files; none means the text of Python's standard library."""
@@ -82,8 +82,9 @@ class DataConfig:
     """The field of a JSONL object, or the column of a parquet file, that holds the text."""
     nulls: Nulls = "skip"
     """What to do with a record whose text is null: skip and count it, or refuse the corpus."""
-    sequence_tokens: int = 256
-    """Tokens in a sequence."""
+    sequence_tokens: int | None = None
+    """Tokens in a sequence; none takes 1024, 512 in reinforcement learning, or what the model was made for where that
+    is less."""
     packed: bool = True
     """True cuts one stream of documents into full sequences; false pads each document's own sequences."""
     document_mask: bool = False
@@ -100,6 +101,14 @@ class DataConfig:
     def is_masked(self) -> bool:
         """Whether there is something to mask: only packed sequences hold several documents."""
         return self.packed and self.document_mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig(ProposedData):
+    """Which text, and how it becomes sequences of tokens."""
+
+    sequence_tokens: int = 256
+    """Tokens in a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,11 +313,11 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """One run, whole."""
+class ProposedRun:
+    """One run, whole, but for the length of its sequences, which may be left to the model."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: ProposedData = field(default_factory=ProposedData)
     train: TrainConfig = field(default_factory=TrainConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
@@ -316,6 +325,13 @@ class RunConfig:
     rollback: RollbackConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(ProposedRun):
+    """One run, whole."""
+
+    data: DataConfig = field(default_factory=DataConfig)
 
 
 def told(name: str, value: object) -> str:

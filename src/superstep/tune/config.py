@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError
-from superstep.plan.config import DataConfig, StateConfig, TrainConfig
+from superstep.plan.config import ProposedData, StateConfig, TrainConfig
 from superstep.tune.recipe import Recipe, Usual, read, refuse_own_loss
 
 TooLong = Literal["refuse", "drop", "truncate"]
 History = Literal["refuse", "split"]
 
 USUAL: Usual = {
-    "data": {"sequence_tokens": 1024, "document_mask": True},
+    "data": {"document_mask": True},
     "train": {"lr": 2e-5, "weight_decay": 0.0},
     "state": {"dir": "runs/tuned"},
 }
 """What a recipe says of a run where it says nothing: other than a run that begins with random weights."""
+
+USUAL_TOKENS = 1024
+"""Of a sequence whose length is left out, where the model was made for as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class DpoConfig:
 class TuneConfig(Recipe):
     """One recipe, whole."""
 
-    data: DataConfig = field(default_factory=lambda: DataConfig(**USUAL["data"]))
+    data: ProposedData = field(default_factory=lambda: ProposedData(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
     state: StateConfig = field(default_factory=lambda: StateConfig(**USUAL["state"]))
     sft: SftConfig = field(default_factory=SftConfig)

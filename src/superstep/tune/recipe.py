@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from superstep.errors import ConfigError, StateError
-from superstep.plan.config import ModelConfig, RunConfig, TrainConfig
+from superstep.plan.config import DataConfig, ModelConfig, ProposedRun, RunConfig, TrainConfig
 from superstep.plan.model.named import shape_of
 from superstep.plan.toml import build, literal, read_config, read_tables, write_fields
 from superstep.train.run_folder import RunFolder
@@ -23,17 +23,12 @@ weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe(RunConfig):
+class Recipe(ProposedRun):
     """What every kind of recipe has; each adds sections of its own."""
 
     start: str = ""
     """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
     tuned model's."""
-
-    @property
-    def run(self) -> RunConfig:
-        """What training is told."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
 
 
 R = TypeVar("R", bound=Recipe)
@@ -88,16 +83,23 @@ def start_folder(start: str) -> Path:
     return folder
 
 
-def within_context(run: RunConfig, usual: Usual) -> RunConfig:
-    """A recipe's run, its sequences no longer than its model was made for where they have the usual length.
+def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, usual_tokens: int) -> RunConfig:
+    """The run that a recipe proposes, with the model that it begins with.
+
+    Args:
+        tokenizer: the model's.
+        usual_tokens: of a sequence where the recipe has no length, or as many as the model was made for, if fewer.
 
     Raises:
         ConfigError: the model is none that can be trained.
     """
-    usual_tokens, max_tokens = usual["data"]["sequence_tokens"], shape_of(run.model).max_tokens
-    if run.data.sequence_tokens != usual_tokens or usual_tokens <= max_tokens:
-        return run
-    return replace(run, data=replace(run.data, sequence_tokens=max_tokens))
+    tokens = proposed.data.sequence_tokens
+    if tokens is None:
+        tokens = min(usual_tokens, shape_of(model).max_tokens)
+    sections = {each.name: getattr(proposed, each.name) for each in fields(RunConfig)}
+    data = {each.name: getattr(proposed.data, each.name) for each in fields(DataConfig)}
+    data |= {"tokenizer": tokenizer, "sequence_tokens": tokens}
+    return RunConfig(**(sections | {"model": model, "data": DataConfig(**data)}))
 
 
 def refuse_own_loss(train: TrainConfig, verb: str) -> None:

@@ -9,8 +9,8 @@ from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.toml import read_config
 from superstep.train.run_folder import RunFolder
-from superstep.tune.config import USUAL, TuneConfig, read_recipe
-from superstep.tune.recipe import RECIPE, start_folder, within_context
+from superstep.tune.config import USUAL_TOKENS, TuneConfig, read_recipe
+from superstep.tune.recipe import RECIPE, run_with, start_folder
 
 
 def run_of(config: TuneConfig) -> RunConfig:
@@ -38,8 +38,7 @@ def run_of(config: TuneConfig) -> RunConfig:
                 f"{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it cannot "
                 "change within a run. Set it back, or name another --state.dir."
             )
-    data = replace(config.data, tokenizer=config.data.tokenizer or run.data.tokenizer)
-    return within_context(replace(config.run, model=run.model, data=data), USUAL)
+    return run_with(config, run.model, config.data.tokenizer or run.data.tokenizer, USUAL_TOKENS)
 
 
 def started(config: TuneConfig) -> RunConfig:
@@ -59,6 +58,5 @@ def started(config: TuneConfig) -> RunConfig:
             "data.document_mask = false would show a conversation those beside it; leave it out, or set data.packed to "
             "false for one conversation in each sequence."
         )
-    data = replace(config.data, tokenizer=config.data.tokenizer or str(folder / "tokenizer.json"))
     model = ModelConfig(name=str(folder / "config.json"), weights=str(folder))
-    return within_context(replace(config.run, model=model, data=data), USUAL)
+    return run_with(config, model, config.data.tokenizer or str(folder / "tokenizer.json"), USUAL_TOKENS)

@@ -20,7 +20,7 @@ from superstep.runtime.join import join
 from superstep.train import rundir
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_folder import RunFolder
-from superstep.tune.config import TuneConfig, check_recipe
+from superstep.tune.config import USUAL_TOKENS, TuneConfig, check_recipe
 from superstep.tune.dpo import lesson_of
 from superstep.tune.length import length_of
 from superstep.tune.prepare import Conversations, Kind
@@ -64,7 +64,7 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
 def _say_choices(config: TuneConfig, run: Resolved) -> None:
     """What was chosen for the user and is perhaps not what he would have chosen."""
     idle = idle_places(run, *places_of(run)) if config.plan.dp is None else None
-    for line in (shorter_sequences(config, run.config), idle):
+    for line in (shorter_sequences(config, run.config, USUAL_TOKENS), idle):
         if line is not None:
             print(line, flush=True)
 

@@ -46,7 +46,7 @@ from superstep.train.resume import pass_over
 from superstep.train.run_folder import write_whole
 from superstep.tune.recipe import RECIPE, write
 from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
-from superstep.tune.rl.config import RlRecipe
+from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.reinforce import Job, job_of, own_ranks, reinforce
 from superstep.tune.rl.start import check_same, check_tokenizer, with_start
@@ -80,8 +80,8 @@ def run(recipe: RlRecipe) -> int:
 @contextmanager
 def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
-    config, start = with_start(recipe.run, recipe.rl, recipe.start)
-    if (shorter := shorter_sequences(recipe, config)) is not None:
+    config, start = with_start(recipe, recipe.rl, recipe.start)
+    if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
         print(shorter, flush=True)
     require_trackers(config.observe)
     check_tokenizer(recipe.start, config)

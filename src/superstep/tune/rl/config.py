@@ -8,7 +8,7 @@ from typing import Literal
 
 from superstep.errors import ConfigError
 from superstep.grade.config import GradeConfig
-from superstep.plan.config import DataConfig, StateConfig, TrainConfig
+from superstep.plan.config import ProposedData, StateConfig, TrainConfig
 from superstep.tune.advantage import Estimator
 from superstep.tune.program.instructions import Placement
 from superstep.tune.recipe import Recipe, Usual, read
@@ -18,11 +18,14 @@ Ratio = Literal["token", "sequence"]
 CutOff = Literal["none", "mask", "penalty"]
 
 USUAL: Usual = {
-    "data": {"sequence_tokens": 512, "document_mask": True},
+    "data": {"document_mask": True},
     "train": {"lr": 1e-5, "weight_decay": 0.0, "warmup_steps": 0, "min_lr_ratio": 1.0},
     "state": {"dir": "runs/rl", "save_every": 10},
 }
 """What a recipe says of a run where it says nothing: other than a run that begins with random weights."""
+
+USUAL_TOKENS = 512
+"""Of a sequence whose length is left out, where the model was made for as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,7 @@ class RolloutConfig:
 class RlRecipe(Recipe):
     """One recipe, whole."""
 
-    data: DataConfig = field(default_factory=lambda: DataConfig(**USUAL["data"]))
+    data: ProposedData = field(default_factory=lambda: ProposedData(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
     state: StateConfig = field(default_factory=lambda: StateConfig(**USUAL["state"]))
     rl: RlConfig = field(default_factory=RlConfig)

@@ -7,36 +7,31 @@ from pathlib import Path
 
 from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError
-from superstep.plan.config import RunConfig
+from superstep.plan.config import ProposedRun, RunConfig
 from superstep.plan.model.named import shape_of
 from superstep.train.run_folder import RunFolder
-from superstep.tune.recipe import RECIPE, refuse_own_loss, start_folder, within_context
-from superstep.tune.rl.config import USUAL, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
+from superstep.tune.recipe import RECIPE, refuse_own_loss, run_with, start_folder
+from superstep.tune.rl.config import USUAL_TOKENS, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
 
 
-def with_start(config: RunConfig, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
-    """A run's configuration with the model, the tokenizer and the weights of what it begins with.
+def with_start(proposed: ProposedRun, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
+    """A proposed run with the model, the tokenizer and the weights of what it begins with.
 
     Returns:
         The configuration, and the folder.
 
     Raises:
-        ConfigError: none is named, or a sequence is longer than the model's context.
+        ConfigError: none is named.
         StateError: it is no model.
     """
     folder = start_folder(start)
+    model = replace(proposed.model, name=str(folder / "config.json"), weights=str(folder))
+    config = run_with(proposed, model, str(folder / "tokenizer.json"), USUAL_TOKENS)
     changed = replace(
         config,
-        model=replace(config.model, name=str(folder / "config.json"), weights=str(folder)),
-        data=replace(config.data, tokenizer=str(folder / "tokenizer.json"), document_mask=True),
+        data=replace(config.data, document_mask=True),
         train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
     )
-    changed, shape = within_context(changed, USUAL), shape_of(changed.model)
-    if changed.data.sequence_tokens > shape.max_tokens:
-        raise ConfigError(
-            f"data.sequence_tokens = {changed.data.sequence_tokens} is more than the model's context of "
-            f"{shape.max_tokens} tokens; set it to that or less."
-        )
     return changed, folder
 
 
