@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from superstep.data.token_writer import PartialFiles, Passage
 from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from superstep.data.tokens import FORMAT, Corpus, is_whole, open_corpus
 from superstep.data.turn import turn, unheard
-from superstep.errors import DataError, Fault
+from superstep.errors import DataError, disk_fault, is_full
 from superstep.plan.config import DataConfig
 from superstep.state.durable import free_bytes
 
@@ -210,11 +209,12 @@ def writing(files: Files, config: DataConfig) -> Iterator[None]:
         yield
     except OSError as error:
         files.discard()
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise Fault(f"cannot write '{files.folder}' ({error}); set data.cache to a folder that can be.") from None
-        raise Fault(
-            f"no space left in '{files.folder}': tokens take about {files.expected_bytes(source_bytes(config))} "
-            f"bytes, {free_bytes(files.folder)} are free; set data.cache to a folder on a larger disk."
+        fault = disk_fault(error, files.folder)
+        if not is_full(error):
+            raise fault.adding("Or set data.cache to another folder.") from None
+        raise fault.adding(
+            f"Or set data.cache to a folder on a larger disk: tokens take about "
+            f"{files.expected_bytes(source_bytes(config))} bytes, {free_bytes(files.folder)} are free here."
         ) from None
     except BaseException:
         files.discard()
