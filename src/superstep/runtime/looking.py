@@ -23,7 +23,8 @@ from superstep.observe.doctor.seen import RankSeen
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction
 from superstep.runtime.doing import Doing
-from superstep.runtime.hang import WAKES_PER_S, Thread, thread
+from superstep.runtime.hang import WAKES_PER_S, Process, Thread, process_of, thread
+from superstep.runtime.hang_rules import kept_s
 from superstep.runtime.heart import NAME, Beat, read_beat
 from superstep.runtime.proc import stat_in, status_in
 from superstep.runtime.resident import sizes_in
@@ -33,7 +34,7 @@ MOVES_S, MOVES_TIMES = 0.5, 3.0
 """How long ago a rank that goes on has done so last, at most; or as many times what its instruction took before."""
 
 HELD_S = 0.75
-"""How long a ticker must have been woken in vain."""
+"""How long Python's lock must have been kept from a ticker that was woken, as ``kept_s`` counts it."""
 
 _DOES: Mapping[Doing, Does] = {Doing.OTHER: "apart", Doing.WAITS: "waits", Doing.WORKS: "works"}
 
@@ -105,6 +106,7 @@ class _First:
     vitals: Vitals
     main: Thread | None
     ticker: Thread | None
+    process: Process | None
 
 
 class Looker:
@@ -115,6 +117,7 @@ class Looker:
         clock: seconds, of the clock of the ranks' beats.
         threads: what the system says of a thread.
         system: what it says of a process.
+        processes: what it says of all threads of a process, given the number of its ticker.
     """
 
     def __init__(
@@ -123,8 +126,10 @@ class Looker:
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, int], Thread | None] = thread,
         system: Callable[[int], Vitals] = vitals,
+        processes: Callable[[int, int], Process | None] = process_of,
     ) -> None:
-        self._views, self._clock, self._threads, self._system = views, clock, threads, system
+        self._views, self._clock = views, clock
+        self._threads, self._system, self._processes = threads, system, processes
         self._first: dict[int, _First] = {}
         self._stood: dict[int, _First] = {}
 
@@ -142,7 +147,8 @@ class Looker:
         found = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None
         ticker = self._threads(beat.process, beat.ticker) if beat.ticker else None
-        now = _First(now_s, beat, found, main, ticker)
+        whole = self._processes(beat.process, beat.ticker) if beat.ticker else None
+        now = _First(now_s, beat, found, main, ticker, whole)
         begin = self._first.setdefault(rank, now)
         # A rank may come to stand while it is looked at: how it does so is since it went on last.
         first = self._stood[rank] if rank in self._stood and self._stood[rank].beat.moves == beat.moves else now
@@ -150,8 +156,6 @@ class Looker:
         looked_s, since_s = now_s - first.at_s, max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0
         slept = main is not None and first.main is not None and main.switches == first.main.switches
         cpu_s = main.cpu_s - first.main.cpu_s if main is not None and first.main is not None else 0.0
-        woken = 0 if ticker is None or first.ticker is None else ticker.switches - first.ticker.switches
-        is_held = looked_s >= HELD_S and beat.ticks == first.beat.ticks and woken >= WAKES_PER_S * looked_s
         ran_ns, queued_ns = found.ran_ns - begin.vitals.ran_ns, found.queued_ns - begin.vitals.queued_ns
         faults = found.major_faults - begin.vitals.major_faults
         return RankSeen(
@@ -167,7 +171,7 @@ class Looker:
             longest_s=beat.longest_s,
             has_moved=beat.moves != begin.beat.moves and since_s < max(MOVES_S, MOVES_TIMES * beat.longest_s),
             looked_s=looked_s,
-            is_held=is_held,
+            is_held=beat.ticks == first.beat.ticks and _kept_s(first, now) >= HELD_S,
             is_on_gpu=beat.gpu is not None,
             is_asleep=slept and main is not None and main.state in "SD" and looked_s > 0,
             cpu_s=cpu_s,
@@ -177,6 +181,16 @@ class Looker:
             swapped_bytes=found.swapped_bytes,
             faults_per_s=faults / (now_s - begin.at_s) if now_s > begin.at_s else 0.0,
         )
+
+
+def _kept_s(first: _First, now: _First) -> float:
+    """For how long Python's lock was kept from a ticker that did not tick; 0.0 where the ticker was not woken."""
+    looked_s, before, after = now.at_s - first.at_s, first.process, now.process
+    woken = 0 if now.ticker is None or first.ticker is None else now.ticker.switches - first.ticker.switches
+    if woken < WAKES_PER_S * looked_s:
+        return 0.0
+    had_s = 0.0 if before is None or after is None else after.cpu_s - before.cpu_s
+    return kept_s(looked_s, had_s, is_ready=after is None or after.is_ready)
 
 
 def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
