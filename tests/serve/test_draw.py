@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from superstep.serve.compute.draw import Seen, changed, draw, draw_plain, gumbel, totals_of, truncated
+from superstep.serve.compute.draw import (
+    Seen,
+    changed,
+    draw,
+    draw_plain,
+    gumbel,
+    read_rows,
+    read_totals,
+    totals_of,
+    truncated,
+)
 from superstep.serve.request import Sampling
 
 V = 50
@@ -14,8 +24,13 @@ NOTHING = Seen((), ())
 DRAWS = 2_000
 
 
+def totals_read(logits):
+    (rows,) = read_rows(totals_of(logits))
+    return read_totals(rows)
+
+
 def drawn(sampling, *, logits=LOGITS, seen=NOTHING, position=0):
-    (totals,) = totals_of(logits[None].clone())
+    (totals,) = totals_read(logits[None].clone())
     return draw(logits, totals, sampling, seen, position)
 
 
@@ -133,7 +148,7 @@ def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
     drawn = draw_plain(logits, asked)
     assert drawn[5].finite == 7
     for row, (sampling, position), each in zip(logits, asked, drawn, strict=True):
-        (totals,) = totals_of(row[None])
+        (totals,) = totals_read(row[None])
         noise = gumbel(sampling.seed, position, torch.arange(301))
         assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
         assert draw(row, totals, sampling, Seen((), ()), position, drawn=each) == draw(

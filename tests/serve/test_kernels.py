@@ -11,6 +11,7 @@ from superstep.kernels.native import Built
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
 from superstep.serve.compute.compiled import Compiled, can_compile
+from superstep.serve.compute.draw import read_rows, read_totals
 from superstep.serve.compute.fast import make_fast
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.linears import Linears
@@ -229,6 +230,11 @@ def test_what_one_call_does_not_compute(built):
     )
 
 
+def read(totals):
+    (rows,) = read_rows(totals)
+    return read_totals(rows)
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 130, 4000])
 def test_what_rows_say_of_their_distribution(built, vocab):
     compute = compile_(built, decoder(), replace(SHAPES["tiny"], vocab=130))
@@ -236,15 +242,15 @@ def test_what_rows_say_of_their_distribution(built, vocab):
     logits = numbers(5, vocab + 30) * 9  # of which the last columns are nobody's
     logits[1, : vocab // 2] = logits[1].max() + 1.0  # the first of equals
     mine, exact = logits[:, :vocab], logits[:, :vocab].double()
-    found = compute.totals(logits)
+    found = read(compute.totals(logits))
     assert [each.likeliest for each in found] == mine.argmax(-1).tolist()
     assert [each.largest for each in found] == mine.amax(-1).tolist()
     log_totals = (exact - exact.amax(-1, keepdim=True)).exp().sum(-1).log()
     assert torch.allclose(torch.tensor([each.log_total for each in found]).double(), log_totals, atol=2e-6)
     for row, each in enumerate(found):  # whoever else is asking
-        assert compute.totals(logits[row : row + 1]) == [each]
+        assert read(compute.totals(logits[row : row + 1])) == [each]
     logits[2, vocab - 1] = torch.nan
-    bad = compute.totals(logits)
+    bad = read(compute.totals(logits))
     assert not math.isfinite(bad[2].log_total)
     assert [bad[0], bad[4]] == [found[0], found[4]]
 

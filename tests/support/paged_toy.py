@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from superstep.serve.compute.draw import Totals
 from superstep.serve.compute.rows import Rows
 
 V = 20
@@ -53,10 +52,11 @@ class PagedToy:
             logits[row] = self.likely[(last * vocab + text[-1]) % len(self.likely)] + self.rest[whole]
         return logits
 
-    def totals(self, logits: torch.Tensor) -> list[Totals]:
+    def totals(self, logits: torch.Tensor) -> torch.Tensor:
         """Row by row: how a row is rounded must not depend on those beside it."""
         tops = [(row, float(row.max()), int(row.argmax())) for row in logits]
-        return [Totals(top, float((row - top).double().exp().sum().log()), at) for row, top, at in tops]
+        found = [(top, float((row - top).double().exp().sum().log()), at) for row, top, at in tops]
+        return torch.tensor(found, dtype=torch.float64).view(-1, 3)
 
     def wait(self) -> None:
         """Nobody waits."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.numerics.sending import send as to_device
 from superstep.runtime.mesh import Group
 from superstep.runtime.shared.own import gather_single, scatter_single, started
 from superstep.runtime.transport import has_gloos_calls
@@ -170,11 +171,12 @@ def stack_ranks(x: Tensor, group: Group) -> Tensor:
 
 def from_first(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
     """The numbers of the group's first rank, on every rank; what the others bring does not count."""
-    count = torch.tensor([len(numbers)], device=device)
+    count = to_device(torch.tensor([len(numbers)]), device)
     dist.broadcast(count, group=group, group_src=0)
-    values = torch.zeros(int(count), dtype=torch.int64, device=device)
     if group.rank() == 0:
-        values.copy_(torch.tensor(numbers, dtype=torch.int64))
+        dist.broadcast(to_device(torch.tensor(numbers, dtype=torch.int64), device), group=group, group_src=0)
+        return list(numbers)  # they are not read back, for which the host would wait
+    values = torch.zeros(int(count), dtype=torch.int64, device=device)
     dist.broadcast(values, group=group, group_src=0)
     found: list[int] = values.tolist()
     return found

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.adapters import Holder, Shelf
 from superstep.serve.books import book, computed
-from superstep.serve.compute.draw import Drawn, Seen, Totals, draw, draw_plain, likeliest, logprob
+from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
 from superstep.serve.compute.rows import Part, Rows
+from superstep.serve.compute.wanted import Row, read_wanted
 from superstep.serve.live import LiveRequest
 from superstep.serve.matcher import Matcher, Matchers
 from superstep.serve.pages import Pages
@@ -31,22 +32,14 @@ from superstep.serve.speculate import Speculation
 from superstep.serve.step import Budget, Chunk, Step, check
 
 
-class _Row(NamedTuple):
-    """A row of logits, what is known of it, and what was drawn from it together with others."""
-
-    logits: Tensor
-    totals: Totals
-    drawn: Drawn | None
-
-
 class Model(Holder, Protocol):
     """What computes a step."""
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V], or more columns of -inf behind them."""
 
-    def totals(self, logits_RV: Tensor) -> list[Totals]:
-        """What each row says of its distribution."""
+    def totals(self, logits_RV: Tensor) -> Tensor:
+        """``Totals`` of each row, where the logits are: [R, 3], fp64."""
 
     def wait(self) -> None:
         """Say that there is nothing to compute yet."""
@@ -247,14 +240,8 @@ class Engine:
         self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
-        totals = self._model.totals(logits_RV) if len(logits_RV) else []
-        early = self._drawn_at_once(step, live, wanted, rows.wanted, logits_RV)
-        # What stands behind the vocabulary, so that ranks or cells share it evenly, cannot be drawn.
-        logits_RV = logits_RV[:, : self.info.vocab]
-        told = {
-            row: _Row(logits_V, each, early.get(row))
-            for row, logits_V, each in zip(rows.wanted, logits_RV, totals, strict=True)
-        }
+        asked = self._drawn_at_once(step, live, wanted)
+        told = read_wanted(rows.wanted, asked, logits_RV, self._model.totals, vocab=self.info.vocab)
         news += [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
         self._watch.end()
         return news
@@ -278,7 +265,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: Mapping[int, _Row],
+        told: Mapping[int, Row],
     ) -> Progress:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt, cached = self._of_prompt(live, chunk, wanted, told), live.cached_tokens
@@ -295,7 +282,7 @@ class Engine:
             self._leave(live)
         return Progress(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
-    def _drawn_of(self, live: LiveRequest, rows: Sequence[_Row]) -> tuple[list[Told], Finish | None]:
+    def _drawn_of(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[Told], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
         drawn: list[Told] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
@@ -317,15 +304,11 @@ class Engine:
         return finish
 
     def _drawn_at_once(
-        self,
-        step: Step,
-        live: Mapping[int, LiveRequest],
-        wanted: Mapping[int, Sequence[int]],
-        rows: Sequence[int],
-        logits_RV: Tensor,
-    ) -> dict[int, Drawn]:
-        """By row, what is drawn where nothing but a temperature changes the logits: most of a busy engine's draws."""
-        place = {row: at for at, row in enumerate(rows)}
+        self, step: Step, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
+    ) -> dict[int, tuple[Sampling, int]]:
+        """By row, how it is drawn from and the position of the token, where nothing but a temperature changes the
+        logits: most of a busy engine's draws.
+        """
         asked: dict[int, tuple[Sampling, int]] = {}
         for chunk in step.chunks:
             one, own = live[chunk.request], wanted[chunk.request]
@@ -334,12 +317,9 @@ class Engine:
                 # The last known token has a row, and so has each guess behind it.
                 for nth, row in enumerate(own[one.known - chunk.end - 1 :]):
                     asked[row] = (how, one.known + nth)
-        if not asked:
-            return {}
-        chosen_RV = logits_RV[[place[row] for row in asked]]
-        return dict(zip(asked, draw_plain(chosen_RV, list(asked.values()), self._model.totals), strict=True))
+        return asked
 
-    def _drawn(self, live: LiveRequest, row: _Row) -> Told | None:
+    def _drawn(self, live: LiveRequest, row: Row) -> Told | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
         logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
@@ -358,7 +338,7 @@ class Engine:
         live: LiveRequest,
         chunk: Chunk,
         wanted: Sequence[int],
-        told: Mapping[int, _Row],
+        told: Mapping[int, Row],
     ) -> tuple[Told, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:

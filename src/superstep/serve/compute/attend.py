@@ -24,6 +24,7 @@ from torch import Tensor
 from superstep.kernels import exact_attention
 from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
+from superstep.numerics.sending import send
 from superstep.serve.compute.keys import KeyStore, Together, slots_of, together
 from superstep.serve.compute.rows import Part
 
@@ -77,7 +78,7 @@ def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_ex
             mixes.append(partial(_fast_in_pieces, starts_nC, group.ends))
         else:
             mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
-    return Reading(slots=torch.tensor(written, device=device), groups=tuple(groups), mixes=tuple(mixes))
+    return Reading(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
 
 
 def _hidden(group: Together, starts_nC: Tensor) -> Tensor:

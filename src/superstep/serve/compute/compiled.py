@@ -24,7 +24,7 @@ from superstep.model.norm import RMSNorm
 from superstep.plan.model.shape import ModelShape
 from superstep.serve.compute.adapted import AdaptedRows
 from superstep.serve.compute.adapters import Adapters
-from superstep.serve.compute.draw import Totals
+from superstep.serve.compute.draw import columns
 from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, address, held, pointer
 from superstep.serve.compute.linears import Product
 from superstep.serve.compute.panels import Panels
@@ -146,15 +146,15 @@ class Compiled:
             logits_RV[:, self._shape.vocab :] = float("-inf")
         return logits_RV
 
-    def totals(self, logits_RV: Tensor) -> list[Totals]:
-        """What each row says of its distribution, in fast mode."""
+    def totals(self, logits_RV: Tensor) -> Tensor:
+        """``Totals`` of each row, in fast mode: [R, 3]."""
         rows, stride = logits_RV.shape
         largest, log_total = torch.empty(2, rows, dtype=torch.float32)
         likeliest = torch.empty(rows, dtype=torch.int64)
         sizes = (ctypes.c_int64(size) for size in (rows, self._shape.vocab, stride))
         into = (ctypes.c_void_p(pointer(x)) for x in (largest, log_total, likeliest))
         self._library.superstep_totals(ctypes.c_void_p(pointer(logits_RV)), *sizes, *into, self._team)
-        return [Totals(*each) for each in zip(largest.tolist(), log_total.tolist(), likeliest.tolist(), strict=True)]
+        return columns(largest, log_total, likeliest)
 
     @property
     def _team(self) -> ctypes.c_int64:

@@ -4,7 +4,9 @@ A token is the argmax of logits / temperature plus Gumbel noise (Gumbel 1954; th
 of a token is a hash of seed, position and token. So who else is served, in which order and on which rank, changes no
 draw; and a guessed token may stand exactly where it equals the draw.
 
-    V  vocabulary
+What is to be known of many rows is computed where the logits are, and read at once: the host waits for a GPU once.
+
+    V  vocabulary      R  rows      D  rows that are drawn from      W  of these, those of a temperature that is not 1
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superstep.numerics.sending import send
 from superstep.serve.request import Sampling, Told
 
 _MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
@@ -96,54 +99,96 @@ class Drawn(NamedTuple):
     logprob: float | None = None
 
 
-def totals_of(logits_RV: Tensor) -> list[Totals]:
-    """What each row says of its distribution, in fast mode."""
+TotalsOf = Callable[[Tensor], Tensor]
+"""``Totals`` of each row of logits, side by side where the logits are: [R, 3], fp64."""
+
+
+def columns(*numbers_R: Tensor) -> Tensor:
+    """Numbers of each row side by side, in fp64, which holds every fp32 and every id."""
+    return torch.stack([each.double() for each in numbers_R], -1)
+
+
+def totals_of(logits_RV: Tensor) -> Tensor:
+    """``TotalsOf`` in fast mode."""
     largest_R, likeliest_R = logits_RV.max(-1)
     log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
-    return [Totals(*each) for each in zip(largest_R.tolist(), log_total_R.tolist(), likeliest_R.tolist(), strict=True)]
+    return columns(largest_R, log_total_R, likeliest_R)
 
 
-def draw_plain(
-    logits_RV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: Callable[[Tensor], list[Totals]] = totals_of
-) -> list[Drawn]:
-    """What is drawn from many rows whose logits are taken as they are, but for a temperature above zero: of each row
-    the same as if it were alone.
+def read_rows(*parts: Tensor) -> list[list[list[float]]]:
+    """The rows of each part on the host, which waits once."""
+    together = torch.cat([part.flatten() for part in parts]).cpu()
+    pieces = together.split([part.numel() for part in parts])
+    return [piece.view(part.shape).tolist() for piece, part in zip(pieces, parts, strict=True)]
+
+
+def read_totals(rows: Sequence[Sequence[float]]) -> list[Totals]:
+    """Those of rows that were read."""
+    return [Totals(largest, log_total, int(likeliest)) for largest, log_total, likeliest in rows]
+
+
+class Draws(NamedTuple):
+    """What was drawn from many rows, where the logits are.
+
+    Attributes:
+        tokens: of each row the token, how many tokens it was drawn from, its logit, and that after the temperature:
+            [D, 4], fp64.
+        totals: after the temperature, of the rows where that is not 1: [W, 3], fp64.
+    """
+
+    tokens: Tensor
+    totals: Tensor
+
+
+def draw_rows(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> Draws:
+    """Draw from many rows whose logits are taken as they are, but for a temperature above zero: of each row the same as
+    if it were alone.
 
     Args:
-        logits_RV: fp32.
+        logits_DV: fp32.
         asked: of each row, how to draw and the position of the token.
         totals: of rows after the temperature; in exact mode those with the bits of training.
     """
-    found: list[Drawn] = []
-    rows = max(1, MOST_NOISE // logits_RV.shape[1])
-    for first in range(0, len(asked), rows):
-        some, device = asked[first : first + rows], logits_RV.device
-        logits = logits_RV[first : first + rows]
-        scores = logits / torch.tensor([[how.temperature] for how, _ in some], device=device)
-        keys = torch.tensor([[_key(how.seed, position)] for how, position in some], device=device)
-        noise = _noise(keys, torch.arange(logits_RV.shape[1], device=device))
-        tokens = (scores.double() + noise).argmax(-1)
-        own = logits.gather(1, tokens[:, None]).flatten()
-        finite = scores.isfinite().sum(-1)
-        found += map(Drawn, tokens.tolist(), finite.tolist(), own.tolist(), _logprobs(scores, tokens, some, totals))
-    return found
+    rows = max(1, MOST_NOISE // logits_DV.shape[1])
+    pieces = [
+        _draw_piece(logits_DV[first : first + rows], asked[first : first + rows], totals)
+        for first in range(0, len(asked), rows)
+    ]
+    return Draws(*map(torch.cat, zip(*pieces, strict=True)))
 
 
-def _logprobs(
-    scores_RV: Tensor,
-    tokens_R: Tensor,
-    asked: Sequence[tuple[Sampling, int]],
-    totals: Callable[[Tensor], list[Totals]],
-) -> list[float | None]:
-    """Of each row the token's log-probability after the temperature; None where that is 1."""
-    rows = [row for row, (how, _) in enumerate(asked) if how.temperature != 1.0]
-    found: list[float | None] = [None] * len(asked)
-    if rows:
-        some_RV = scores_RV[rows]
-        scores = some_RV.gather(1, tokens_R[rows][:, None]).flatten().tolist()
-        for row, score, each in zip(rows, scores, totals(some_RV), strict=True):
-            found[row] = _logprob(score, each)
-    return found
+def _draw_piece(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> Draws:
+    device = logits_DV.device
+    scores_DV = logits_DV / send(torch.tensor([[how.temperature] for how, _ in asked]), device)
+    keys_D1 = send(torch.tensor([[_key(how.seed, position)] for how, position in asked]), device)
+    noise_DV = _noise(keys_D1, torch.arange(logits_DV.shape[1], device=device))
+    tokens_D1 = (scores_DV.double() + noise_DV).argmax(-1, keepdim=True)
+    own_D, score_D = (each.gather(1, tokens_D1).flatten() for each in (logits_DV, scores_DV))
+    tokens = columns(tokens_D1.flatten(), scores_DV.isfinite().sum(-1), own_D, score_D)
+    warm = [row for row, (how, _) in enumerate(asked) if how.temperature != 1.0]
+    if not warm:
+        return Draws(tokens, tokens.new_empty(0, len(Totals._fields)))
+    return Draws(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
+
+
+def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
+    """What was drawn.
+
+    Args:
+        parts: of ``Draws``, as ``read_rows`` gives them.
+        asked: as they were drawn.
+    """
+    tokens, totals = parts
+    warm = iter(read_totals(totals))
+    return [
+        Drawn(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
+        for (token, finite, logit, score), (how, _) in zip(tokens, asked, strict=True)
+    ]
+
+
+def draw_plain(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> list[Drawn]:
+    """``draw_rows``, read at once."""
+    return read_draws(read_rows(*draw_rows(logits_DV, asked, totals)), asked)
 
 
 def draw(
@@ -213,26 +258,26 @@ def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, 
     """The ``count`` likeliest tokens and their log-probabilities."""
     if count == 0:
         return ()
-    tokens = logits_V.topk(min(count, len(logits_V))).indices.tolist()
-    return tuple((token, logprob(logits_V, totals, token)) for token in tokens)
+    (rows,) = read_rows(columns(*logits_V.topk(min(count, len(logits_V)))))
+    return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
 
 
 def changed(logits_V: Tensor, sampling: Sampling, seen: Seen) -> Tensor:
     """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
-        tokens = torch.tensor(sorted({*seen.prompt, *seen.drawn}), device=scores_V.device)
+        tokens = send(torch.tensor(sorted({*seen.prompt, *seen.drawn})), scores_V.device)
         old, by = scores_V[tokens], sampling.repetition_penalty
         scores_V[tokens] = torch.where(old > 0, old / by, old * by)
     if seen.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
         counts = Counter(seen.drawn)
-        tokens = torch.tensor(list(counts), device=scores_V.device)
-        times = torch.tensor(list(counts.values()), dtype=scores_V.dtype, device=scores_V.device)
+        tokens = send(torch.tensor(list(counts)), scores_V.device)
+        times = send(torch.tensor(list(counts.values()), dtype=scores_V.dtype), scores_V.device)
         scores_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
     for token, bias in sampling.logit_bias:
         scores_V[token] += bias
     if seen.allowed is not None:
-        scores_V.masked_fill_(~seen.allowed, float("-inf"))
+        scores_V.masked_fill_(send(~seen.allowed, scores_V.device), float("-inf"))
     return scores_V
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from superstep.model.decoder import Attend
 from superstep.numerics.invariant_matmul import product
+from superstep.numerics.sending import send
 from superstep.plan.split.parameters import has_cut_output
 from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.device import Device
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.adapters import Adapters
-from superstep.serve.compute.draw import Totals, totals_of
+from superstep.serve.compute.draw import totals_of
 from superstep.serve.compute.model import Served
 from superstep.serve.compute.rows import Part, Rows, positions
 
@@ -51,19 +52,19 @@ class Forward:
         """The logits of the wanted rows, fp32, the same on every rank: [R, V]."""
         served, device = self._served, self._device
         self.adapters.begin(rows.parts, device)
-        place_1T = torch.tensor([positions(rows.parts)], device=device)
+        place_1T = send(torch.tensor([positions(rows.parts)]), device)
         attend = self._attending(rows.parts)
         embed, *blocks, _ = served.modules
-        h_1TD = embed(torch.tensor([rows.tokens], device=device))
+        h_1TD = embed(send(torch.tensor([rows.tokens]), device))
         given = {"exchange": served.exchange} if served.run.shape.moe else {}
         for layer, block in enumerate(blocks):
             h_1TD = block(h_1TD, attend=attend(layer), positions=place_1T, **given)
         if not rows.wanted:  # a prompt in chunks, alone: products of no rows are not every operation's
             return torch.empty(0, self._vocab, device=device)
-        return self._logits(h_1TD[:, torch.tensor(rows.wanted, dtype=torch.long, device=device)])
+        return self._logits(h_1TD[:, send(torch.tensor(rows.wanted), device)])
 
-    def totals(self, logits_RV: Tensor) -> list[Totals]:
-        """What each of these rows says of its distribution, in fast mode."""
+    def totals(self, logits_RV: Tensor) -> Tensor:
+        """``Totals`` of each of these rows, in fast mode: [R, 3]."""
         return totals_of(logits_RV)
 
     def _logits(self, h_1RD: Tensor) -> Tensor:

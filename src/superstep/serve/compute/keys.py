@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superstep.numerics.sending import send
 from superstep.serve.compute.rows import Part
 
 
@@ -104,4 +105,4 @@ def _gathered(members: Sequence[tuple[int, Part]], page_tokens: int, length: int
         rows.append(list(range(at, at + part.count)))
         ends.append(list(range(part.first + 1, end + 1)))
         slots.append(held + held[:1] * (length - end))
-    return Together(*(torch.tensor(x, device=device) for x in (rows, ends, slots)))
+    return Together(*(send(torch.tensor(x), device) for x in (rows, ends, slots)))

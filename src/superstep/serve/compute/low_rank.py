@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.invariant_matmul import product, tree_sum
+from superstep.numerics.sending import send
 from superstep.runtime.collectives import stack_ranks
 from superstep.runtime.mesh import Group
 from superstep.serve.compute.rows import Part
@@ -79,7 +80,7 @@ def now_of(parts: Sequence[Part], device: torch.device) -> Now | None:
     slot_T1 = torch.zeros(rows.stop - rows.start, 1, dtype=torch.int64)
     for run in runs:
         slot_T1[run.rows.start - rows.start : run.rows.stop - rows.start] = run.slot
-    return Now(runs, rows, slot_T1.to(device))
+    return Now(runs, rows, send(slot_T1, device))
 
 
 @dataclass(frozen=True, slots=True)

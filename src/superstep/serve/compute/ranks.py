@@ -21,7 +21,7 @@ from superstep.runtime.exact.loss import totals_
 from superstep.runtime.mesh import Group
 from superstep.serve.compute import adapter_orders
 from superstep.serve.compute.adapters import Adapters
-from superstep.serve.compute.draw import Totals
+from superstep.serve.compute.draw import columns
 from superstep.serve.compute.party import (
     Forget,
     IsRead,
@@ -61,8 +61,8 @@ class Compute(Protocol):
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32 and the same on every rank: [R, V]."""
 
-    def totals(self, logits_RV: Tensor) -> list[Totals]:
-        """What each of these rows says of its distribution, in fast mode."""
+    def totals(self, logits_RV: Tensor) -> Tensor:
+        """``Totals`` of each of these rows, in fast mode: [R, 3]."""
 
 
 class Ranks:
@@ -115,14 +115,13 @@ class Ranks:
         self._begin(replace(rows, is_draft=True))
         return self._small(rows)
 
-    def totals(self, logits_RV: Tensor) -> list[Totals]:
-        """What each row says of its distribution; in exact mode with the bits of training."""
+    def totals(self, logits_RV: Tensor) -> Tensor:
+        """``Totals`` of each row, where the logits are; in exact mode with the bits of training: [R, 3]."""
         if self._cells is None:
             return self._forward.totals(logits_RV)
         cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
         _, total_R1, top_R1 = totals_(logits_RV.clone(), cut)
-        found = top_R1.flatten().tolist(), total_R1.log().flatten().tolist(), logits_RV.argmax(-1).tolist()
-        return [Totals(*each) for each in zip(*found, strict=True)]
+        return columns(top_R1.flatten(), total_R1.log().flatten(), logits_RV.argmax(-1))
 
     def read_adapter(self, folder: Path) -> None:
         """Begin to read an adapter on all ranks, beside the steps.

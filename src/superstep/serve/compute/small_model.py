@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.draw import Seen, Totals, draw
+from superstep.serve.compute.draw import Seen, Totals, columns, draw, read_rows
 from superstep.serve.compute.rows import Part, Rows
 from superstep.serve.live import LiveRequest
 from superstep.serve.matcher import Matcher
@@ -47,28 +47,27 @@ class _Run:
     form: Matcher | None
     guesses: list[int] = field(default_factory=list)
 
-    def add(self, logits_V: Tensor) -> None:
+    def add(self, logits_V: Tensor, largest: float, likeliest: int) -> None:
         """Guess one token more."""
-        token = self._drawn(logits_V)
+        token = self._drawn(logits_V, largest, likeliest)
         self.guesses.append(token)
         if self.form is not None:
             self.form.advance(token)
             self.form = None if self.form.is_done else self.form
 
-    def _drawn(self, logits_V: Tensor) -> int:
+    def _drawn(self, logits_V: Tensor, largest: float, likeliest: int) -> int:
         allowed = None
         if self.form is not None:
             try:
                 allowed = self.form.allowed()
             except ConfigError:
                 self.form = None
-        largest, likeliest = (each.item() for each in logits_V.max(0))
         if not math.isfinite(largest):
             self.form = None
             return 0  # it costs a row, as any bad guess
         seen = Seen(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
-        totals = Totals(largest, 0.0, int(likeliest))  # nobody asks for its log-probabilities
+        totals = Totals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
         return draw(logits_V, totals, sampling, seen, self.live.known + len(self.guesses)).token
 
 
@@ -143,8 +142,10 @@ class SmallModel:
         )
         logits_RV = self._compute(Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(wanted)))[:, : self._vocab]
         guessing = [run for run in runs if len(run.guesses) < run.count]
-        for run, logits_V in zip(guessing, logits_RV, strict=True):
-            run.add(logits_V)
+        if guessing:
+            (tops,) = read_rows(columns(*logits_RV.max(-1)))
+            for run, logits_V, (largest, likeliest) in zip(guessing, logits_RV, tops, strict=True):
+                run.add(logits_V, largest, int(likeliest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolve import Resolved
-from superstep.serve.compute.draw import Seen, draw, totals_of
+from superstep.serve.compute.draw import Seen, draw, read_rows, read_totals, totals_of
 from superstep.serve.config import ServeConfig
 from superstep.serve.load import open_engine
 from superstep.serve.offline import generate
@@ -103,7 +103,8 @@ def draw_fault() -> str:
     """What is drawn otherwise than plain code does, in words; empty where nothing is."""
     logits_RV = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
     for how in SAMPLINGS:
-        for position, (logits_V, totals) in enumerate(zip(logits_RV, totals_of(logits_RV), strict=True)):
+        (rows,) = read_rows(totals_of(logits_RV))
+        for position, (logits_V, totals) in enumerate(zip(logits_RV, read_totals(rows), strict=True)):
             told = draw(logits_V, totals, how, Seen((), ()), position)
             wanted = plain_draw(logits_V.tolist(), how, position)
             found = (

@@ -1,0 +1,56 @@
+"""What a step finds of its wanted rows, read at once: the host waits for a GPU once, for what was drawn.
+
+V  vocabulary      R  wanted rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from superstep.numerics.sending import send
+from superstep.serve.compute.draw import Drawn, Totals, TotalsOf, draw_rows, read_draws, read_rows, read_totals
+from superstep.serve.request import Sampling
+
+
+class Row(NamedTuple):
+    """A row of logits, what is known of it, and what was drawn from it together with others."""
+
+    logits: Tensor
+    totals: Totals
+    drawn: Drawn | None
+
+
+def read_wanted(
+    wanted: Sequence[int],
+    asked: Mapping[int, tuple[Sampling, int]],
+    logits_RV: Tensor,
+    totals: TotalsOf,
+    *,
+    vocab: int,
+) -> dict[int, Row]:
+    """By number, what is known of each wanted row.
+
+    Args:
+        wanted: their numbers.
+        asked: of those that are drawn from as they are, but for a temperature: how, and the position of the token.
+        logits_RV: fp32.
+        totals: of rows, with the bits of the mode that is served in.
+        vocab: columns; what stands behind them, so that ranks or cells share them evenly, cannot be drawn.
+    """
+    if not wanted:
+        return {}
+    totals_R3, ways = totals(logits_RV), list(asked.values())
+    drawn: dict[int, Drawn] = {}
+    if asked:
+        place = {row: at for at, row in enumerate(wanted)}
+        at_D = send(torch.tensor([place[row] for row in asked]), logits_RV.device)
+        rows, *draws = read_rows(totals_R3, *draw_rows(logits_RV[at_D], ways, totals))
+        drawn = dict(zip(asked, read_draws(draws, ways), strict=True))
+    else:
+        (rows,) = read_rows(totals_R3)
+    known = zip(wanted, logits_RV[:, :vocab], read_totals(rows), strict=True)
+    return {row: Row(logits_V, each, drawn.get(row)) for row, logits_V, each in known}

@@ -1,0 +1,62 @@
+"""Where the host waits for an emulated GPU while a server computes a step of new tokens: once, for what was drawn."""
+
+import re
+
+import pytest
+import torch
+
+import low_rank
+from served_ranks import served_by
+from strict_ranks import gpu_of
+from superstep.serve.compute.draw import Seen, Totals, draw
+from superstep.serve.config import NGRAM, ServeConfig
+from superstep.serve.request import Request, Sampling
+
+pytestmark = pytest.mark.strict
+
+WAYS = [
+    Sampling(max_tokens=16, temperature=0, ignore_eos=True),
+    Sampling(max_tokens=16, seed=1, ignore_eos=True),
+    Sampling(max_tokens=16, seed=2, temperature=0.8, ignore_eos=True),
+    Sampling(max_tokens=16, seed=3, ignore_eos=True),
+]
+
+
+def waits_of_steps(rank, world, folder, serve):
+    """How often rank 0's host waited in some steps of one new token for each request, by operator and line."""
+    with gpu_of(rank, world) as (gpu, report), served_by(rank, folder, serve, gpu) as (engine, _):
+        if engine is None:  # it has followed all of them
+            return None
+        for number, how in enumerate(WAYS):
+            engine.add(Request(id=number, prompt=(3, 9, 3, 9, 3, *range(number)), sampling=how))
+        engine.step()
+        report()
+        for _ in range(STEPS):
+            engine.step()
+        return report().host_waits
+
+
+STEPS = 3
+CASES = {
+    "fast": ({}, {}),
+    "bf16": ({"compute": "bf16"}, {}),
+    "exact": ({"exact": True}, {}),
+    "guesses": ({"speculate": NGRAM}, {}),
+    "experts": ({"compute": "bf16"}, {"experts": 4, "router": "dropless"}),
+    "tp": ({"tp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_once_for_what_was_drawn(pool, tmp_path, name):
+    how, model = CASES[name]
+    serve = ServeConfig(**{"compute": "fp32", "context_tokens": 64, "pages": 64} | how)
+    waits, *_ = pool.run(serve.tp, waits_of_steps, low_rank.write_model(tmp_path, **model), serve, timeout_s=60)
+    found = {re.search(r"\((\S+?):\d+", where).group(1): count for where, count in waits.items()}
+    assert found == {"superstep/serve/compute/draw.py": STEPS}, waits
+
+
+def test_a_form_that_the_host_keeps_holds_logits_of_a_gpu():
+    logits, allowed = torch.tensor([3.0, 1.0, 2.0], device="cuda"), torch.tensor([False, True, True])
+    told = draw(logits, Totals(3.0, 0.4, 0), Sampling(temperature=0), Seen((), (), allowed), 0)
+    assert told.token == 2
