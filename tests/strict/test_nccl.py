@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end
+from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end, wait_for_text
 from superstep.runtime.shared.own import gather_single, scatter_single
 from superstep.strict.load import configure
 
@@ -484,12 +484,6 @@ def leave_out(rank, world, folder):
         torch.cuda.synchronize()
     else:
         wait_for_text(folder / "stderr 0", "watchdog")
-
-
-def wait_for_text(path, text):
-    """Until a file has it: the other rank's end is not to be this one's."""
-    while text not in path.read_text():
-        time.sleep(0.05)
 
 
 HANGS = {"send and send": (send_both, "# before its recv"), "left out": (leave_out, "# one alone")}

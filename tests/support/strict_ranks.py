@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -84,6 +85,12 @@ def begin_nccl(rank, world, folder, limit_s):
     gpu = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
     return gpu
+
+
+def wait_for_text(path, text):
+    """Until a file has it: the other rank's end is not to be this one's."""
+    while text not in path.read_text():
+        time.sleep(0.05)
 
 
 def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None):

@@ -9,6 +9,7 @@ Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from superstep.strict.torch_cuda import known_stream
 from superstep.strict.transport import Call, Transport, Views
-from superstep.strict.works import StreamWork, Watchdog
+from superstep.strict.watchdog import Watchdog
+from superstep.strict.works import PendingCall, StreamWork
 
 WATCHDOG_FIRST = timedelta(minutes=1)
 """A message may take so much longer than a call: what hangs is the watchdog's to name."""
@@ -162,13 +164,14 @@ class Communicator(dist.ProcessGroup):
         for queue, _ in self._transports.values():
             self.device.abort(queue)
             self.device.close(queue)
-        self.watchdog.forget()
+        self.watchdog.forget([queue for queue, _ in self._transports.values()])
 
     def shutdown(self) -> None:
         """Let go of it; what is under way is waited for."""
         for queue, _ in self._transports.values():
             self.device.drain(queue)
             self.device.close(queue)
+        self.watchdog.forget([queue for queue, _ in self._transports.values()])
         self._transports.clear()
 
     # How a call is issued.
@@ -186,7 +189,9 @@ class Communicator(dist.ProcessGroup):
         if self._coalesced is None:
             return self._issue([call])
         self._coalesced.append(call)
-        return StreamWork(torch.cuda.Event(), (), str(call), self.options._timeout)
+        return StreamWork(
+            PendingCall(-1, str(call), torch.cuda.Event(), time.monotonic(), [])
+        )  # the group's is waited for
 
     def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
         if self._is_aborted:
@@ -209,7 +214,10 @@ class Communicator(dist.ProcessGroup):
 
         what = f"call {next(self._call_numbers)} of {transport.name}: " + " and ".join(call.name for call in calls)
         self.device.launch(queue, reads, writes, run, what)
-        work = kind(stream.record_event(), [*reads, *writes], f"{what} ({calls[0].line})", self.options._timeout)
+        deadline_s = time.monotonic() + self.options._timeout.total_seconds()
+        work = kind(
+            PendingCall(queue, f"{what} ({calls[0].line})", stream.record_event(), deadline_s, [*reads, *writes])
+        )
         self.watchdog.watch(work)
         return work
 

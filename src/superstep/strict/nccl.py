@@ -1,7 +1,7 @@
 """NCCL on the strict device: the calls of ``ProcessGroupNCCL``, with Gloo to move the numbers.
 
 What NCCL refuses is refused, and what it lets hang is named, where members tell each other (``transport``) or by the
-watchdog (``works``).
+watchdog (``watchdog``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from superstep.strict.communicator import Communicator, GroupOptions, in_words
 from superstep.strict.transport import Call, Reduction, Transport, Views
-from superstep.strict.works import BarrierWork, StreamWork, Watchdog
+from superstep.strict.watchdog import Watchdog
+from superstep.strict.works import BarrierWork, StreamWork
 
 c10d = dist.distributed_c10d
 

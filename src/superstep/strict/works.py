@@ -1,38 +1,49 @@
-"""What a call of a communicator gives back, and the watchdog that ends a process whose calls do not end."""
+"""What a call of a communicator gives back."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-POLL_S = 0.2
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A call under way, as its work and the watchdog have it.
+
+    Attributes:
+        queue: the number of its communicator's stream.
+        what: the call in words.
+        end: the event behind it.
+        deadline_s: when it has to be over, by the monotonic clock.
+        tensors: what is kept until ``wait``, or until the watchdog finds it over.
+    """
+
+    queue: int
+    what: str
+    end: torch.Event
+    deadline_s: float
+    tensors: list[Tensor]
 
 
 class StreamWork(dist._Work):  # type: ignore[name-defined]
     """A call under way. ``wait`` has the current stream wait for it, and no host.
 
-    Its tensors are kept until then, or until it is over, as ProcessGroupNCCL does since torch 2.8.
+    Its tensors are kept until then; where nobody waits, until it is over and the watchdog lets go of them, as
+    ProcessGroupNCCL does since torch 2.8.
     """
 
-    def __init__(self, end: torch.Event, tensors: Sequence[Tensor], what: str, limit: timedelta) -> None:
+    def __init__(self, call: PendingCall) -> None:
         super().__init__()
-        self.end, self.what = end, what
-        self.deadline_s = time.monotonic() + limit.total_seconds()
-        self._tensors = list(tensors)
+        self.call, self.end = call, call.end
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have what is issued to the current stream from now on come after the call."""
         self._order()
-        self._tensors = []
+        self.call.tensors = []
         return True
 
     def _order(self) -> None:
@@ -57,13 +68,13 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
 
     def result(self) -> list[Tensor]:
         """What it writes."""
-        return self._tensors
+        return self.call.tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """What it writes, for work that is issued after ``wait``."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self._order()
-        future.set_result(self._tensors)
+        future.set_result(self.call.tensors)
         return future
 
 
@@ -75,42 +86,3 @@ class BarrierWork(StreamWork):
         super().wait(timeout)
         self.end.synchronize()
         return True
-
-
-class Watchdog:
-    """Ends the process where a call does not end in time, as NCCL's does, and says what is under way."""
-
-    def __init__(self, device: ModuleType) -> None:
-        self._device = device
-        self._works: list[StreamWork] = []
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._owner = 0
-
-    def watch(self, work: StreamWork) -> None:
-        """Hold on to a work until it is over."""
-        with self._lock:
-            if self._owner != os.getpid():  # a fork has none of its parent's threads
-                self._owner, self._works = os.getpid(), []
-                self._thread = threading.Thread(target=self._run, name="strict watchdog", daemon=True)
-                self._thread.start()
-            self._works.append(work)
-
-    def forget(self) -> None:
-        """Of calls that were aborted nothing is awaited."""
-        with self._lock:
-            self._works.clear()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(POLL_S)
-            with self._lock:
-                self._works = [work for work in self._works if not work.is_completed()]
-                late = next((work for work in self._works if time.monotonic() > work.deadline_s), None)
-            if late is not None:
-                under_way = "; ".join(self._device.under_way())
-                sys.stderr.write(
-                    f"strict device: watchdog: {late.what} has not ended in its time; under way: {under_way}\n"
-                )
-                sys.stderr.flush()
-                os.abort()

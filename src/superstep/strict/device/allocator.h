@@ -33,11 +33,13 @@ inline void reclaim(Region& region) {
 }
 
 // What a stream may still do to a block that is freed is a fault, unless the block's own stream or one that
-// record_stream has named comes after it.
+// record_stream has named comes after it. A call of a communicator keeps its tensors until it is over; so their end is
+// none, but that of their storage's bytes is.
 inline void report_uses_after_free(const Block& block, const std::string& line) {
   std::set<int> after = block.recorded;
   after.insert(block.stream);
   for (auto& access : block.accesses) {
+    if (access.is_released && !is_emptying) continue;
     auto covers = [&](int stream) { return state.streams[stream]->known.covers(access.stream, access.task); };
     if (state.host.covers(access.stream, access.task) || std::any_of(after.begin(), after.end(), covers)) continue;
     report("memory of stream " + std::to_string(block.stream) + " is freed (" + line + ") while " +

@@ -85,6 +85,15 @@ static void launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Te
   issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = is_communicator(stream)});
 }
 
+// A call is over that nobody has waited for: what it used may be freed. No stream and no thread learns of its end.
+static void mark_over(const std::vector<at::Tensor>& tensors, int64_t event) {
+  Lock lock(state.lock);
+  const Clock& known = event_of(reinterpret_cast<void*>(event))->known;
+  for (auto& tensor : tensors)
+    if (Block* block = block_at(storage_address(tensor)))
+      for (auto& access : block->accesses) access.is_released |= known.covers(access.stream, access.task);
+}
+
 static std::vector<std::string> under_way() {
   Lock lock(state.lock);
   std::vector<std::string> found;
@@ -162,6 +171,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("add_communicator", [](int device, int blocks) { return add_stream(device, true, blocks); });
   module.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(storage_of(tensor), bytes); });
   module.def("launch", &launch);
+  module.def("mark_over", &mark_over);
   module.def("add_rule", [](std::string name, py::function rule) {
     auto* held = new py::function(std::move(rule));  // never released: operators outlive the interpreter
     rules["aten::" + name] = [held](const std::vector<c10::IValue>& arguments) {

@@ -46,7 +46,9 @@ inline void resize_storage(c10::StorageImpl* storage, size_t bytes) {
                                                       .what = "resize_",
                                                       .run = [=] { memcpy(target, source, kept); }});
   }
+  is_emptying = true;
   storage->set_data_ptr_noswap(std::move(made));
+  is_emptying = false;
   storage->set_nbytes(bytes);
 }
 

@@ -48,6 +48,7 @@ struct Access {
   int stream = 0;
   uint64_t task = 0;
   std::string what;
+  bool is_released = false;  // a call of a communicator that is over, and whose tensors it has let go of
 };
 
 // A piece of memory that the allocator gives out whole.
@@ -138,6 +139,7 @@ inline State& state = *new State;
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device
 inline thread_local bool has_issued = false;
+inline thread_local bool is_emptying = false;  // frees memory that tensors still have
 
 inline int current_stream(int device) {
   auto found = current_streams.find(device);
