@@ -1,6 +1,7 @@
 """Files that never answer: the deed is refused after its time, answers go on, and the next change works."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
 from unittest import mock
 
 import httpx
@@ -32,7 +34,20 @@ from superstep.serve.compute import adapters as adapters_module
 from superstep.serve.compute.ranks import follow
 from superstep.serve.deeds import Deeds
 from superstep.serve.load import load_rank, open_both
-from superstep.serve.messages import Change, LoadAdapter, Standing
+from superstep.serve.messages import (
+    Change,
+    Do,
+    Leave,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Sleep,
+    Standing,
+    Wake,
+    decode_report,
+    encode,
+)
+from superstep.serve.rank import _obey
 from superstep.serve.reader import Reader
 from superstep.serve.request import Info, Request, Sampling
 
@@ -288,3 +303,26 @@ def test_health_is_answered_while_a_path_is_looked_for(tmp_path, monkeypatch):
     assert refused.status_code == 400
     assert "hangs was not read: nothing came for 1 s" in refused.json()["error"]["message"]
     assert changed.status_code == 200
+
+
+@pytest.mark.usefixtures("held")
+def test_who_asks_while_weights_to_wake_with_never_come_is_answered(folder):
+    engine, steward = open_both(folder / "model", replace(FAST, read_timeout_s=math.inf))
+    mine, its = Pipe()
+    ended = threading.Thread(target=_obey, args=(engine, steward, its), daemon=True)
+    ended.start()
+
+    def said():
+        assert mine.poll(60), "nothing is said"
+        done = decode_report(mine.recv_bytes())
+        return done.number, done.standing.state, done.why
+
+    mine.send_bytes(encode(Do(1, Sleep())))
+    assert said() == (1, "asleep", "")
+    for number, deed in enumerate((Wake(str(folder / "hangs")), Resume(), Pause()), 2):
+        mine.send_bytes(encode(Do(number, deed)))
+    assert said() == (3, "asleep", "resume: the engine is asleep; wake it first.")
+    assert said() == (4, "asleep", "")
+    mine.send_bytes(encode(Leave()))
+    ended.join(60)
+    assert not ended.is_alive()

@@ -2,7 +2,7 @@
 
     Change ──► read beside, while steps run ──► switch ──► Done
     Pause  ──► hold: none, or those that came before, are computed ──► Resume
-    Sleep  ──► pages and weights given back ──► Wake
+    Sleep  ──► pages and weights given back ──► Wake ──► read ──► serve ──► Done
 
 Pauses begin and end at once. What takes or gives memory is done one after the other, in the order in which it came. A
 deed that cannot be done changes nothing.
@@ -167,15 +167,10 @@ class Steward:
             StateError: they cannot be served; it sleeps on.
             ConfigError: it does not sleep.
         """
-        if not self._is_asleep:
-            raise ConfigError("wake: the engine is not asleep.")
-        version = self._model.wake(source, version)
-        if version and version != self._engine.info.version:
-            self._changes += 1
-            self._engine.renew(version, keeps_keys=False)
-        self._came_from(source)
-        self._is_asleep = False
-        self._hold()
+        self._read_to_wake(source, is_named=not version)
+        while not self._may_wake():
+            self.rest()
+        self._wake(source, version)
         return self._engine.info.version
 
     # One deed at a time.
@@ -191,7 +186,12 @@ class Steward:
                 case Sleep(keeps_weights):
                     self.sleep(keeps_weights=keeps_weights)
                 case Wake(path):
-                    self.wake(None if path is None else Path(path))
+                    source = None if path is None else Path(path)
+                    if self._model.party.reading is None:
+                        self._read_to_wake(source)
+                    if not self._may_wake():
+                        return False
+                    self._wake(source)
         except UserError as error:
             self._say(number, str(error))
         else:
@@ -234,6 +234,28 @@ class Steward:
         self._changes += 1
         self._engine.renew(reading.version, keeps_keys=requests == "keep")
         self._came_from(source)
+
+    def _read_to_wake(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
+        """Begin to read, where the engine lacks weights or is to have others."""
+        if not self._is_asleep:
+            raise ConfigError("wake: the engine is not asleep.")
+        if source is None and self._model.party.memory.has_weights:
+            return
+        self._model.sleep(keeps_weights=False)  # there is no room for two sets
+        self._model.read(source, is_named=is_named)
+
+    def _may_wake(self) -> bool:
+        """Whether nothing has to be read, or all is."""
+        return self._model.party.reading is None or self._model.is_read()
+
+    def _wake(self, source: Path | Tensors | None, version: str = "") -> None:
+        version = self._model.wake() or version
+        if version and version != self._engine.info.version:
+            self._changes += 1
+            self._engine.renew(version, keeps_keys=False)
+        self._came_from(source)
+        self._is_asleep = False
+        self._hold()
 
     def _pause(self, number: int, deed: Pause) -> None:
         self._answer_drain()

@@ -3,6 +3,8 @@
     rank 0   Read ......... steps ......... Switch        a thread of each rank reads beside the steps
     rank 1   Read ......... steps ......... Switch        all say whether they could; then all switch, or none
 
+    rank 0   Sleep ... Read ......... Wake                the same where memory was given back: then nothing is computed
+
 Orders come between steps, to all ranks in one row, and so every rank does them before the same step.
 """
 
@@ -31,9 +33,9 @@ Tensors = Mapping[str, Tensor]
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Begin to read weights beside those in place."""
+    """Begin to read weights, None for those that were in place."""
 
-    path: str
+    path: str | None
 
 
 class IsRead(msgspec.Struct, frozen=True, tag=True):
@@ -55,9 +57,7 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
-    """Take it again, with the weights of a path where there are none."""
-
-    path: str | None
+    """Take it again, with the weights that were read, if every rank could read them."""
 
 
 Order = Read | IsRead | Switch | Forget | Sleep | Wake
@@ -181,7 +181,7 @@ class Party:
         try:
             match order:
                 case Read(path):
-                    self.read(Path(path))
+                    self.read(None if path is None else Path(path))
                 case IsRead():
                     self.is_read()
                 case Switch():
@@ -190,8 +190,8 @@ class Party:
                     self.forget()
                 case Sleep(keeps_weights):
                     self.memory.sleep(keeps_weights=keeps_weights)
-                case Wake(path):
-                    self.wake(None if path is None else Path(path))
+                case Wake():
+                    self.wake()
         except StateError:
             if self.is_first:
                 raise
@@ -210,10 +210,21 @@ class Party:
                 rank=rank,
             )
 
-    def read(self, source: Path | Tensors) -> None:
-        """Begin to read."""
+    def read(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
+        """Begin to read.
+
+        Args:
+            source: of the weights, or themselves; None means those that were in place.
+            is_named: whether rank 0 is to find out what they are called.
+        """
         assert self._reading is None, "one at a time"
-        self._reading = self._read(source, is_named=self.is_first)
+        self._reading = Reading(
+            self.memory,
+            self._device,
+            self._source if source is None else source,
+            is_named=is_named and self.is_first,
+            timeout_s=self._read_timeout_s,
+        )
 
     def is_read(self) -> bool:
         """Whether every rank's reading is over."""
@@ -243,27 +254,21 @@ class Party:
             self._reading.close()
             self._reading = None
 
-    def wake(self, path: Path | Tensors | None, known: str = "") -> str:
-        """Take memory again; what new weights are called, empty where there are none.
-
-        Args:
-            path: of the weights, or themselves.
-            known: what they are called; empty finds out.
+    def wake(self) -> str:
+        """Take memory again, with what was read; what that is called, empty where nothing was read or named.
 
         Raises:
             StateError: the weights cannot be served; all ranks sleep on.
         """
         why, version, source = "", "", None
         changes = self.memory.changes
+        reading, self._reading = self._reading, None
         try:
-            if self.memory.has_weights and path is None:
+            if reading is None:
                 self.memory.wake(None)
             else:
-                self.memory.sleep(keeps_weights=False)  # there is no room for two sets
-                again = self._source if path is None else path
-                reading = self._read(again, is_named=self.is_first and not known)
                 loaded = reading.reader.result()
-                source, version = loaded.source, known or loaded.version
+                source, version = loaded.source, loaded.version
                 self.memory.wake(loaded.beside)
         except FAILURES as error:
             why = reason(error)
@@ -277,9 +282,6 @@ class Party:
         if source is not None:
             self._keep(source)
         return version
-
-    def _read(self, source: Path | Tensors | Source, *, is_named: bool) -> Reading:
-        return Reading(self.memory, self._device, source, is_named=is_named, timeout_s=self._read_timeout_s)
 
     def _keep(self, source: Source) -> None:
         """Hold on to where the weights came from: who sleeps without them needs it once more."""

@@ -155,13 +155,18 @@ class Ranks:
         """Let the other ranks go."""
         self._tell(END)
 
-    def read(self, source: Path | Tensors) -> None:
-        """Begin to read weights beside those in place, on all ranks. Tensors are for a model of one rank."""
-        if isinstance(source, Path):
-            self._order(Read(str(source)))
+    def read(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
+        """Begin to read weights beside those in place, on all ranks. Tensors are for a model of one rank.
+
+        Args:
+            source: of the weights; None means those that were in place.
+            is_named: whether to find out what they are called.
+        """
+        if source is None or isinstance(source, Path):
+            self._order(Read(None if source is None else str(source)))
         else:
             self._require_alone()
-        self.party.read(source)
+        self.party.read(source, is_named=is_named)
 
     def is_read(self) -> bool:
         """Whether all ranks' reading is over; rank 0's own is looked at first."""
@@ -192,21 +197,14 @@ class Ranks:
         self._order(Sleep(keeps_weights))
         self.party.memory.sleep(keeps_weights=keeps_weights)
 
-    def wake(self, source: Path | Tensors | None, version: str = "") -> str:
-        """Take it again; what new weights are called, empty where there are none.
-
-        Args:
-            source: of the weights.
-            version: what they are called, where that is known.
+    def wake(self) -> str:
+        """Take it again, with what was read; what that is called, empty where nothing was read or named.
 
         Raises:
             StateError: the weights cannot be served; all ranks sleep on.
         """
-        if source is None or isinstance(source, Path):
-            self._order(Wake(None if source is None else str(source)))
-        else:
-            self._require_alone()
-        found = self.party.wake(source, version)
+        self._order(Wake())
+        found = self.party.wake()
         self._changes = self.party.memory.changes
         return found
 
