@@ -141,7 +141,10 @@ def planted(rank: int, size: int, job: Job, group: int, answer: int, nth: int) -
         Sampler.sample = sample  # type: ignore[method-assign]
 
 
-def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
+CPU = Device("cpu")
+
+
+def run(rank: int, size: int, job: Job, cut: int | None = None, device: Device = CPU) -> list[dict]:
     """What is told of each step, on one rank of a pool.
 
     Args:
@@ -149,10 +152,11 @@ def run(rank: int, size: int, job: Job, cut: int | None = None) -> list[dict]:
         size: its ranks.
         job: to be done.
         cut: end after so many lines of the record, on every rank; told are the steps until then.
+        device: of this rank.
     """
     told: list[dict] = []
     with _cut_after(cut):
-        reinforce(World(rank, size, Device("cpu")), job, lambda learnt: told.append(_of(learnt)))
+        reinforce(World(rank, size, device), job, lambda learnt: told.append(_of(learnt)))
     return told
 
 
@@ -192,7 +196,13 @@ def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> li
 
 
 def run_apart(
-    rank: int, size: int, job: Job, folder: str, cut: int | None = None, stop: int | None = None
+    rank: int,
+    size: int,
+    job: Job,
+    folder: str,
+    cut: int | None = None,
+    stop: int | None = None,
+    device: Device = CPU,
 ) -> list[dict]:
     """The same of ranks apart: the first ones train, then come samplers. Each party is a world of its own.
 
@@ -203,6 +213,7 @@ def run_apart(
         folder: of this launch.
         cut: end after so many lines of the record. For a trainer of one rank.
         stop: asked for once so many steps are done.
+        device: of this rank.
     """
     dist.barrier()  # who leaves before the others have connected breaks their connection
     dist.destroy_process_group()
@@ -211,8 +222,9 @@ def run_apart(
     for party, each in enumerate(parties_of(job, train_apart, sample_apart)):
         if first <= rank < first + each.size:
             store, number = f"file://{folder}/store-{party}", rank - first
-            dist.init_process_group("gloo", init_method=store, rank=number, world_size=each.size)
-            world = World(number, each.size, Device("cpu"), folder=Path(folder))
+            bound = {"device_id": device.of_groups}
+            dist.init_process_group(device.backend, init_method=store, rank=number, world_size=each.size, **bound)
+            world = World(number, each.size, device, folder=Path(folder))
 
             def tell(learnt: Learnt, asked: Stop = world.stop) -> None:
                 told.append(_of(learnt))
