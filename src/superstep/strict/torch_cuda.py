@@ -17,6 +17,8 @@ from torch import Tensor
 from superstep.strict.build import MODULE
 
 DeviceLike = torch.device | int | str | None
+Run = Callable[[list[Tensor], list[Tensor]], None]
+"""A kernel, given what it sees of the tensors that it reads and writes."""
 CUDA_TYPE = 1
 """Of ``c10::DeviceType``."""
 
@@ -61,6 +63,12 @@ def current_stream(device: DeviceLike = None) -> Stream:
     """The stream that this thread issues to."""
     stream = torch.accelerator.current_stream(torch.device("cuda", index_of(device)))
     return known_stream(stream.stream_id, stream.device_index)
+
+
+def launch_on_current(device: ModuleType, reads: list[Tensor], writes: list[Tensor], run: Run, what: str) -> None:
+    """Issue a kernel to the current stream of the GPU that its tensors are on."""
+    stream = current_stream([*reads, *writes][0].device)
+    device.launch(stream.stream_id or stream.device_index, reads, writes, run, what)
 
 
 def set_device(device: DeviceLike) -> None:

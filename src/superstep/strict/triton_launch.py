@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
+from superstep.strict.torch_cuda import launch_on_current
+
 
 def install(device: ModuleType) -> None:
     """Launch what has tensors of the device so.
@@ -40,7 +42,6 @@ def install(device: ModuleType) -> None:
             replaced = [next(remaining) if isinstance(one, torch.Tensor) else one for one in given]
             interpret(executor, *replaced[: len(args)], **dict(zip(kwargs, replaced[len(args) :], strict=True)))
 
-        stream = torch.cuda.current_stream(tensors[0].device)
-        device.launch(stream.stream_id or stream.device_index, [], tensors, run, executor.fn.__name__)
+        launch_on_current(device, [], tensors, run, executor.fn.__name__)
 
     interpreter.GridExecutor.__call__ = launch

@@ -6,11 +6,12 @@
 //     guard.h      what torch asks of a device
 //     tensors.h    tensors as tasks see them   kernels.h    operators with kernels of their own
 //     draws.h      random numbers
-//     fallback.h   all other operators         caller.h     the line of Python that a call is in
-#include <ATen/native/transformers/attention.h>
+//     fallback.h   all other operators         attention.h  which attention is chosen
+//     caller.h     the line of Python that a call is in
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "attention.h"
 #include "fallback.h"
 #include "kernels.h"
 
@@ -41,19 +42,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("unfold", &at::native::unfold);
   library.impl("view_as_real", &at::native::view_as_real);
   library.impl("view_as_complex", &at::native::view_as_complex);
-  // CUDA has kernels of its own, where others are given operators that keep more, or read sizes back.
+  // CUDA has a kernel of its own, where others are given operators that keep more.
   library.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
-  library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
-}
-
-// Which attention takes its arguments, as aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it: flash, else the
-// efficient one, else plain mathematics.
-static int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
-                                std::optional<double>, bool) {
-  bool is_half = q.element_size() == 2, has_mask = mask && mask->defined();
-  int64_t width = q.size(-1);
-  if (is_half && !has_mask && width % 8 == 0 && width <= 256) return 1;
-  return q.size(1) == k.size(1) && width % (is_half ? 8 : 4) == 0 ? 2 : 0;
+  // And of its own for many tensors by one factor, which ask for it on their device.
+  for (const char* name : {"_foreach_add.Tensor", "_foreach_add_.Tensor", "_foreach_mul.Tensor", "_foreach_mul_.Tensor", "_foreach_div.Tensor", "_foreach_div_.Tensor"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
 }
 
 static bool is_communicator(int stream) {

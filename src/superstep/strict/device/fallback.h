@@ -33,6 +33,17 @@ inline bool takes_indices(const std::string& name) {
   return name.rfind("aten::index.", 0) == 0 || name.rfind("aten::index_put", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
 }
 
+// Where a number of the host's may come along: with operators that go by elements (allow_cpu_scalars of
+// aten/src/ATen/TensorIterator.h), of which few lack the tag, and as these arguments of masked_fill_, fill_, index_put_,
+// bernoulli_ and _fused_adamw_. Other kernels would read it at an address of the host's, or ask for one device
+// (ForeachBinaryOpScalarTensor.cu).
+inline bool takes_number(const Operation& call, const at::Tensor& tensor, size_t argument) {
+  if (!tensor.is_cpu() || tensor.dim() > 0 || call.writes(argument)) return false;
+  if (call.handle.hasTag(at::Tag::pointwise)) return true;
+  static const std::set<std::string> names = {"other", "value", "values", "p", "lr"};
+  return names.count(call.schema().arguments()[argument].name()) && call.name.rfind("aten::_foreach", 0) != 0;
+}
+
 inline Operation read_operation(const c10::OperatorHandle& handle, const Stack& stack) {
   const auto& schema = handle.schema();
   Operation call{handle, torch::jit::last(stack, schema.arguments().size()).vec(), schema.operator_name().name};
@@ -40,9 +51,10 @@ inline Operation read_operation(const c10::OperatorHandle& handle, const Stack& 
   for (size_t i = 0; i < call.arguments.size(); i++)
     map_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
-      if (!tensor.is_cuda()) {  // numbers of the host may come along, as on a GPU, and indices, for which it waits
-        call.brings_indices |= takes_indices(call.name) && call.arguments[i].isList() && tensor.is_cpu();
-        TORCH_CHECK(call.brings_indices || (tensor.is_cpu() && tensor.dim() == 0 && !call.writes(i)), call.name,
+      if (!tensor.is_cuda()) {  // of indices too, for which it waits
+        bool is_index = takes_indices(call.name) && call.arguments[i].isList() && tensor.is_cpu();
+        call.brings_indices |= is_index;
+        TORCH_CHECK(is_index || takes_number(call, tensor, i), call.name,
                     ": Expected all tensors to be on the same device, but found ", tensor.device(), " beside cuda for argument ",
                     schema.arguments()[i].name(), " (strict device)");
         return tensor;
