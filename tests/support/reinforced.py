@@ -62,6 +62,33 @@ def grade(task, rollout):
 """
 TOKENS = 96
 
+RECIPE = """
+start = "{start}"
+
+[data]
+sequence_tokens = 96
+
+[rl]
+environment = "{start}/{environment}"
+group = 4
+groups = 2
+lag = 1
+overlong = "none"
+
+[rollout]
+max_tokens = 6
+turns = 2
+pages = 64
+
+[grade]
+sandbox = "none"
+workers = 1
+
+[observe]
+tensorboard = false
+"""
+"""The recipe of such a run, as far as it says nothing of its steps, its ranks and its directory."""
+
 
 def start(folder: Path) -> Path:
     """A model to begin with, and the environment beside it."""

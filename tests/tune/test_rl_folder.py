@@ -26,39 +26,15 @@ from superstep.tune.rl.reinforce import Job, reinforce
 Change = Callable[[Path], None]
 
 RECIPE = """
-start = "{start}"
-
-[data]
-sequence_tokens = 96
-
 [train]
 steps = 100000
 
 [plan]
 microbatch = 2
 
-[rl]
-environment = "{start}/tasks.py"
-group = 4
-groups = 2
-lag = 1
-overlong = "none"
-
-[rollout]
-max_tokens = 6
-turns = 2
-pages = 64
-
-[grade]
-sandbox = "none"
-workers = 1
-
 [state]
 dir = "run"
 save_every = 100000
-
-[observe]
-tensorboard = false
 """
 
 
@@ -69,7 +45,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture
 def place(start, tmp_path, monkeypatch):
-    (tmp_path / "rl.toml").write_text(RECIPE.format(start=start))
+    (tmp_path / "rl.toml").write_text(reinforced.RECIPE.format(start=start, environment="tasks.py") + RECIPE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

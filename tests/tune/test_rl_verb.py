@@ -31,11 +31,6 @@ from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.record import NAME
 
 RECIPE = """
-start = "{start}"
-
-[data]
-sequence_tokens = 96
-
 [train]
 steps = {steps}
 lr = 3e-3
@@ -47,29 +42,10 @@ microbatch = 2
 [numerics]
 exact = true
 
-[rl]
-environment = "{start}/stopping.py"
-group = 4
-groups = 2
-lag = 1
-overlong = "none"
-
-[rollout]
-max_tokens = 6
-turns = 2
-pages = 64
-
-[grade]
-sandbox = "none"
-workers = 1
-
 [state]
 dir = "{root}"
 save_every = 2
 existing = "resume"
-
-[observe]
-tensorboard = false
 """
 
 
@@ -98,7 +74,8 @@ def start(tmp_path_factory):
 
 def recipe(folder: Path, start: Path, name: str, steps: int = 4) -> tuple[Path, Path]:
     root, path = folder / name, folder / f"{name}.toml"
-    path.write_text(RECIPE.format(start=start, root=root, steps=steps))
+    text = reinforced.RECIPE.format(start=start, environment="stopping.py")
+    path.write_text(text + RECIPE.format(root=root, steps=steps))
     return root, path
 
 

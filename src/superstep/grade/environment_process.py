@@ -16,7 +16,7 @@ from typing import Any
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.lines import LineProcess, unanswered
-from superstep.grade.pool import COMMAND, START_S
+from superstep.grade.pool import COMMAND, START_S, makes_task
 from superstep.grade.task import Done, Message, Observation, Task
 
 RESTARTS = 2
@@ -94,7 +94,9 @@ class EnvironmentProcess:
         try:
             said = self._call(asked, what)["said"]
         except EndedError:
-            if not self._has_task(task):
+            self._restart()  # with no turns
+            if not makes_task(self._process, task.index, task.seed, self._seconds):
+                self._process.kill()  # it may be there still, and would answer the next question no more
                 raise
             return Done(f"{what}: its process ended {RESTARTS + 1} times, and not without this answer")
         return Done() if said is None else Observation(_messages(said))
@@ -117,15 +119,6 @@ class EnvironmentProcess:
             except EndedError:
                 self._restart()
         return self._told(asked, self._seconds, f"{what}, asked {RESTARTS + 1} times")
-
-    def _has_task(self, task: AskedTask) -> bool:
-        """Whether a new process can make the task, given no turns."""
-        self._restart()
-        try:
-            self.task(task.index, task.seed)
-        except Fault:
-            return False
-        return True
 
     def _restart(self) -> None:
         self._process.end()

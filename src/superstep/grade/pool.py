@@ -35,6 +35,11 @@ START_S = 120.0
 COMMAND = (sys.executable, "-P", "-m", "superstep.grade.worker")
 
 
+def makes_task(process: LineProcess, index: int, seed: int, seconds: float) -> bool:
+    """Whether a process of an environment makes a task: then it was an answer that ended those before it each time."""
+    return process.ask({"do": "task", "index": index, "seed": seed}, seconds) is not None
+
+
 class Pool:
     """Graders of one environment. May be used from any thread.
 
@@ -186,14 +191,14 @@ class _Worker:
         return from_told(told)
 
     def has_task(self, index: int, seed: int) -> bool:
-        """Whether the task can be made by a process that is given no answer."""
+        """Whether a process that is given no answer makes the task."""
         try:
-            told = self.started().ask({"do": "task", "index": index, "seed": seed}, self._config.grader_timeout_s)
+            is_made = makes_task(self.started(), index, seed, self._config.grader_timeout_s)
         except Fault:
             return False
-        if told is None:
+        if not is_made:
             self._end()  # it may be there still, and would answer the next question no more
-        return told is not None
+        return is_made
 
     def kill(self) -> None:
         """From any thread: ends the process for good. Who waits for it is told so."""
