@@ -31,6 +31,7 @@ from superstep.state.snapshot import (
     common,
     described,
     made,
+    pieces_of,
     wanted,
 )
 from superstep.state.verify import Alone
@@ -155,9 +156,9 @@ def test_what_another_host_shall_have_stays_until_something_else_is_held(tmp_pat
 
 
 def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memories, tmp_path):
-    with Flusher(memories, keep=1):
+    with Flusher(memories, tmp_path, keep=1):
         _copied(memories, 3, fill=saved.zeros, disk=WANTED)
-    with Flusher(memories, keep=1):
+    with Flusher(memories, tmp_path, keep=1):
         _copied(memories, 4, disk=WANTED)
     (place,) = checkpoints(tmp_path / "checkpoints")
     target = saved.pieces(saved.zeros)
@@ -212,18 +213,45 @@ def test_the_newest_state_without_damage_is_gone_on_from(memories):
     assert newest_undamaged(memories, idle) == (None, (said.format(1),))
 
 
+@pytest.mark.parametrize("when", ["before it is written", "while it is written"])
+def test_nothing_is_written_into_another_folder_of_the_name(memories, tmp_path, when):
+    """The run directory was moved, and one of another run is in its place."""
+    moved = tmp_path.with_name(f"{tmp_path.name} moved")
+
+    def take_its_name():
+        if not moved.exists():
+            tmp_path.rename(moved)
+            (tmp_path / "checkpoints").mkdir(parents=True)
+            for step in (1, 2):
+                saved.write(tmp_path / "checkpoints", step)
+
+    def after_it_is_taken(memory, slot):
+        take_its_name()
+        yield from pieces_of(memory, slot)
+
+    with mock.patch.object(flush, "pieces_of", after_it_is_taken), Flusher(memories, tmp_path, keep=1):
+        if when == "before it is written":
+            take_its_name()
+        _copied(memories, 3, disk=WANTED)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000001", "step-000002"]
+    assert checkpoints(moved / "checkpoints") == []
+    slot = memories[0].whole()[3]
+    assert memories[0].get(slot, "disk") == FAILED
+    assert "another folder" in memories[0].note(slot)
+
+
 def test_a_damaged_slot_does_not_come_to_the_disk_and_training_goes_on(memories, tmp_path):
     _copied(memories, 3, disk=WANTED)
     held = [memory.whole()[3] for memory in memories]
     _flip(memories[1], held[1])
-    with Flusher(memories, keep=2):
+    with Flusher(memories, tmp_path, keep=2):
         pass
     assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
     assert memories[0].refused == Refused(3, 1)
     assert [memory.get(slot, "disk") for memory, slot in zip(memories, held, strict=True)] == [KEPT, KEPT]
     assert (3 in memories[0].whole(), 3 in memories[1].whole()) == (True, False)
     _copied(memories, 4, disk=WANTED)
-    with Flusher(memories, keep=2):
+    with Flusher(memories, tmp_path, keep=2):
         pass
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000004"]
 
@@ -238,16 +266,16 @@ def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_
                 _flip(memories[1], slot)
             yield piece
 
-    with mock.patch.object(flush, "pieces_of", flipping), Flusher(memories, keep=2):
+    with mock.patch.object(flush, "pieces_of", flipping), Flusher(memories, tmp_path, keep=2):
         pass
     assert checkpoints(tmp_path / "checkpoints") == []
     assert memories[0].refused == Refused(3, 1)
 
 
 def test_a_disk_that_fails_once_is_tried_again(memories, tmp_path):
-    with FailingDisk() as counted, Flusher(memories, keep=1):
+    with FailingDisk() as counted, Flusher(memories, tmp_path, keep=1):
         _copied(memories, 3, fill=saved.zeros, disk=WANTED)
-    with FailingDisk(counted.calls // 2, errno.EIO) as disk, Flusher(memories, keep=1):
+    with FailingDisk(counted.calls // 2, errno.EIO) as disk, Flusher(memories, tmp_path, keep=1):
         _copied(memories, 4, disk=WANTED)
     assert disk.failed
     assert [place.name for place in checkpoints(tmp_path / "checkpoints")] == ["step-000004"]
@@ -256,11 +284,11 @@ def test_a_disk_that_fails_once_is_tried_again(memories, tmp_path):
 
 
 def test_a_disk_that_fills_is_told_and_older_checkpoints_stay(memories, tmp_path):
-    with Flusher(memories, keep=1):
+    with Flusher(memories, tmp_path, keep=1):
         _copied(memories, 3, disk=WANTED)
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
-    with full, Flusher(memories, keep=1):
+    with full, Flusher(memories, tmp_path, keep=1):
         _copied(memories, 4, disk=WANTED)
     for memory in memories:
         slot = memory.whole()[4]

@@ -13,22 +13,24 @@ import pytest
 import runs
 import saved
 from superstep.cli.main import main
-from superstep.errors import DiskFault
+from superstep.errors import DiskFault, Fault
 from superstep.observe.events import Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
 from superstep.runtime.device import Device
+from superstep.runtime.heart import Unwatched
 from superstep.runtime.profile import Profiler
 from superstep.runtime.recorder import HostRecorder
 from superstep.runtime.snapshots import Flushed
 from superstep.serve.weights import unfinished
 from superstep.state.folders import checkpoints, step_of
+from superstep.state.manifest import Position
 from superstep.state.verify import Alone
 from superstep.train.folder_watch import FolderWatch
-from superstep.train.loop import _tell_flushed
+from superstep.train.loop import _tell_flushed, save
 from superstep.train.run_folder import RunFolder, write_whole
 from superstep.train.saves import Saves
-from superstep.train.saving import write_trace
+from superstep.train.saving import Written, write_trace
 from superstep.train.session import Session
 from superstep.tune.rl.record import NAME, SNAPSHOTS, Record
 
@@ -140,6 +142,28 @@ def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
         saved.write(folder.checkpoints, 3)
         _tell_flushed(session, told.append, flushed)
         assert told[-1].path == str(folder.checkpoints / "step-000003")
+
+
+def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
+    """Between two tries the folder is moved, and another one made under its name."""
+    old = RunFolder(root=tmp_path / "run")
+    old.root.mkdir()
+    monkeypatch.setattr("superstep.train.saves.PAUSES_S", (0.0,))
+    session = SimpleNamespace(saves=Saves(1, 3), folder=old, _peers=Alone(), heart=Unwatched())
+    session.follow_folder = partial(Session.follow_folder, session)
+
+    def write(position):
+        if not (tmp_path / "moved").exists():
+            old.root.rename(tmp_path / "moved")
+            old.root.mkdir()
+            raise DiskFault("the disk is full.")
+        return Written(saved.write(session.folder.checkpoints, position.step), 1, ())
+
+    session.save, told = write, []
+    with FolderWatch(old, {}) as session.watch, pytest.raises(Fault, match="was moved to"):
+        save(session, Position(step=3), told.append, is_last=True)
+    assert not any(old.root.iterdir())
+    assert [path.name for path in checkpoints(tmp_path / "moved" / "checkpoints")] == ["step-000003"]
 
 
 @pytest.mark.multiproc

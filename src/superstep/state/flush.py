@@ -1,11 +1,12 @@
 """Checkpoints written from snapshots, beside training, by the process that owns their memory.
 
-    with Flusher(memories, keep=2):
+    with Flusher(memories, root, keep=2):
         ...                             ranks train, mark a snapshot as wanted on disk, and go on
 
 The folder is the one that the ranks themselves would write: of the same pieces, with the same code. What is whole in
 memory when a rank is killed still comes to the disk. Before the folder has its name, the slots that it was written from
 are compared with their checksums: of one that is damaged there is no checkpoint, and the ranks copy their state again.
+Nothing is written, nor removed, where another folder has taken the run directory's name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from superstep.errors import DiskFault, Fault, SuperstepError
 from superstep.state.checkpoint import save
 from superstep.state.damage import damaged
 from superstep.state.folders import checkpoint_at
+from superstep.state.held_folder import HeldFolder
 from superstep.state.piece import STATE
 from superstep.state.snapshot import (
     FAILED,
@@ -51,11 +53,13 @@ class Flusher:
 
     Args:
         memories: of all ranks.
+        root: the run directory, which is there.
         keep: how many checkpoints stay.
     """
 
-    def __init__(self, memories: Sequence[Memory], *, keep: int) -> None:
+    def __init__(self, memories: Sequence[Memory], root: Path, *, keep: int) -> None:
         self._memories = memories
+        self._root = HeldFolder(root)
         self._keep = keep
         self._failed: tuple[Wanted, int] | None = None
         self.idle = threading.Lock()
@@ -73,6 +77,7 @@ class Flusher:
         """What was wanted before is written first."""
         self._is_over.set()
         self._thread.join()
+        self._root.__exit__(kind, error, trace)
 
     def _run(self) -> None:
         with suppress(OSError):  # on Linux a thread has a priority of its own: training comes first
@@ -92,7 +97,9 @@ class Flusher:
         began_s = time.perf_counter()
         parts = list(zip(self._memories, found.slots, strict=True))
         try:
-            size, problems = write_down(parts, folder_of(self._memories[0]), self._keep, Alone())
+            size, problems = write_down(
+                parts, folder_of(self._memories[0]), self._keep, Alone(), require=self._require_root
+            )
             outcome = ON_DISK
         except (SuperstepError, OSError) as error:
             wrong = damaged(parts)
@@ -110,6 +117,10 @@ class Flusher:
             memory.put(slot, "disk", outcome)
         return 0.0
 
+    def _require_root(self) -> None:
+        if self._root.path.exists() and not self._root.is_there():
+            raise Fault(f"'{self._root.path}' is another folder now, and nothing is written there.")
+
     def _pause_s(self, found: Wanted) -> float | None:
         """How long to wait before a snapshot that could not be written is tried again; None where it is not."""
         tries = self._failed[1] if self._failed is not None and self._failed[0] == found else 0
@@ -126,7 +137,13 @@ class Flusher:
         self._memories[0].refuse(Refused(found.position.step, wrong[0]))
 
 
-def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers: Peers) -> tuple[int, tuple[str, ...]]:
+def write_down(
+    parts: Sequence[tuple[Memory, int]],
+    root: Path,
+    keep: int,
+    peers: Peers,
+    require: Callable[[], None] = lambda: None,
+) -> tuple[int, tuple[str, ...]]:
     """Write a state as a checkpoint. All who have parts of it call this together.
 
     Args:
@@ -134,6 +151,8 @@ def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers
         root: of the checkpoints.
         keep: how many stay.
         peers: who has the other parts.
+        require: called before anything is looked at, before the checkpoint has its name, and before older ones are
+            removed; raises where nothing may be written there.
 
     Returns:
         Bytes of tensors on disk, 0 where it was there; and a line for each old checkpoint that cannot be deleted.
@@ -143,11 +162,13 @@ def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers
     """
 
     def confirm() -> None:
+        require()
         if damaged(parts):
             raise Fault(f"{damaged_text(position.step)}; it is not written.")
 
     tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])
     place = checkpoint_at(root, position.step)
+    require()
     if is_there(peers, place):  # the run has come by this step before
         return 0, ()
     mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
@@ -156,4 +177,5 @@ def write_down(parts: Sequence[tuple[Memory, int]], root: Path, keep: int, peers
     files = next((found for found in peers.gather(mine) if found), {})
     tensors = dict.fromkeys(STATE, shapes)
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
+    require()
     return size, drop_old(place, keep, peers)

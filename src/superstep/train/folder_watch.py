@@ -9,14 +9,13 @@ In neither case a folder is made under the old name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from superstep.errors import Fault, disk_fault
+from superstep.state.held_folder import HeldFolder
 from superstep.state.together import Peers, together
 from superstep.train.run_folder import RunFolder, write_whole
 
@@ -48,7 +47,7 @@ class Displaced:
 
 
 class FolderWatch:
-    """A descriptor of the run directory, which stays the same directory under whatever name.
+    """Holds the run directory, which stays the same directory under whatever name.
 
     Args:
         folder: is there.
@@ -56,9 +55,9 @@ class FolderWatch:
     """
 
     def __init__(self, folder: RunFolder, texts: Mapping[str, str]) -> None:
-        self._root = folder.root.absolute()
+        self._held = HeldFolder(folder.root)
+        self._root = self._held.path
         self._texts = texts
-        self._handle = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._found: Displaced | None = None
 
     def __enter__(self) -> FolderWatch:
@@ -67,12 +66,12 @@ class FolderWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._handle)
+        self._held.__exit__(kind, error, trace)
 
     def look(self) -> Displaced | None:
         """Where the directory is now, if it is not where it was. Nothing is made."""
-        if self._found is None and not self._is_there():
-            moved = self._new_name()
+        if self._found is None and not self._held.is_there():
+            moved = self._held.new_name()
             self._found = Displaced(self._root, moved or self._beside(), moved is None)
         return self._found
 
@@ -82,22 +81,6 @@ class FolderWatch:
             displaced.now.mkdir(parents=True)
             for name, text in self._texts.items():
                 write_whole(displaced.now / name, text)
-
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(self._root.stat(), os.fstat(self._handle))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # the disk fails, which is told elsewhere
-            return True
-
-    def _new_name(self) -> Path | None:
-        """None where there is none, or the system does not tell it."""
-        with suppress(OSError):
-            name = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
-            if os.path.samestat(name.stat(), os.fstat(self._handle)):
-                return name
-        return None
 
     def _beside(self) -> Path:
         name, number = f"{self._root.name}.rescued", 1

@@ -29,9 +29,11 @@ from superstep.runtime.snapshots import Flushed
 from superstep.state.manifest import Position
 from superstep.train.beside import awaited
 from superstep.train.course import Refused
+from superstep.train.folder_watch import Displaced
 from superstep.train.going_back import go_back, tell, tell_refused
 from superstep.train.integrity import ranks_text
 from superstep.train.saves import attempt
+from superstep.train.saving import Written
 from superstep.train.session import Session
 
 
@@ -68,8 +70,8 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
         # Who is asked to stop may have seconds to save in.
         if not is_stopped and (position.step % config.train.eval_every == 0 or position.step == last):
             sink.write(evaluate(session, position))
-        displaced = session.follow_folder() if is_saved else None
-        is_over = is_stopped or position.step == last or displaced is not None
+        is_displaced = is_saved and session.follow_folder() is not None
+        is_over = is_stopped or position.step == last or is_displaced
         if is_over:
             session.copies.drain()
         if is_over or done.is_copy_refused:
@@ -79,8 +81,6 @@ def train(session: Session, position: Position, sink: Sink) -> Position:
             _warn(session.write_trace(position.step), position, sink.write)
         elif is_saved:
             save(session, position, sink.write, is_last=is_over)
-        if displaced is not None:
-            raise displaced.fault(position.step)
         if is_stopped:
             elapsed_s = session.meter.elapsed_s()
             sink.write(RunStopped(step=position.step, elapsed_s=elapsed_s, tokens_seen=position.tokens))
@@ -211,21 +211,35 @@ def evaluate(session: Session, position: Position) -> Evaluated:
 
 
 def save(session: Session, position: Position, told: Callable[[Event], None], *, is_last: bool) -> None:
-    """Write a checkpoint of where training stands; where the disk does not take it, have one due again soon."""
+    """Write a checkpoint of where training stands; where the disk does not take it, have one due again soon.
+
+    Raises:
+        Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
+        DiskFault: the disk does not take it, and the run cannot go on without.
+    """
     start_s = time.perf_counter()
+
+    def write() -> tuple[Written, Displaced | None]:
+        displaced = session.follow_folder()  # at each try: it may be moved between two
+        return session.save(position), displaced
+
     with beside(session.heart, CHECKPOINT):
-        written = attempt(
+        found = attempt(
             session.saves,
             position.step,
-            lambda: session.save(position),
+            write,
             told,
             is_last=is_last,
             step_s=lambda: session.peers.gather(session.meter.typical_step_s())[0],
         )
-    if written is not None:
-        seconds = time.perf_counter() - start_s
-        told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
-        _warn(written.problems, position, told)
+    if found is None:
+        return
+    written, displaced = found
+    seconds = time.perf_counter() - start_s
+    told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+    _warn(written.problems, position, told)
+    if displaced is not None:
+        raise displaced.fault(position.step)
 
 
 def _tell_flushed(session: Session, told: Callable[[Event], None], flushed: Flushed, *, is_over: bool = False) -> None:

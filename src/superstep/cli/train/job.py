@@ -144,7 +144,7 @@ def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
     kind = choose(asked_device(job), world)
     handles, memories = made(world)
     try:
-        with Flusher(memories, keep=state.keep) as flusher:
+        with Flusher(memories, job.folder.root, keep=state.keep) as flusher:
             return recovering(
                 lambda lost: leaving_words(
                     job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost))

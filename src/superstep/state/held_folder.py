@@ -1,0 +1,45 @@
+"""A folder that is held open: the same one under whatever name. Meanwhile no other is given its number on the disk."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+
+class HeldFolder:
+    """A descriptor of a folder.
+
+    Args:
+        path: is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self) -> HeldFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._handle)
+
+    def is_there(self) -> bool:
+        """Whether it still has its name, be it by a link."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._handle))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # the disk fails, which is told elsewhere
+            return True
+
+    def new_name(self) -> Path | None:
+        """None where there is none, or the system does not tell it."""
+        with suppress(OSError):
+            name = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
+            if os.path.samestat(name.stat(), os.fstat(self._handle)):
+                return name
+        return None
