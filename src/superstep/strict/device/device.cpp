@@ -42,10 +42,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("unfold", &at::native::unfold);
   library.impl("view_as_real", &at::native::view_as_real);
   library.impl("view_as_complex", &at::native::view_as_complex);
-  // CUDA has a kernel of its own, where others are given operators that keep more.
-  library.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
-  // And of its own for many tensors by one factor, which ask for it on their device.
-  for (const char* name : {"_foreach_add.Tensor", "_foreach_add_.Tensor", "_foreach_mul.Tensor", "_foreach_mul_.Tensor", "_foreach_div.Tensor", "_foreach_div_.Tensor"})
+  // CUDA has kernels of its own, where others are given operators that make more or keep more (what has both in
+  // aten/src/ATen/native/native_functions.yaml); and for many tensors by one factor, which ask for it on their device.
+  for (const char* name : {"_fused_rms_norm", "addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward", "_foreach_add.Tensor", "_foreach_add_.Tensor",
+                           "_foreach_mul.Tensor", "_foreach_mul_.Tensor", "_foreach_div.Tensor", "_foreach_div_.Tensor"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
 }
 
