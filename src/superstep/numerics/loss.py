@@ -218,6 +218,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             product_into(dh_TD[at], dlogits_CV, weight_VD, scale).masked_fill_(ignored_C1, 0.0)
             if dweight_VD is not None:
                 add_product(dweight_VD, dlogits_CV.t(), h_CD, scale)
+            del logits_CV, dlogits_CV  # they would be there beside the next chunk's
         # Torch saves a None as gladly as a tensor; its annotation does not say so.
         ctx.save_for_backward(dh_TD, dweight_VD if weight_grad_into is None else None)  # type: ignore[arg-type]
         return loss
