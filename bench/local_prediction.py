@@ -20,6 +20,7 @@ import torch
 
 from bench.alive import Born, Watch
 from bench.machine import write_result
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.memory_fit import by_category
 from superstep.cost.program.operation import UnitOperations
@@ -28,6 +29,7 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
+from superstep.program.memory import without_workspace
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.kept import with_kept
@@ -114,13 +116,15 @@ def report(name: str, rounds: int) -> dict:
     run = run_of(name)
     found = launch(run.plan.mesh.world, turns, run, operations_of(run, units(run.shape)), rounds)
     middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
-    fullest = max(rank_bytes(run, compile_step(run.plan)), key=lambda rank: rank.bytes)
+    # What is measured is there between two instructions, without the batch.
+    ranks = rank_bytes(run, compile_step(run.plan), without_workspace(unit_bytes(run)))
+    fullest = max(ranks, key=lambda rank: rank.bytes)
     return {
         "layout": name,
         "ranks": run.plan.mesh.world,
         **middle,
         "ratio": middle["predicted_s"] / middle["measured_s"],
-        "memory_ratio": fullest.bytes / middle["measured_bytes"],
+        "memory_ratio": (fullest.bytes - fullest.batch - fullest.peak.workspace_bytes) / middle["measured_bytes"],
         "rounds": found,
         "predicted_bytes": by_category(fullest),
     }

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from superstep.cost.program.memory import rank_bytes, unit_bytes
+from superstep.cost.program.activations import unit_bytes
+from superstep.cost.program.memory import rank_bytes
 from superstep.model.exchange import Local, Now
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
@@ -144,7 +145,7 @@ def test_the_fullest_rank_holds_all_its_categories_at_once():
     program = compile_step(run.plan)
     for rank, peak in zip(rank_bytes(run, program), high_water(program, unit_bytes(run)), strict=True):
         assert rank.peak == peak
-        assert rank.bytes == rank.params + rank.gradients + rank.optimizer + peak.bytes
+        assert rank.bytes == rank.params + rank.gradients + rank.optimizer + rank.batch + peak.bytes
 
 
 # What stays between a forward and its backward, by two measures: what autograd saves, and what memory outlives the

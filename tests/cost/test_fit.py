@@ -10,10 +10,14 @@ import runs
 import small
 from superstep.cli.main import main
 from superstep.cli.train.memory_fit import require_fit
-from superstep.cost.program.memory_fit import by_category, memory_of, overflow, with_communicators, with_workspace
-from superstep.cost.program.workspace import attention_workspace
+from superstep.cost.program.activations import unit_bytes
+from superstep.cost.program.memory_fit import by_category, memory_of, overflow, with_communicators
+from superstep.cost.program.workspace import block_workspace, head_workspace
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
+from superstep.program.compile import compile_step
+from superstep.program.instructions import Backward
+from superstep.program.memory import course
 from superstep.runtime.device import Device
 from superstep.train.model import operations
 
@@ -85,16 +89,35 @@ def test_whole_scores_of_exact_attention_are_counted(device):
     tokens = run.config.data.sequence_tokens
     assert tokens <= keys
     scores = ways * run.plan.microbatch * run.decoder.heads * (tokens // chunks) * keys * 4
-    assert attention_workspace(run) == scores
-    (rank,) = with_workspace(memory_of(run), run)
+    assert block_workspace(run) == (0, scores)
+    (rank,) = memory_of(run)
     need = rank.bytes + (with_communicators([rank], run.plan)[0].communicators if device == "cuda" else 0)
-    assert rank.bytes - fullest(run).bytes == scores == by_category(rank)["workspace"]
+    assert by_category(rank)["workspace"] == scores
     there = Device(device)
     require_fit(run, there, operations(run), limit_bytes=need)
     with pytest.raises(ConfigError, match=r"workspace .* and its workspace do not fit"):
         require_fit(run, there, operations(run), limit_bytes=need - 1)
-    assert attention_workspace(replace(run, kept=replace(run.kept, exact_scores=False))) == 0
-    assert attention_workspace(run_of()) == 0
+    assert block_workspace(replace(run, kept=replace(run.kept, exact_scores=False)))[1] < scores
+
+
+def test_what_a_head_makes_is_counted_where_it_is_and_nowhere_else():
+    """On the last stage, at the head; blocks that are computed again have their own peak, which does not add up."""
+    first, last = memory_of(resolve(small.config(layers=2, pp=2, microbatch=1)))
+    assert last.peak.workspace_bytes == head_workspace(run_of(pp=2, layers=2, microbatch=1, dp=1))[0]
+    assert first.peak.workspace_bytes == block_workspace(run_of(pp=2, layers=2, microbatch=1, dp=1))[1]
+
+
+def test_what_selective_recomputation_makes_again_is_counted():
+    run = run_of(recompute="selective", microbatch=1)
+    program, sizes = compile_step(run.plan), unit_bytes(run)
+    again = sizes[1].kept_all - sizes[1].kept_selective
+    backward = [
+        level.workspace_bytes
+        for i, level in zip(program.ranks[0], course(program, 0, sizes), strict=True)
+        if isinstance(i, Backward) and i.unit == 1
+    ]
+    assert set(backward) == {again + block_workspace(run)[1]}
+    assert again > 0
 
 
 def test_train_refuses_before_it_writes_anything(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from superstep.cost.program.memory import share_numel
+from superstep.cost.program.buffers import share_numel
 from superstep.cost.program.snapshot_memory import slots_bytes, snapshot_bytes
 from superstep.cost.program.work import rank_parameters
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig

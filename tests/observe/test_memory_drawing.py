@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from superstep.cost.program.memory import unit_bytes
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.memory_drawing import ASCII, GUTTER, LEVELS, draw_memory
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from plans import SCHEDULES, examples, plan_of, plans
-from superstep.cost.program.memory import rank_bytes, unit_bytes
+from superstep.cost.program.activations import unit_bytes
+from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.page.assemble import packed, unpacked
 from superstep.observe.page.bubble import PassSeconds, closed_bubble
@@ -71,6 +72,7 @@ def test_columns_are_the_program_instruction_by_instruction(plan):
             [peak.gradient_bytes for peak in held],
             [peak.kept_bytes for peak in held],
             [peak.boundary_bytes for peak in held],
+            [peak.workspace_bytes for peak in held],
         ]
         parts_ns = value["predicted"]["busy_ns"][rank] + value["predicted"]["bubble_ns"][rank]
         parts_ns += sum(value["predicted"]["exposed_ns"][rank].values())

@@ -9,7 +9,8 @@ import pytest
 import small
 from bench.alive import Born, Watch
 from longer import longer
-from superstep.cost.program.memory import rank_bytes, unit_bytes
+from superstep.cost.program.activations import unit_bytes
+from superstep.cost.program.memory import rank_bytes
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step

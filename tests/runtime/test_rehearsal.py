@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import small
 from longer import longer
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.adapters import adapted_linears
+from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.formulas import decoder_operations
-from superstep.cost.program.memory import has_fused_loss, unit_bytes
 from superstep.cost.program.operation import Attention, Message, Pass, Product, collected, flops
 from superstep.cost.program.work import rank_flops
 from superstep.kernels import fused

@@ -8,10 +8,14 @@ import torch
 
 import small
 from strict_ranks import SETTINGS, device_module, gpu_of
+from superstep.cli.train.memory_fit import require_fit
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
-from superstep.cost.program.workspace import workspace
+from superstep.cost.program.memory_fit import memory_of, with_communicators
+from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
+from superstep.program.instructions import Send
 from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.kept import with_kept
@@ -24,16 +28,17 @@ pytestmark = pytest.mark.strict
 TOKENS, SEQUENCES = 128, 8
 
 
-def config(**plan):
-    """A model whose tensors are much larger than the grain of an allocator."""
-    found = small.config(sequences=SEQUENCES, **{"layers": 4, "microbatch": 2} | plan)
-    model = replace(found.model, width=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=2048)
-    return replace(found, model=model, data=replace(found.data, sequence_tokens=TOKENS))
+MODEL = {"width": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 2048}
+"""A model whose tensors are much larger than the grain of an allocator."""
+LARGER = {"width": 256, "heads": 8, "head_dim": 64, "ffn": 448, "vocab": 8192}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "ffn": 96, "vocab": 512}
 
 
-def monitor(plan):
+def on_gpu(plan, model=None):
     """The run, knowing what a GPU's kernels keep."""
-    return with_kept(resolve(config(**plan)), Device("cuda", 0))
+    found = small.config(sequences=SEQUENCES, **{"layers": 4, "microbatch": 2} | plan)
+    found = replace(found, model=replace(found.model, **MODEL | (model or {})))
+    return with_kept(resolve(replace(found, data=replace(found.data, sequence_tokens=TOKENS))), Device("cuda", 0))
 
 
 def batch():
@@ -57,63 +62,82 @@ def peak_of_steps(rank, world, run):
         return mesh.at.pp, peak
 
 
+BF16 = {"compute": "bf16"}
 LAYOUTS = {
     "one": {},
-    "one bf16": {"compute": "bf16"},
-    "selective": {"compute": "bf16", "recompute": "selective"},
+    "one bf16": BF16,
+    "selective": BF16 | {"recompute": "selective"},
     "full": {"recompute": "full"},
     "dp": {"dp": 2, "zero": 1},
-    "zero 2 bf16": {"dp": 2, "zero": 2, "compute": "bf16"},
+    "zero 2 bf16": BF16 | {"dp": 2, "zero": 2},
     "zero 3": {"dp": 2, "zero": 3},
-    "tp": {"tp": 2, "sequence_parallel": True, "compute": "bf16"},
+    "tp": BF16 | {"tp": 2, "sequence_parallel": True},
     "ring": {"cp": 2},
     "ulysses": {"cp": 2, "context": "ulysses"},
     "pp": {"pp": 2, "schedule": "1f1b"},
-    "zb-h1": {"pp": 2, "schedule": "zb-h1", "compute": "bf16"},
+    "zb-h1": BF16 | {"pp": 2, "schedule": "zb-h1"},
     "interleaved": {"pp": 2, "chunks": 2, "schedule": "interleaved"},
 }
+SHAPES = {
+    "microbatch of 1": (BF16 | {"microbatch": 1}, LARGER),
+    "two chunks of logits": (BF16 | {"microbatch": 8, "layers": 2}, LARGER),
+    "two chunks, fp32": ({"microbatch": 8, "layers": 2}, LARGER),
+    "full bf16": (BF16 | {"recompute": "full", "layers": 6}, LARGER | {"vocab": 512}),
+    "zero 3 bf16": (BF16 | {"dp": 2, "zero": 3}, LARGER | {"vocab": 512}),
+    "pp bf16": (BF16 | {"pp": 2, "schedule": "1f1b"}, LARGER | {"vocab": 512}),
+    "experts": ({}, EXPERTS),
+    "experts bf16": (BF16, EXPERTS),
+    "experts selective": (BF16 | {"recompute": "selective"}, EXPERTS | {"vocab": 64}),
+    "narrow experts": (BF16 | {"microbatch": 4}, EXPERTS | {"ffn": 32, "vocab": 64}),
+}
+RUNS = {name: (plan, MODEL) for name, plan in LAYOUTS.items()} | SHAPES
 
-EXACT = ("one", "dp", "zero 3", "ring", "ulysses")
-"""Where the peak is the prediction. Elsewhere ``workspace`` is not all of it, or counted where it is not at the peak:
-in bf16 a chunk's logits have a copy in fp32 beside their softmax; and of ranks of a pipeline, or where blocks are
-computed again, most is kept where no head is.
-"""
+
+def sent_bytes(run, program, rank):
+    """All that a pipeline rank sends in a step. What has not left yet when its host comes to the peak is there as well,
+    which is a matter of how far the host is ahead.
+    """
+    sizes = unit_bytes(run)
+    return sum(sizes[i.unit].boundary for i in program.ranks[rank] if isinstance(i, Send))
 
 
-def predicted(run):
-    """Of each pipeline rank, its bytes at the peak, what its passes make and drop among them."""
-    return [rank.bytes + workspace(run) for rank in rank_bytes(run, compile_step(run.plan))]
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_peak_is_its_prediction(pool, name):
-    run = monitor(LAYOUTS[name])
-    least, most = (0.98, 1.02) if name in EXACT else (0.88, 1.1)
+    run = on_gpu(*RUNS[name])
+    program = compile_step(run.plan)
+    ranks = rank_bytes(run, program)
     for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
-        assert least < peak / predicted(run)[at] < most, (at, peak, predicted(run)[at])
+        predicted = ranks[at].bytes
+        assert 0.97 * predicted < peak < 1.03 * predicted + sent_bytes(run, program, at), (at, peak, predicted)
 
 
 def step_on(rank, world, run, device_bytes):
-    """What steps on so small a GPU raise, in words; empty where nothing."""
+    """What a step on so small a GPU raises, in words; empty where nothing."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated(rank)
     with gpu_of(rank, world, replace(SETTINGS, device_bytes=device_bytes + held)) as (gpu, _):
         try:
-            engine = Engine(run, units_of(run), build_mesh(run.plan, rank, gpu, timeout=TIMEOUT))
-            mine = microbatches_of(batch(), run.plan, engine.mesh)
-            for _ in range(2):
-                engine.train_step(mine, valid_tokens=batch().valid_tokens, lr=1e-3)
+            mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
+            engine = Engine(run, units_of(run), mesh)
+            mine = microbatches_of(batch().rows(rows(run.plan, mesh)), run.plan, mesh)
+            engine.train_step(mine, valid_tokens=batch().valid_tokens, lr=1e-3)
         except torch.OutOfMemoryError as error:
             return str(error)
     return ""
 
 
-@pytest.mark.parametrize("plan", [{}, {"recompute": "full"}], ids=str)
-def test_memory_ends_where_the_prediction_says(pool, plan):
-    run = monitor(plan)
-    (needed,) = predicted(run)
-    assert pool.run(1, step_on, run, int(needed * 1.02), timeout_s=60) == [""]
-    (ended,) = pool.run(1, step_on, run, int(needed * 0.87), timeout_s=60)
-    assert "CUDA out of memory. Tried to allocate" in ended
+@pytest.mark.parametrize("name", ["one", "one bf16", "full", "dp", "zero 3", "tp"])
+def test_memory_ends_where_the_prediction_says(pool, name):
+    run = on_gpu(LAYOUTS[name])
+    needed = max(rank.bytes for rank in memory_of(run))
+    # NCCL takes what it does beside the allocator, and none of it here.
+    beside = max(rank.communicators for rank in with_communicators(memory_of(run), run.plan))
+    require_fit(run, Device("cuda", 0), (), limit_bytes=needed + beside)
+    with pytest.raises(ConfigError, match="do not fit"):
+        require_fit(run, Device("cuda", 0), (), limit_bytes=needed + beside - 1)
+    world = run.plan.mesh.world
+    assert pool.run(world, step_on, run, int(needed * 1.03), timeout_s=60) == [""] * world
+    for ended in pool.run(world, step_on, run, int(needed * 0.92), timeout_s=60):
+        assert "CUDA out of memory. Tried to allocate" in ended

@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 from typing import get_args
 
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.formulas import decoder_operations
-from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.predict import Machine, durations, predict
 from superstep.cost.program.simulate import simulate
 from superstep.errors import UserError

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.machine import Prices
-from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.errors import UserError

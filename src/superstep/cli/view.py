@@ -19,8 +19,8 @@ from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.replayed import replayed
 from superstep.cli.report import recorded, run_told, say_damage
 from superstep.cli.rolled import is_rolled, rolled
+from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.machine import Prices
-from superstep.cost.program.memory import unit_bytes
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.cost.program.prediction_file import read_predicted_from
@@ -275,7 +275,7 @@ def _title(prediction: Prediction, machine: Prices, *, when: str = "for this mac
         f"memory, {machine.link_bytes_per_s / 1e9:.3g} GB/s between ranks\n"
         f"fullest rank {bytes_text(full.bytes)}: parameters {bytes_text(full.params)}, "
         f"gradients {bytes_text(full.gradients)}, optimizer {bytes_text(full.optimizer)}, "
-        f"within the step {bytes_text(full.peak.bytes)}"
+        f"within the step {bytes_text(full.batch + full.peak.bytes)}"
     )
 
 

@@ -48,6 +48,7 @@ def _of(timeline: Timeline, name: str, first: int, courses: Sequence[Sequence[Pe
                 "whole gradients": level.gradient_bytes,
                 "kept activations": level.kept_bytes,
                 "between units": level.boundary_bytes,
+                "workspace": level.workspace_bytes,
             }
             if e.lane == "compute":
                 ts = (e.start_s - start_s) * US

@@ -20,6 +20,7 @@ CATEGORIES: tuple[tuple[str, Callable[[Peak], int]], ...] = (
     ("whole gradients", lambda level: level.gradient_bytes),
     ("kept activations", lambda level: level.kept_bytes),
     ("between units", lambda level: level.boundary_bytes),
+    ("workspace", lambda level: level.workspace_bytes),
 )
 GUTTER = 32
 

@@ -1,4 +1,5 @@
-"""What kernels keep for the backward pass beside what every one of them has to: mechanisms, whoever's kernels do so.
+"""What kernels keep for the backward pass, or make and drop, beside what every one of them has to: mechanisms,
+whoever's kernels do so.
 
 The account of memory (``cost.program.memory``) counts by these, and whoever knows what a run computes with says them
 (``runtime.kept``).
@@ -22,6 +23,8 @@ class Kept:
             by blocks of keys, and keeps the log-sum-exp of each query; and a norm of heads sums its gradient at once.
         exact_products: a weight's gradient in exact mode is whole in fp32 before it is put on its grid, and a norm's is
             kept of every token. Else they are put there as they are made, from a copy of one factor in fp32.
+        wide_logits: the loss makes numbers in fp32 of a chunk's logits. Else it computes in their place.
+        rounded_products: products of 16-bit factors that are summed in fp32 are whole in 16 bits before.
     """
 
     silu: bool = True
@@ -29,6 +32,8 @@ class Kept:
     expanded_keys: bool = False
     exact_scores: bool = True
     exact_products: bool = True
+    wide_logits: bool = True
+    rounded_products: bool = False
 
 
 PLAIN = Kept()

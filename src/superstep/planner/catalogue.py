@@ -10,8 +10,8 @@ import numpy as np
 from superstep.cost.closed.block import E, Seconds, block_seconds
 from superstep.cost.closed.estimate import embedding_s, head_s
 from superstep.cost.closed.layout import Layout
+from superstep.cost.program.buffers import has_fused_loss, share_numel
 from superstep.cost.program.instruction_seconds import Ranks
-from superstep.cost.program.memory import has_fused_loss, share_numel
 from superstep.cost.program.simulate import UnitSeconds
 from superstep.cost.program.work import UnitParameters
 from superstep.hardware.cluster import Collective

@@ -19,7 +19,7 @@ from superstep.cost.closed.rates import Rates
 from superstep.cost.closed.software import SUPERSTEP, price_of
 from superstep.cost.closed.software_memory import Keeping
 from superstep.cost.closed.stack import Stack
-from superstep.cost.program.memory import ELEMENT_BYTES
+from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
 from superstep.planner.plans import Plans
 from superstep.planner.search_problem import Problem

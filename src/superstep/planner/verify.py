@@ -14,6 +14,7 @@ from superstep.cost.closed.estimate import Estimate
 from superstep.cost.closed.footprint import FRAGMENTATION
 from superstep.cost.closed.layout import Layout
 from superstep.cost.program.communicators import beyond_reserve
+from superstep.cost.program.gpu_kept import with_gpu_kept
 from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.simulate import simulate
@@ -53,8 +54,7 @@ class Verified:
         parts: of the step on its busiest pipeline rank.
         memory: of its fullest one, as the program allocates it.
         communicators_bytes: what the communicators of its fullest rank take beyond what the search keeps free.
-        memory_bytes: with these, the program's memory and what an allocator holds besides, or the closed form's where
-            it is larger: it has what an instruction makes and drops.
+        memory_bytes: with these, the program's memory and what an allocator holds besides.
         is_simulated: False where the program is too long, or the engine has none for the model; parts and memory are
             then those of the closed form.
     """
@@ -77,6 +77,7 @@ def verified(found: Found) -> Verified:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = found.side.problem
     run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+    run = run if problem.is_host else with_gpu_kept(run)
     beyond = 0 if problem.is_host else beyond_reserve(run.plan)
     if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
         return Verified(
@@ -96,7 +97,7 @@ def verified(found: Found) -> Verified:
         parts=simulated(run, program, found.plan.layout, found.side.pricing),
         memory=memory,
         communicators_bytes=beyond,
-        memory_bytes=max(memory.bytes + FRAGMENTATION * memory.peak.bytes, found.memory_bytes) + beyond,
+        memory_bytes=memory.bytes + FRAGMENTATION * memory.peak.bytes + beyond,
         is_simulated=True,
     )
 

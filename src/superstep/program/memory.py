@@ -1,13 +1,14 @@
 """high_water: the bytes that come and go within a step, from the program alone.
 
 Parameters, gradients and optimizer states that stay from step to step are not counted here; what is fetched,
-accumulated and dropped, kept for a backward, or on its way between units is.
+accumulated and dropped, kept for a backward, or on its way between units is, and so is what a pass makes and drops
+within its instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from superstep.program.instructions import (
@@ -43,6 +44,8 @@ class UnitBytes:
         product_inputs: what of it BackwardInput leaves for BackwardWeight: the inputs of products with parameters.
         product_gradients: what it makes for BackwardWeight: the gradients of those products' outputs.
         boundary: the unit's input, on its way there; its gradient on the way back is as large.
+        forward_workspace: what its forward pass makes and drops, beside all that it keeps and its output.
+        backward_workspace: what its backward pass does, beside all that was kept and its input's gradient.
     """
 
     params: int
@@ -53,6 +56,8 @@ class UnitBytes:
     product_inputs: int
     product_gradients: int
     boundary: int
+    forward_workspace: int = 0
+    backward_workspace: int = 0
 
     def kept(self, keep: Keep) -> int:
         """Bytes that a forward pass leaves for the backward pass."""
@@ -77,6 +82,7 @@ class Peak:
         gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
         kept_bytes: activations kept for a backward pass, and what is kept for a BackwardWeight.
         boundary_bytes: inputs and gradients between units: received or computed, and not yet used or sent.
+        workspace_bytes: what the instruction itself makes and drops.
     """
 
     index: int = 0
@@ -84,11 +90,18 @@ class Peak:
     gradient_bytes: int = 0
     kept_bytes: int = 0
     boundary_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """The sum of the parts."""
-        return self.params_bytes + self.gradient_bytes + self.kept_bytes + self.boundary_bytes
+        held = self.params_bytes + self.gradient_bytes + self.kept_bytes + self.boundary_bytes
+        return held + self.workspace_bytes
+
+
+def without_workspace(sizes: Sequence[UnitBytes]) -> tuple[UnitBytes, ...]:
+    """The same, as if instructions made and dropped nothing: what is there before and after each."""
+    return tuple(replace(unit, forward_workspace=0, backward_workspace=0) for unit in sizes)
 
 
 def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
@@ -107,25 +120,26 @@ def course(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[Pea
 
 def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
     # The first of the highest.
-    highest = max(_during(program, rank, sizes), key=lambda at: sum(at[1].values()), default=None)
+    highest = max(_during(program, rank, sizes), key=lambda at: sum(at[1].values()) + at[2], default=None)
     return Peak() if highest is None else _level(*highest)
 
 
-def _during(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Iterator[tuple[int, dict[Category, int]]]:
+def _during(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Iterator[tuple[int, dict[Category, int], int]]:
     now = _Held(program, rank, sizes)
     for index, i in enumerate(program.ranks[rank]):
         now.begin(i)
-        yield index, dict(now.bytes)
+        yield index, dict(now.bytes), now.workspace(i)
         now.end(i)
 
 
-def _level(index: int, sizes: dict[Category, int]) -> Peak:
+def _level(index: int, sizes: dict[Category, int], workspace: int) -> Peak:
     return Peak(
         index=index,
         params_bytes=sizes["params"],
         gradient_bytes=sizes["gradient"],
         kept_bytes=sizes["kept"],
         boundary_bytes=sizes["boundary"],
+        workspace_bytes=workspace,
     )
 
 
@@ -185,6 +199,25 @@ class _Held:
                 self._put_gradients(unit)
             case Recv(wire, unit, m, _):
                 self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
+
+    def workspace(self, i: Instruction) -> int:
+        """Bytes that the instruction makes and drops, once it has begun."""
+        match i:
+            case Forward(unit, _):
+                return self.sizes[unit].forward_workspace
+            case Backward(unit, m):
+                return self.sizes[unit].backward_workspace + self._made_again(unit, m)
+            case BackwardInput(unit, m):
+                # The gradients of products' outputs are among what both count.
+                beyond = self.sizes[unit].backward_workspace - self.sizes[unit].product_gradients
+                return max(beyond, 0) + self._made_again(unit, m)
+            case _:
+                return 0
+
+    def _made_again(self, unit: int, m: int) -> int:
+        """What selective recomputation makes of a unit once more, before its backward pass."""
+        size = self.sizes[unit]
+        return size.kept_all - self.items.get(("kept", unit, m), size.kept_all)
 
     def _put_gradients(self, unit: int) -> None:
         for u in self.program.trained(unit) if self.are_gradients_transient else ():

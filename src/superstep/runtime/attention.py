@@ -10,7 +10,6 @@ from torch import Tensor
 
 from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
-from superstep.model.fused_attention import WIDEST_FLASH
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.numerics.sending import send
 from superstep.plan.resolve import Resolved
@@ -88,17 +87,6 @@ def kernel_of(run: Resolved, device: Device) -> str:
 def is_compiled(run: Resolved, device: Device) -> bool:
     """Whether ``kernels.attention`` computes it."""
     return wants_attention(run, device) and not missing(device.torch)
-
-
-def expands_keys(run: Resolved) -> bool:
-    """Whether torch's attention, on a GPU, makes of a key head one for each of its query heads, and keeps them."""
-    is_ring = run.plan.mesh.cp > 1 and run.plan.context == "ring"
-    is_by_operator = run.config.data.is_masked or is_ring  # these keep what they were given
-    if run.decoder is None or run.plan.grain is not None or is_by_operator:
-        return False
-    window = run.decoder.window
-    is_windowed = window is not None and window < run.config.data.sequence_tokens
-    return is_windowed or run.config.numerics.compute == "fp32" or run.decoder.head_dim > WIDEST_FLASH
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from superstep.cost.program.gpu_kept import expands_keys
 from superstep.kernels import exact_attention, fused
 from superstep.kernels.attention import LANES
 from superstep.plan.kept import Kept
 from superstep.plan.resolve import Resolved
-from superstep.runtime.attention import expands_keys, is_compiled
+from superstep.runtime.attention import is_compiled
 from superstep.runtime.device import Device
 from superstep.runtime.fused import is_fused
 
@@ -31,5 +32,7 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
             silu=not is_fused(run, device),
             window_blocks=not by_kernel,
             expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),
+            wide_logits=not is_fused(run, device),
+            rounded_products=device.kind == "cpu",
         )
     return replace(run, kept=kept)

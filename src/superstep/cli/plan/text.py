@@ -200,7 +200,9 @@ def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
     yield "unsettled gradients", exact.peak.gradient_bytes
     yield "activations", exact.peak.kept_bytes
     yield "between units", exact.peak.boundary_bytes
-    yield "made and dropped", max(plan.memory_bytes - plan.communicators_bytes - exact.bytes, 0.0)
+    yield "workspace", exact.peak.workspace_bytes
+    yield "batch", exact.batch
+    yield "lost between tensors", plan.memory_bytes - plan.communicators_bytes - exact.bytes
 
 
 def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401

@@ -45,8 +45,14 @@ def foretold(run: Resolved, operations: Sequence[UnitOperations] | None, predict
         "gradients, not yet reduced": fullest.peak.gradient_bytes,
         "activations": fullest.peak.kept_bytes,
         "between units": fullest.peak.boundary_bytes,
+        "workspace": fullest.peak.workspace_bytes,
     }
-    staying = {"parameters": fullest.params, "gradients": fullest.gradients, "optimizer": fullest.optimizer}
+    staying = {
+        "parameters": fullest.params,
+        "gradients": fullest.gradients,
+        "optimizer": fullest.optimizer,
+        "batch": fullest.batch,
+    }
     sizes = {name: size for name, size in (staying | within).items() if size}
     spent_s = spent_parts(prediction.timeline)
     if prediction.before_s:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from superstep.cli.figures import bytes_text
 from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators, with_workspace
+from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import sizes_of
 from superstep.cost.program.snapshot_memory import snapshot_bytes
@@ -46,7 +46,7 @@ def require_fit(
 
     def memory(config: RunConfig) -> tuple[RankBytes, ...]:
         other = run if config is run.config else resolved(config)
-        ranks = with_workspace(_memory(other, run, seen), other)
+        ranks = _memory(other, run, seen)
         return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
 
     found = overflow(run.config, memory, limit)

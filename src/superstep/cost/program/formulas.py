@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from superstep.cost.program.adapters import adapted_linears, kept_outputs
-from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
+from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.operation import Attention, Message, Operation, Operations, Pass, Product, UnitOperations
 from superstep.cost.program.work import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.workspace import CHUNK_TOKENS

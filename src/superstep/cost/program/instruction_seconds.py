@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from superstep.cost.program.memory import FP32, family_numel, share_numel, zero_stage
+from superstep.cost.program.buffers import FP32, family_numel, share_numel, zero_stage
 from superstep.cost.program.simulate import PerUnit, UnitSeconds
 from superstep.cost.program.work import UnitParameters, rank_parameters
 from superstep.hardware.cluster import Collective

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.workspace import attention_workspace
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Plan, Resolved
@@ -58,31 +57,25 @@ class Overflow:
 
 def by_category(rank: RankBytes) -> dict[Category, int]:
     """A rank's bytes at its peak: what stays from step to step, and what comes and goes within one. A rank without
-    communicators, or without workspace that is counted, has no such category.
+    communicators has no such category.
     """
     peak = rank.peak
     communicators: dict[Category, int] = {"communicators": rank.communicators} if rank.communicators else {}
-    workspace: dict[Category, int] = {"workspace": rank.workspace} if rank.workspace else {}
     parts: dict[Category, int] = {
         "parameters": rank.params + peak.params_bytes,
         "gradients": rank.gradients + peak.gradient_bytes,
         "optimizer": rank.optimizer,
         "activations": peak.kept_bytes,
-        "buffers": peak.boundary_bytes,
+        "buffers": rank.batch + peak.boundary_bytes,
+        "workspace": peak.workspace_bytes,
     }
-    return communicators | parts | workspace
+    return communicators | parts
 
 
 def with_communicators(ranks: Sequence[RankBytes], plan: Plan) -> tuple[RankBytes, ...]:
     """The same on GPUs."""
     sizes = communicator_bytes(plan)
     return tuple(replace(rank, communicators=size) for rank, size in zip(ranks, sizes, strict=True))
-
-
-def with_workspace(ranks: Sequence[RankBytes], run: Resolved) -> tuple[RankBytes, ...]:
-    """The same with what attention makes and drops within an instruction, where torch makes whole scores of it."""
-    size = attention_workspace(run)
-    return tuple(replace(rank, workspace=size) for rank in ranks)
 
 
 def memory_of(run: Resolved) -> tuple[RankBytes, ...]:

@@ -20,21 +20,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from superstep.cost.program.formulas import decoder_operations
-from superstep.cost.program.instruction_seconds import Ranks, instruction_seconds
-from superstep.cost.program.machine import Machine, Prices, seconds
-from superstep.cost.program.memory import (
+from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     FP32,
-    RankBytes,
     buffer_numel,
     gradient_bytes,
     gradient_numel,
     has_fused_loss,
-    rank_bytes,
     share_numel,
     zero_stage,
 )
+from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.instruction_seconds import Ranks, instruction_seconds
+from superstep.cost.program.machine import Machine, Prices, seconds
+from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.cost.program.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.work import UnitParameters, rank_parameters
@@ -132,6 +131,7 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     if run.decoder is not None or operations is None:
         return None
     e = ELEMENT_BYTES[run.config.numerics.compute]
+    outputs = [*(seen.input_bytes for seen in operations[1:]), 0]
     return tuple(
         UnitBytes(
             params=e * buffer_numel(run, unit),
@@ -142,8 +142,9 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
             product_inputs=seen.between_bytes,
             product_gradients=0,
             boundary=seen.input_bytes,
+            forward_workspace=max(seen.input_bytes + seen.peak_bytes - seen.kept_bytes - output_bytes, 0),
         )
-        for unit, seen in zip(rank_parameters(run), operations, strict=True)
+        for unit, seen, output_bytes in zip(rank_parameters(run), operations, outputs, strict=True)
     )
 
 

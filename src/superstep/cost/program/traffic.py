@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, family_numel, share_numel, trained_families, zero_stage
 from superstep.cost.program.instruction_seconds import partial_elements
-from superstep.cost.program.memory import ELEMENT_BYTES, FP32, family_numel, share_numel, trained_families, zero_stage
 from superstep.cost.program.operation import Axis, Operations, UnitOperations, messages
 from superstep.cost.program.work import rank_parameters
 from superstep.plan.resolve import Resolved

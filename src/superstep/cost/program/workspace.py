@@ -1,33 +1,40 @@
-"""Workspace: what a pass over a unit makes and drops within one instruction, beside what ``memory`` counts.
+"""Workspace: what a pass over a unit makes and drops within its instruction, and what a step has throughout.
 
-With the letters of ``cost.program.memory``, C the tokens of one chunk of the loss, O and I the sides of the largest
-matrix of a rank, G the block in which exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
+It comes on top of all that is kept while the instruction runs (``activations``), at the height of the pass, and less
+its result where that is not there yet. With the letters of ``activations``, C the tokens of one chunk of the loss, R
+the rows of a rank's experts, E those experts, O and I the sides of the largest matrix of a rank, G the block in which
+exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
 
-    fast mode
-      head, fused with its loss    logits of a chunk and their softmax; its rows; in bf16 the weight's gradient
-                                                                       C·V·(e + 4) + C·D·e (+ D·V·e)
-      block                        gradients in its feed-forward       2·Tf·F·e
-    exact mode, by torch
-      head                         the weight's gradient in fp32 and on the grid, the input's
-                                                                       O·I·4 + min(G, O·I)·8 + T·D·4
-      block                        likewise; or a product's terms; or one of attention's chunks: scores, weights and
-                                   their gradients        ... + 2·T·D·4, or terms·T·D·4, or 4·rows·N·chunk·P·4
-    exact mode, by its kernels (``plan.kept``)
-      head                         for the weight's gradient its inputs in fp32; the input's
-                                                                       T·D·4 + T·D·4
-      block                        likewise; or attention: gradients of keys and values on the grid, those of queries,
-                                   and in bf16 three copies in fp32
-                                                          T·F·4 + 2·T·D·4, or T·cp·2·K·H·8 + T·N·H·(e, or e + 16)
-    positions, where documents are kept apart: a table of each microbatch          m·2·T·H·e
-    the batch of a step, where all of it lies on every rank: ids, targets, starts, and streams of fp32
+    head, fused with its loss
+      forward    logits of a chunk, what softmax makes of them in fp32 (in bf16 logits in fp32 as well), their rows; the
+                 norm's output                          C·V·(e + 4 (+ 4)) + C·D·e + Tv·D·e
+                   where kernels compute in the logits' place                     for e + 4 (+ 4): e
+                   where the weight's gradient is rounded before it is added      D·V·e
+      backward   the gradient of the norm's output in fp32, times the incoming one; in bf16 both
+                                                        Tv·D·4 (+ Tv·D·4) - t·D·e
+                   where gradients are not whole (ZeRO 2, 3), the weight's        D·V·4
+    block
+      backward   gradients of gate and up               2·Tf·F·e - t·D·e
+                   of experts likewise, or of the rows of their outputs; in bf16 a GPU's kernel makes a weight's of all
+                   experts at once                      max(2·R·F, R·D, R·F + E·F·D)·e - t·D·e
+    exact mode, by torch: backward
+      head       the weight's gradient in fp32 and on the grid, the input's       O·I·4 + min(G, O·I)·8 + T·D·4
+      block      likewise; or a product's terms; or one of attention's chunks: scores, weights and their gradients
+                                                        ... + 2·T·D·4, or terms·T·D·4, or 4·rows·N·chunk·P·4
+    exact mode, by its kernels (``plan.kept``): backward
+      head       for the weight's gradient its inputs in fp32; the input's        T·D·4 + T·D·4
+      block      likewise; or attention: gradients of keys and values on the grid, those of queries, and in bf16 three
+                 copies in fp32                         T·F·4 + 2·T·D·4, or T·cp·2·K·H·8 + T·N·H·(e, or e + 16)
+    a step
+      tables of positions, of each microbatch where documents are kept apart      2·S·H·e, or m·2·T·H·e
+      ids and targets of a rank's tokens                                          m·T·16
 
-It is the height of a unit's passes and no course: a step's peak is where most is kept, which is beside the head or the
-last block of a rank, so that the larger of both is added there.
+A block's forward pass makes less than its backward pass, which finds as much kept, and so does what is computed again.
 """
 
 from __future__ import annotations
 
-from superstep.cost.program.memory import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact
+from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact, zero_stage
 from superstep.cost.program.work import LocalDims, local_dims
 from superstep.plan.resolve import Resolved
 
@@ -39,25 +46,41 @@ KEY_BLOCK = 256
 """Keys that exact mode's attention sums at once (``numerics.invariant_attention``)."""
 
 
-def workspace(run: Resolved) -> int:
-    """The most that an instruction of the step makes and drops, and the tables that a step has throughout."""
+def head_workspace(run: Resolved) -> tuple[int, int]:
+    """Bytes of the head's forward and of its backward pass."""
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    work = max(_exact_head(run, d), _exact_block(run, d)) if is_exact(run) else max(_head(d, e), 2 * d.Tf * d.F * e)
-    return work + _tables(run, d)
+    if is_exact(run):
+        return 0, _summed(run, d, d.V, d.D) + d.T * d.D * FP32
+    rows, is_trained = min(d.Tv, CHUNK_TOKENS), run.plan.trains("dense")
+    in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
+    rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
+    forward = rows * d.V * (e + in_fp32) + (rows + d.Tv) * d.D * e + rounded
+    of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run) >= 2 else 0
+    backward = d.Tv * d.D * (FP32 if e == FP32 else 2 * FP32) - d.t * d.D * e
+    return forward, backward + of_weight
 
 
-def attention_workspace(run: Resolved) -> int:
-    """What exact mode's attention by torch makes and drops of one chunk's queries: the scores of all their heads, and
-    what follows from them. 0 where kernels compute it, in fast mode, and of units of the user's own.
-    """
-    grain = run.plan.grain
-    if run.decoder is None or grain is None or not run.kept.exact_scores:
-        return 0
-    return _exact_attention(run, local_dims(run), grain.chunks)
+def block_workspace(run: Resolved) -> tuple[int, int]:
+    """The same of a block."""
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    if is_exact(run):
+        return 0, _exact_block(run, d)
+    numbers = 2 * d.Tf * d.F if run.shape.moe is None else _mixture(run, d)
+    return 0, max(numbers - d.t * d.D, 0) * e
+
+
+def step_bytes(run: Resolved) -> int:
+    """What a step has throughout; tables are those of our own decoder."""
+    microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.config.data.sequence_tokens
+    ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
+    if run.decoder is None:
+        return ids
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    return ids + (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
 
 
 def batch_bytes(run: Resolved, *, streams: int) -> int:
-    """A global batch with so many streams."""
+    """A global batch with so many streams, where all of it lies on every rank."""
     numbers = run.config.train.batch_sequences * run.config.data.sequence_tokens
     return numbers * (2 * TOKEN + INDEX + streams * FP32)
 
@@ -69,13 +92,15 @@ def exact_terms(cells: int, tp: int) -> int:
     return cells // tp + (tp + 1 if tp > 1 else 0)
 
 
-def _head(d: LocalDims, e: int) -> int:
-    C = min(d.Tv, CHUNK_TOKENS)
-    return C * d.V * (e + FP32) + C * d.D * e + (d.D * d.V * e if e < FP32 else 0)
-
-
-def _exact_head(run: Resolved, d: LocalDims) -> int:
-    return _summed(run, d, d.V, d.D) + d.T * d.D * FP32
+def _mixture(run: Resolved, d: LocalDims) -> int:
+    """Elements that the backward pass of a block's experts makes."""
+    moe = run.shape.moe
+    assert moe is not None
+    rows = d.m * moe.experts_per_token
+    inner = (rows + d.m * moe.shared_experts) * d.F
+    # Only this kernel gives the gradient of all experts' weights as a tensor of its own.
+    of_weights = 0 if run.config.numerics.compute == "fp32" else moe.experts // run.plan.mesh.ep * d.F * d.D
+    return max(2 * inner, rows * d.D, inner + of_weights)
 
 
 def _exact_block(run: Resolved, d: LocalDims) -> int:
@@ -102,8 +127,3 @@ def _summed(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
     if not run.kept.exact_products:
         return d.T * inputs * FP32
     return outputs * inputs * FP32 + min(GRID_BLOCK, outputs * inputs) * 8
-
-
-def _tables(run: Resolved, d: LocalDims) -> int:
-    e = ELEMENT_BYTES[run.config.numerics.compute]
-    return (run.plan.microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e

@@ -137,7 +137,7 @@ def _instructions(
     program: Program, rank: int, deltas: dict[tuple[int, ...], int], sizes: Sequence[UnitBytes]
 ) -> Columns:
     kinds, units, microbatches, peers = (list(column) for column in zip(*map(fields, program.ranks[rank]), strict=True))
-    levels, last = [], (0, 0, 0, 0)
+    levels, last = [], (0, 0, 0, 0, 0)
     for peak in course(program, rank, sizes):
         now = _parts(peak)
         delta = tuple(b - a for a, b in zip(last, now, strict=True))
@@ -155,8 +155,8 @@ def _instructions(
     }
 
 
-def _parts(peak: Peak) -> tuple[int, int, int, int]:
-    return peak.params_bytes, peak.gradient_bytes, peak.kept_bytes, peak.boundary_bytes
+def _parts(peak: Peak) -> tuple[int, int, int, int, int]:
+    return peak.params_bytes, peak.gradient_bytes, peak.kept_bytes, peak.boundary_bytes, peak.workspace_bytes
 
 
 def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from superstep.cost.program.buffers import FP32
 from superstep.cost.program.communicators import communicator_bytes
-from superstep.cost.program.memory import FP32, weights_bytes
+from superstep.cost.program.memory import weights_bytes
 from superstep.cost.program.memory_fit import memory_of
-from superstep.cost.program.workspace import batch_bytes, exact_terms, workspace
+from superstep.cost.program.workspace import batch_bytes, exact_terms
 from superstep.cost.serve import ServedModel
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Plan, Resolved
@@ -66,7 +67,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
         keys=pages * serve.page_tokens * served.key_bytes,
         answering=_laid_out(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
         training=training,
-        step=fullest.peak.bytes + workspace(run) + batch_bytes(run, streams=STREAMS),
+        step=fullest.peak.bytes + fullest.batch + batch_bytes(run, streams=STREAMS),
         asleep=0 if gives_back else training,
         snapshot=FP32 * run.trained_numel,
         group=rl.group * run.config.data.sequence_tokens * TOKEN_BYTES,

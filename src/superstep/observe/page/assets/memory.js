@@ -4,23 +4,28 @@ let memoryKey = "", memoryMost = 0;
 
 // What a rank holds after so many of its instructions were issued, in bytes of each category.
 function levelsOf(step, rank) {
-  const told = step.ranks[rank].level, n = told.length, out = new Float64Array(4 * (n + 1));
-  for (let i = 0; i < n; i++) for (let part = 0; part < 4; part++) out[4 * (i + 1) + part] = out[4 * i + part] + step.levels[told[i]][part];
+  const told = step.ranks[rank].level, n = told.length, out = new Float64Array(PASSING * (n + 1));
+  for (let i = 0; i < n; i++) for (let part = 0; part < PASSING; part++) out[PASSING * (i + 1) + part] = out[PASSING * i + part] + step.levels[told[i]][part];
   return out;
+}
+function heldAt(course, i) {
+  let sum = 0;
+  for (let part = 0; part < PASSING; part++) sum += course[PASSING * i + part];
+  return sum;
 }
 function prepareMemory(step) {
   step.courses = step.ranks.map((_, rank) => levelsOf(step, rank));
   step.peaks = step.courses.map((course, rank) => {
     const lasting = Object.values(step.memory[rank]).reduce((a, b) => a + b, 0);
     let most = 0;
-    for (let i = 0; i < course.length; i += 4) most = Math.max(most, course[i] + course[i + 1] + course[i + 2] + course[i + 3]);
+    for (let i = 0; i < course.length; i += PASSING) most = Math.max(most, heldAt(course, i / PASSING));
     return { lasting, within: most };
   });
 }
 function memoryAt(step, rank, set, t) {
   const times = step[set].ranks[rank], i = firstWhere(times.issued.length, (k) => times.issued[k] > t);
   const lasting = step.memory[rank], course = step.courses[rank];
-  return [lasting.parameters, lasting.gradients, lasting.optimizer, ...course.slice(4 * i, 4 * i + 4)];
+  return [lasting.parameters, lasting.gradients, lasting.optimizer, ...course.slice(PASSING * i, PASSING * (i + 1))];
 }
 
 function memoryRows(step) {
@@ -39,7 +44,7 @@ function drawRankMemory(c, step, rank, y, h, s, most, isLasting) {
     const end = S.from + (x + 1) * perPx;
     let best = i, high = -1;
     for (;;) {
-      const sum = course[4 * i] + course[4 * i + 1] + course[4 * i + 2] + course[4 * i + 3];
+      const sum = heldAt(course, i);
       if (sum > high) high = sum, best = i;
       if (i < n && times.issued[i] <= end) i++; else break;
     }
@@ -51,10 +56,10 @@ function drawRankMemory(c, step, rank, y, h, s, most, isLasting) {
   pixels.fill(opaque(theme.lane));
   const hues = CATEGORIES.map(({ hue }) => opaque(hue)), perByte = (high - scale) / most;
   for (let x = 0; x < wide; x++) {
-    const at = 4 * picked[Math.min(width - 1, Math.floor(x / scale))];
+    const at = PASSING * picked[Math.min(width - 1, Math.floor(x / scale))];
     let bytes = 0, from = 0;
-    for (let part = 0; part < 7; part++) {
-      bytes += part < 3 ? lasting[part] : course[at + part - 3];
+    for (let part = 0; part < CATEGORIES.length; part++) {
+      bytes += part < LASTING ? lasting[part] : course[at + part - LASTING];
       const to = Math.min(high, Math.round(bytes * perByte));
       for (let level = from; level < to; level++) pixels[(high - 1 - level) * wide + x] = hues[part];
       from = Math.max(from, to);

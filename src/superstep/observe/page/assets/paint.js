@@ -11,7 +11,9 @@ const CATEGORIES = [
   { name: "parameters", hue: "#0072b2" }, { name: "gradients", hue: "#cc79a7" }, { name: "optimizer", hue: "#8a8f96" },
   { name: "gathered parameters", hue: "#c9b800" }, { name: "whole gradients", hue: "#a04b7b" },
   { name: "kept activations", hue: "#009e73" }, { name: "between units", hue: "#d55e00" },
+  { name: "workspace", hue: "#56b4e9" },
 ];
+const LASTING = 3, PASSING = CATEGORIES.length - LASTING;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const rgb = (hex) => [1, 3, 5].map((from) => parseInt(hex.slice(from, from + 2), 16));
 const mixed = (a, b, share) => "#" + rgb(a).map((x, i) => Math.round(x + (rgb(b)[i] - x) * share).toString(16).padStart(2, "0")).join("");

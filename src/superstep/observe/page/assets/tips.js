@@ -110,6 +110,6 @@ function showLegend() {
   made.push(el("li", {}, styles("bubble"), "bubble: waits for another rank"), el("li", {}, styles("exposed"), "waits for communication at work"));
   if (S.step.measured) made.push(el("li", {}, filled(theme.warm), "longer than predicted"), el("li", {}, filled(theme.cool), "shorter"));
   at("legend").replaceChildren(...made);
-  const held = CATEGORIES.filter((_, part) => S.step.courses.some((course, rank) => part < 3 ? Object.values(S.step.memory[rank])[part] > 0 : course.some((size, i) => i % 4 === part - 3 && size > 0)));
+  const held = CATEGORIES.filter((_, part) => S.step.courses.some((course, rank) => part < LASTING ? Object.values(S.step.memory[rank])[part] > 0 : course.some((size, i) => i % PASSING === part - LASTING && size > 0)));
   at("categories").replaceChildren(...held.map((one) => el("li", {}, filled(one.hue), one.name)));
 }

@@ -1,0 +1,84 @@
+"""Buffers: how many elements of parameters, gradients and states a rank's flat buffers have, and their bytes: the very
+ones that ``runtime.buffers`` allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.cost.program.work import UnitParameters
+from superstep.plan.config import Dtype
+from superstep.plan.mesh import FAMILIES, Family
+from superstep.plan.resolve import Resolved
+from superstep.plan.split.padding import padded
+
+ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
+FP32 = ELEMENT_BYTES["fp32"]
+EXACT = 8
+"""Bytes of a gradient's element where exact mode sums it."""
+TOKEN = 8
+"""Bytes of a token's number."""
+INDEX = 8
+"""Bytes of a row's or an expert's number."""
+
+
+def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
+    """Elements of a unit's whole flat buffer of one family on one rank; 0 where it has none."""
+    mesh = run.plan.mesh
+    numel = {
+        "dense": unit.dense_on_rank(mesh.tp),
+        "experts": unit.experts // mesh.ep,
+        "adapters": unit.adapters_on_rank(mesh.tp),
+    }[family]
+    return padded(numel, mesh.shards(family)) if numel else 0
+
+
+def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Elements of a unit's whole flat buffers on one rank."""
+    return sum(family_numel(run, unit, family) for family in FAMILIES)
+
+
+def trained_families(run: Resolved) -> tuple[Family, ...]:
+    """Those that have gradients."""
+    return tuple(family for family in run.plan.families if run.plan.trains(family))
+
+
+def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Elements of a unit's whole gradients on one rank."""
+    return sum(family_numel(run, unit, family) for family in trained_families(run))
+
+
+def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:
+    """Elements of them that one rank updates; of ``families``, those that are trained."""
+    trained = trained_families(run)
+    return sum(held_numel(run, unit, family) for family in families if family in trained)
+
+
+def held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
+    """Elements of a unit's buffer of one family that are this rank's."""
+    shards = run.plan.mesh.shards(family) if zero_stage(run, family) else 1
+    return family_numel(run, unit, family) // shards
+
+
+def zero_stage(run: Resolved, family: Family | None = None) -> int:
+    """The ZeRO stage in effect, of gradients where no family is named: a lone shard has nobody to share with, and what
+    is frozen is cut by the third stage alone.
+    """
+    family = family or trained_families(run)[0]
+    zero = run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
+    return zero if run.plan.trains(family) or zero == 3 else 0
+
+
+def has_fused_loss(run: Resolved) -> bool:
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: but for exact mode."""
+    return not is_exact(run)
+
+
+def is_exact(run: Resolved) -> bool:
+    """Whether sums are those of exact mode."""
+    return run.plan.grain is not None
+
+
+def gradient_bytes(run: Resolved) -> int:
+    """Bytes of an element where a gradient is summed."""
+    return EXACT if is_exact(run) else FP32

@@ -1,0 +1,27 @@
+"""What torch's kernels on a GPU keep of a run, known without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from superstep.plan.kept import Kept
+from superstep.plan.resolve import Resolved
+
+WIDEST_FLASH = 256
+"""The widest heads that the flash kernel takes (``model.fused_attention``)."""
+
+
+def with_gpu_kept(run: Resolved) -> Resolved:
+    """The run, knowing what its kernels keep there, where it asks for none of ours."""
+    return replace(run, kept=Kept(expanded_keys=expands_keys(run)))
+
+
+def expands_keys(run: Resolved) -> bool:
+    """Whether torch's attention, on a GPU, makes of a key head one for each of its query heads, and keeps them."""
+    is_ring = run.plan.mesh.cp > 1 and run.plan.context == "ring"
+    is_by_operator = run.config.data.is_masked or is_ring  # these keep what they were given
+    if run.decoder is None or run.plan.grain is not None or is_by_operator:
+        return False
+    window = run.decoder.window
+    is_windowed = window is not None and window < run.config.data.sequence_tokens
+    return is_windowed or run.config.numerics.compute == "fp32" or run.decoder.head_dim > WIDEST_FLASH
