@@ -80,10 +80,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the GPUs from every test but those marked ``gpu``: four ranks are to run on any machine."""
+    """Hides the GPUs from every test that does not ask for them: four ranks are to run on any machine."""
     import torch
 
-    if request.node.get_closest_marker("gpu") is None:
+    if not any(map(request.node.get_closest_marker, ("gpu", "strict"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -20,8 +20,11 @@ from superstep.runtime.measure import here, kernels, links
 @contextmanager
 def measuring_little() -> Iterator[None]:
     """Within the block operations are timed three times, and of passes and messages two sizes, which make a line."""
-    sizes = {"KEPT_BYTES": kernels.KEPT_BYTES | {"cpu": 2**18}, "SIZES": kernels.SIZES | {"cpu": (2**12, 2**15)}}
-    messages = {"SIZES": links.SIZES | {"cpu": (2**12, 2**16)}, "REPEATS": 3}
+    sizes = {
+        "KEPT_BYTES": dict.fromkeys(kernels.KEPT_BYTES, 2**18),
+        "SIZES": dict.fromkeys(kernels.SIZES, (2**12, 2**15)),
+    }
+    messages = {"SIZES": dict.fromkeys(links.SIZES, (2**12, 2**16)), "REPEATS": 3}
     gauge = partial(kernels.Gauge, budget_s=0.0)
     with (
         mock.patch.multiple(kernels, **sizes),

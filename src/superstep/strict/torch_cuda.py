@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from superstep.strict.build import MODULE
+from superstep.strict.cudart import CudaError, Cudart
 
 DeviceLike = torch.device | int | str | None
 Run = Callable[[list[Tensor], list[Tensor]], None]
@@ -215,7 +216,8 @@ def install(device: ModuleType) -> None:
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         **Random(device).names(),
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
+        "cudart": Cudart(device).itself,
+        "CudaError": CudaError,
         **Statistics(device).names(),
     }
     for name, value in names.items():

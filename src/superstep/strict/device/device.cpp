@@ -132,6 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(state.lock);
     state.contexts.insert(device);
   });
+  module.def("set_last_error", [](std::string why) { last_error = why; });
   module.def("random_state", [](int device) {
     Lock lock(state.lock);
     return random_state(device);

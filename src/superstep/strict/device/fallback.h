@@ -214,6 +214,7 @@ using Rule = std::function<void(const std::vector<c10::IValue>&)>;
 inline auto& rules = *new std::map<std::string, Rule>;
 
 inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+  TORCH_CHECK(last_error.empty(), "CUDA error: ", std::exchange(last_error, {}));
   Operation call = read_operation(handle, *stack);
   c10::OptionalDeviceGuard guard(call.place());
   at::AutoDispatchBelowADInplaceOrView below;

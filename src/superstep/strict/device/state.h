@@ -140,6 +140,7 @@ inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device
 inline thread_local bool has_issued = false;
 inline thread_local bool is_emptying = false;  // frees memory that tensors still have
+inline thread_local std::string last_error;  // of CUDA's runtime: the thread's next kernel raises it
 
 inline int current_stream(int device) {
   auto found = current_streams.find(device);

@@ -1,0 +1,63 @@
+"""``torch.cuda.cudart()`` on the strict device: memory of the host that is registered with a GPU.
+
+Source of the rules: the reference of CUDA's runtime, under cudaHostRegister and cudaGetLastError. What it refuses is
+returned, and stays with the thread until its next kernel is launched, which raises it (c10/cuda/CUDAException.h).
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Self
+
+import torch
+
+IS_REGISTERED, IS_NOT_REGISTERED = 712, 713
+TEXTS = {
+    IS_REGISTERED: "part or all of the requested memory range is already mapped",
+    IS_NOT_REGISTERED: "pointer does not correspond to a registered memory region",
+}
+"""Of CUDA's error codes."""
+
+
+class CudaError(RuntimeError):
+    """``torch.cuda.CudaError``."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"{TEXTS[code]} ({code})")
+
+
+class Cudart:
+    """The calls of CUDA's runtime.
+
+    Args:
+        device: the compiled module.
+    """
+
+    def __init__(self, device: ModuleType) -> None:
+        self._device = device
+        self._registered: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def itself(self) -> Self:
+        """``torch.cuda.cudart``."""
+        return self
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's own name
+        """Have GPUs copy straight to memory of the host's; 0, or why not."""
+        self._device.make_context(torch.accelerator.current_device_index())
+        end = address + size_bytes
+        with self._lock:
+            if any(address < begin + size and begin < end for begin, size in self._registered.items()):
+                return self._refuse(IS_REGISTERED)
+            self._registered[address] = size_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's own name
+        """No longer; 0, or why not."""
+        with self._lock:
+            return 0 if self._registered.pop(address, None) is not None else self._refuse(IS_NOT_REGISTERED)
+
+    def _refuse(self, code: int) -> int:
+        self._device.set_last_error(TEXTS[code])
+        return code
