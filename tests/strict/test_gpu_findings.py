@@ -1,9 +1,11 @@
 """Faults of the GPU path that were found by reading once: put back, each is seen on an emulated GPU."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import small
@@ -12,6 +14,8 @@ from superstep.model import exchange, experts, fused_attention
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig
 from superstep.plan.resolve import resolve
+from superstep.runtime import launch
+from superstep.runtime.device import Device
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
@@ -89,3 +93,35 @@ def test_scores_of_grouped_heads_in_fp32_are_not_made_whole(width, monkeypatch):
     assert peak_bytes() < scores_bytes / 8
     monkeypatch.setattr(fused_attention, "expand_heads", lambda x, q: x)
     assert peak_bytes() > scores_bytes
+
+
+def contexts_after_a_barrier(world):
+    dist.barrier()
+    return launch.gather(device_module().contexts())
+
+
+class UnboundSeat(launch.Seat):
+    """The default group is given no GPU, and NCCL guesses one by the rank's number."""
+
+    def take(self, device):
+        with mock.patch.object(Device, "of_groups", None):
+            super().take(device)
+
+
+def test_a_barrier_of_a_group_without_a_gpu_of_its_own_takes_another_ranks(monkeypatch):
+    """Ranks 0 and 1 have GPUs 2 and 3."""
+    assert launch.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{2}, {3}]
+    monkeypatch.setattr(launch, "Seat", UnboundSeat)
+    assert launch.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{0, 2}, {1, 3}]
+
+
+def test_memory_that_a_gpu_refuses_to_register_fails_no_kernel_that_follows():
+    gpu, memory, is_registered = Device("cuda", 0), torch.empty(1 << 16), "the requested memory range is already mapped"
+    assert gpu.pin(memory.data_ptr(), memory.nbytes) == ""
+    assert is_registered in gpu.pin(memory.data_ptr(), memory.nbytes)
+    assert torch.ones(2, device="cuda").sum().item() == 2
+    # Not looked at, in the thread that computes.
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    with pytest.raises(RuntimeError, match=f"CUDA error: .*{is_registered}"):
+        torch.ones(2, device="cuda")
+    assert torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()) == 0

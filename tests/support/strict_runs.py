@@ -1,4 +1,4 @@
-"""Commands whose ranks are launched on emulated GPUs: what was observed on each rank's GPU, and what is planted in a rank.
+"""Commands whose ranks are launched on emulated GPUs: what was observed on each GPU, and what is planted in a rank.
 
 Each function here is a worker of ``superstep.runtime.launch``, in the place of a command's own.
 """
