@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import small
-from elsewhere import Elsewhere
 from plans import examples, plan_of, plans
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES
@@ -21,7 +20,7 @@ from superstep.runtime.device import Device
 from superstep.runtime.mesh import build_mesh
 from superstep.train.model import operations
 
-GPU = Elsewhere("cuda", 0)
+GPU = Device("cuda", 0)
 
 
 class Counting:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from elsewhere import Elsewhere
 from planning import problem_of
 from superstep.cli.plan.problem import memory_of
 from superstep.cli.plan.verb import Options, checked_sides, first_answer, refined
 from superstep.cli.train.memory_fit import require_fit
 from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.planner.calibrate_row import guide
+from superstep.runtime.device import Device
 
-GPU = Elsewhere("cuda", 0)
+GPU = Device("cuda", 0)
 GIB = 2**30
 MOE = {"sequence": 2048, "layers": 4, "batch": 16}
 DENSE = {"sequence": 2048, "batch": 32}

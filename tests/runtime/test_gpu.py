@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import small
 from bench import gpu as bench
+from measured_operations import OPERATIONS
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -73,8 +74,6 @@ def test_experts_without_rows_get_nothing(counts):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_everything_that_a_run_measures_runs_there(dtype):
-    from test_elsewhere import OPERATIONS
-
     gauge = Gauge(device=GPU, budget_s=0.001)
     products, copies = measure_operations(OPERATIONS, dtype, gauge)
     assert len(products) == 4

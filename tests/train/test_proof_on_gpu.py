@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import small
-from elsewhere import Elsewhere
 from superstep.cli.prove import verb
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
@@ -38,7 +37,7 @@ def ran(monkeypatch):
 
 def test_a_proof_on_a_gpu_is_run_in_one_order(ran, tmp_path):
     run = resolve(small.config())
-    world = World(0, 1, Elsewhere("cuda", 0))
+    world = World(0, 1, Device("cuda", 0))
     assert prove(world, run, (), tmp_path, reruns=True).is_deterministic is True
     assert ran == [True, True]
     assert not torch.are_deterministic_algorithms_enabled()
