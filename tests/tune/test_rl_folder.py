@@ -14,7 +14,7 @@ import pytest
 
 import reinforced
 from superstep.cli.main import main
-from superstep.errors import Fault
+from superstep.errors import Fault, SuperstepError
 from superstep.observe.jsonl import last_line, read
 from superstep.runtime.launch import World, launch_on, launch_parties
 from superstep.state.folders import checkpoints, step_of
@@ -22,6 +22,7 @@ from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
 from superstep.tune.rl.judge import Learnt
 from superstep.tune.rl.record import NAME
 from superstep.tune.rl.reinforce import Job, reinforce
+from superstep.tune.rl.seat import Seat
 
 Change = Callable[[Path], None]
 
@@ -78,11 +79,11 @@ def resume(name, *flags):
     return [told["step"] for told in read(Path(name, "metrics.jsonl")) if told["event"] == "step"], step
 
 
-def _train(world: World, job: Job, change: Change) -> bool:
+def _train(world: World, job: Job, change: Change, step: int = 1) -> bool:
     """The run directory changes once a step is done, before that is saved."""
 
     def tell(learnt: Learnt) -> None:
-        if world.rank == 0 and learnt.step == 1:
+        if world.rank == 0 and learnt.step == step:
             change(job.folder.root)
 
     return (reinforce if job.rollout.placement == "shared" else train_apart)(world, job, tell)
@@ -116,6 +117,46 @@ def test_the_state_is_saved_before_the_run_ends(
     assert [each.name for each in checkpoints(tmp_path / name / "checkpoints")] == ["step-000001"]
     assert not job.folder.root.exists()
     assert (tmp_path / name / (NAME if name == "moved" else "run.toml")).is_file()
+
+
+def _sample_late(world: World, job: Job, number: int) -> None:
+    """A sampler that opens its second version once the run directory is gone."""
+    take, taken = Seat._take, []
+
+    def late(self: Seat, version: Path, name: str) -> object:
+        taken.append(version)
+        while len(taken) > 1 and version.exists():
+            time.sleep(0.01)
+        try:
+            return take(self, version, name)
+        except SuperstepError:
+            (job.folder.root.parent / "failed").touch()
+            raise
+
+    Seat._take = late
+    sample_apart(world, job, number)
+
+
+def _change_first(root: Path, change: Change) -> None:
+    """The trainer looks where the run directory is once a sampler has missed its version."""
+    change(root)
+    while not (root.parent / "failed").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)  # it would have told the launcher by then
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("change", "name", "tp"), [(shutil.rmtree, "run.rescued", 1), (_move, "moved", 2)])
+def test_a_sampler_that_misses_its_version_leaves_it_to_the_trainer_to_say_why(
+    change, name, tp, start, tmp_path, tmp_path_factory, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))  # a socket's path has to be short
+    job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart", "tp": tp})
+    train = partial(_train, change=partial(_change_first, change=change), step=2)
+    with pytest.raises(Fault, match=r"was (moved|removed)") as fault:
+        launch_parties("cpu", parties_of(job, train, _sample_late))
+    assert fault.value.saved_in == str(tmp_path / name)
+    assert "step-000002" in [each.name for each in checkpoints(tmp_path / name / "checkpoints")]
 
 
 @pytest.mark.long

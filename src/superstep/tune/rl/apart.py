@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from superstep.errors import StateError
 from superstep.grade.environment import Tasks
 from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
@@ -43,6 +44,9 @@ from superstep.tune.rl.training import Stopped, Tell, TellSave, Training, tell_n
 
 SOCKET = "samplers"
 """Where samplers and the trainer meet, in the folder of their launch."""
+
+REMOVAL_S = 1.0
+"""How long it may take to remove a version's folder."""
 
 
 def samplers_of(job: Job) -> int:
@@ -159,8 +163,19 @@ class SamplerLane:
     def _sample(self, places: list[int], version: int, folder: Path) -> None:
         numbers = [self._tasks.get(place, place) for place in places]
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
-        for group in self._seat.sample(folder, version, tasks, self._look):
-            self._line.tell(Drawn(group))
+        try:
+            for group in self._seat.sample(folder, version, tasks, self._look):
+                self._line.tell(Drawn(group))
+        except (StateError, OSError):
+            if not self._is_removed(folder) or not self._line.ends_within():
+                raise
+            self._has_left = True
+
+    def _is_removed(self, folder: Path) -> bool:
+        """Whether a version has gone, most likely with the run directory. The trainer sees that before long, saves the
+        state and ends the run; it would not come to that if a sampler ended first.
+        """
+        return self._line.ends_within(REMOVAL_S) or not folder.exists()
 
     def _look(self) -> None:
         """After each step of the engine."""

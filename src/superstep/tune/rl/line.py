@@ -76,6 +76,17 @@ class Line:
             self._listen(patience.left_s)
         return None if self._is_over else self._versions[version]
 
+    def ends_within(self, seconds: float | None = None) -> bool:
+        """Whether no more is wanted, once that is said or after so many seconds; None waits as long as for a version.
+
+        Raises:
+            Fault: the trainer has gone.
+        """
+        patience = Patience(self._timeout_s if seconds is None else seconds)
+        while not self.is_over and patience.left_s:
+            self._listen(patience.left_s)
+        return self._is_over
+
     def tell(self, said: Drawn | Retired) -> None:
         """What was drawn, or that no more will be."""
         self._say(said)
