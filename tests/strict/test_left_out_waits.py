@@ -48,7 +48,7 @@ class Skips:
         real = StreamWork.wait
 
         def wait(work, timeout=None):
-            self.waits.append(work.what)
+            self.waits.append(work.call.what)
             return True if len(self.waits) == self._skipped else real(work, timeout)
 
         patch.setattr(StreamWork, "wait", wait)

@@ -9,19 +9,21 @@ Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from superstep.strict.torch_cuda import known_stream
 from superstep.strict.transport import Call, Transport, Views
-from superstep.strict.watchdog import Watchdog
+from superstep.strict.watchdog import Members, Watchdog
 from superstep.strict.works import PendingCall, StreamWork
 
 WATCHDOG_FIRST = timedelta(minutes=1)
@@ -141,6 +143,7 @@ class Communicator(dist.ProcessGroup):
         """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
         if index not in self._transports:
             self._store.set(f"gpu of {self.rank()}", str(index))
+            self._store.set(f"process of {self.rank()}", str(os.getpid()))
             limit = self.options._timeout
             self._rendezvous(f"use {len(self._transports)}", limit)
             gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
@@ -151,11 +154,14 @@ class Communicator(dist.ProcessGroup):
             store = dist.PrefixStore(f"gloo {len(self._transports)}/", self._store)
             longer = limit + WATCHDOG_FIRST
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
-            self._rendezvous(
-                f"transport {len(self._transports)}", longer
-            )  # one that left now would end it for who still connects
+            # One that left now would end it for who still connects.
+            self._rendezvous(f"transport {len(self._transports)}", longer)
             transport = Transport(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
-            self._transports[index] = self.device.add_communicator(index, self.options.config.max_ctas), transport
+            queue = self.device.add_communicator(index, self.options.config.max_ctas)
+            self._transports[index] = queue, transport
+            processes = [psutil.Process(int(self._store.get(f"process of {rank}"))) for rank in range(self.size())]
+            ranks = self.options.global_ranks_in_group or list(range(self.size()))
+            self.watchdog.add_members(queue, Members(transport, dict(zip(ranks, processes, strict=True))))
         return self._transports[index]
 
     def abort(self) -> None:

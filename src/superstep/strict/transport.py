@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 SIGNATURE_BYTES = 512
 DIGEST_BYTES = 8
-WANTED, SENT, NUMBERS = 1, 2, 3
-"""Tags of the messages of a transfer: what the receiver calls, what the sender calls, and the numbers."""
+WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
+"""Tags of messages: of a transfer what the receiver calls, what the sender calls, and the numbers; of a collective what
+each member calls.
+"""
 
 Views = list[Tensor]
 
@@ -99,6 +101,8 @@ class Transport:
         rank, size: this member, and how many there are.
         limit: how long a message may take.
         name: of the communicator, for messages.
+        awaited: the member that has not come to the call that runs, while there is one; of several the first.
+        last: what each member has called last, in words.
     """
 
     gloo: dist.ProcessGroupGloo
@@ -106,6 +110,8 @@ class Transport:
     size: int
     limit: timedelta
     name: str
+    awaited: set[int] = field(default_factory=set)
+    last: dict[int, str] = field(default_factory=dict)
 
     def reduce(self, numbers: Tensor, rule: Reduction) -> None:
         """One out of all members' numbers, in place."""
@@ -157,9 +163,14 @@ class Transport:
             RuntimeError: a member makes another one.
         """
         own = call.signature()
-        others = [torch.empty_like(own) for _ in range(self.size)]
-        self.gloo.allgather([others], [own]).wait(self.limit)
-        for rank, other in enumerate(others):
+        others = {rank: torch.empty_like(own) for rank in range(self.size) if rank != self.rank}
+        sent = [self.gloo.send([own], rank, CALLED) for rank in others]
+        coming = [self.gloo.recv([other], rank, CALLED) for rank, other in others.items()]
+        for (rank, other), message in zip(others.items(), coming, strict=True):
+            self._receive(rank, other, message)
+        for message in sent:
+            message.wait(self.limit)
+        for rank, other in others.items():
             if not fits(own, other):
                 raise RuntimeError(
                     f"members of {self.name} call differently: rank {self.rank} {call}, rank {rank} {described(other)}"
@@ -197,5 +208,13 @@ class Transport:
     def _compare(self, call: Call, tag: int) -> str:
         """Both ends of a transfer, once the other one has come; empty where they fit."""
         came = torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
-        self.gloo.recv([came], call.peer, tag).wait(self.limit)
+        assert call.peer is not None
+        self._receive(call.peer, came, self.gloo.recv([came], call.peer, tag))
         return "" if fits(call.signature(), came) else f"rank {self.rank} {call}, rank {call.peer} {described(came)}"
+
+    def _receive(self, rank: int, signature: Tensor, message: dist.Work) -> None:
+        """Wait for what another member calls."""
+        self.awaited.add(rank)
+        message.wait(self.limit)
+        self.awaited.clear()
+        self.last[rank] = described(signature)

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import psutil
+import torch.distributed as dist
+
+from superstep.strict.stall import StallDetector, has_ended
+from superstep.strict.transport import Transport
 from superstep.strict.works import PendingCall, StreamWork
 
 POLL_S = 0.2
+
+POLLS_PER_LOOK = 5
+"""Of the processors that ranks use, which is read from files of the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who takes part in a communicator.
+
+    Attributes:
+        transport: on which they meet.
+        processes: by rank of the job, in the order of the group.
+    """
+
+    transport: Transport
+    processes: Mapping[int, psutil.Process]
+
+    def missing(self) -> str:
+        """Which member has not come to the call that runs; empty where all have."""
+        for number in list(self.transport.awaited):
+            rank, process = list(self.processes.items())[number]
+            last = self.transport.last.get(number)
+            called = f"whose last call there is {last}" if last else "which has made no call there"
+            return f"rank {rank}, {'which has ended and ' * has_ended(process)}{called}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +59,7 @@ class _Watched:
 
 
 class Watchdog:
-    """Ends the process where a call does not end in time, and says what is under way.
+    """Ends the process where a call does not end in time, or no rank moves any more; says what is under way.
 
     The tensors of a call that nobody waits for are given back by the next call of its communicator, in the thread of
     that call (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of a work that is still there are kept, so that
@@ -39,6 +70,8 @@ class Watchdog:
         self._device = device
         self._watched: list[_Watched] = []
         self._over: list[PendingCall] = []
+        self._members: dict[int, Members] = {}
+        self._stall = StallDetector()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._owner = 0
@@ -55,12 +88,18 @@ class Watchdog:
             self._watched.append(_Watched(work.call, weakref.ref(work)))
         self._release(released)
 
+    def add_members(self, queue: int, members: Members) -> None:
+        """Those of a communicator."""
+        with self._lock:
+            self._members[queue] = members
+
     def forget(self, queues: Collection[int]) -> None:
         """Await nothing more of communicators, which have been aborted or have ended."""
         with self._lock:
             released = [call for call in (*self._over, *(w.call for w in self._watched)) if call.queue in queues]
             self._over = [call for call in self._over if call.queue not in queues]
             self._watched = [each for each in self._watched if each.call.queue not in queues]
+            self._members = {queue: members for queue, members in self._members.items() if queue not in queues}
         self._release(released)
 
     def _release(self, calls: list[PendingCall]) -> None:
@@ -69,22 +108,45 @@ class Watchdog:
             call.tensors = []
 
     def _run(self) -> None:
+        looks = itertools.count()
         while True:
             time.sleep(POLL_S)
             with self._lock:
-                watched, self._watched = self._watched, []
-                for each in watched:
-                    if each.is_needed:
-                        self._watched.append(each)
-                    elif each.call.tensors:
-                        self._over.append(each.call)
-                del watched
+                self._sort()
                 pending = [each.call for each in self._watched if not each.call.end.query()]
             late = next((call for call in pending if time.monotonic() > call.deadline_s), None)
             if late is not None:
-                under_way = "; ".join(self._device.under_way())
-                sys.stderr.write(
-                    f"strict device: watchdog: {late.what} has not ended in its time; under way: {under_way}\n"
-                )
-                sys.stderr.flush()
-                os.abort()
+                self._end(f"{late.what} has not ended in its time")
+            if not pending:
+                self._stall.reset()
+            elif next(looks) % POLLS_PER_LOOK == 0:
+                self._end_if_stalled(pending)
+
+    def _sort(self) -> None:
+        """Calls that are over go to those that are released. The lock is held."""
+        watched, self._watched = self._watched, []
+        for each in watched:
+            if each.is_needed:
+                self._watched.append(each)
+            elif each.call.tensors:
+                self._over.append(each.call)
+
+    def _end_if_stalled(self, pending: Sequence[PendingCall]) -> None:
+        with self._lock:
+            members = dict(self._members)
+        processes = {process for each in members.values() for process in each.processes.values()}
+        # Where some rank is in no communicator of this one, what it does is not known.
+        world = dist.group.WORLD
+        if world is None or len(processes) < world.size() or not self._stall.is_stalled(list(processes)):
+            return
+        for call in pending:
+            missing = members[call.queue].missing() if call.queue in members else ""
+            if missing:
+                self._end(f"no rank moves any more: {call.what} waits for {missing}")
+        self._end(f"no rank moves any more, and {pending[0].what} has not ended")
+
+    def _end(self, why: str) -> None:
+        under_way = "; ".join(self._device.under_way())
+        sys.stderr.write(f"strict device: watchdog: {why}; under way: {under_way}\n")
+        sys.stderr.flush()
+        os.abort()

@@ -1,0 +1,74 @@
+"""Whether anything still moves on the ranks of a job, which are all of this host where GPUs are emulated.
+
+Processors are what is looked at, and no clock alone: a rank that starves on a busy host is ready to run, and one that
+computes between its calls uses a processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+STALL_S = 10.0
+"""For how long nothing moves before a job counts as stuck."""
+
+BUSY_SHARE = 0.02
+"""Of a processor. A rank that waits polls for a fifth of it; one that computes gets more among 50 on two cores."""
+
+RESTING = (psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+class StallDetector:
+    """Asked every second or so while a call is under way."""
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._cpu_s: dict[int, float] = {}
+
+    def reset(self) -> None:
+        """Something moves."""
+        self._cpu_s = {}
+
+    def is_stalled(self, ranks: Sequence[psutil.Process]) -> bool:
+        """Whether for ``STALL_S`` no rank has computed, been ready to, or waited for a disk or a process of its own."""
+        now_s, cpu_s = time.monotonic(), {rank.pid: _cpu_s(rank) for rank in ranks}
+        is_same_job = self._cpu_s.keys() == cpu_s.keys()
+        most_s = STALL_S * BUSY_SHARE
+        if not is_same_job or any(cpu_s[pid] - before > most_s for pid, before in self._cpu_s.items()):
+            self._since_s, self._cpu_s = now_s, cpu_s
+        if not all(_is_resting(rank) for rank in ranks):
+            self._since_s, self._cpu_s = now_s, cpu_s
+        if now_s - self._since_s < STALL_S:
+            return False
+        if all(_is_resting(child) for rank in ranks for child in _children(rank)):
+            return True
+        self._since_s, self._cpu_s = now_s, cpu_s
+        return False
+
+
+def has_ended(rank: psutil.Process) -> bool:
+    """Whether a process is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not rank.is_running() or rank.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return True
+
+
+def _cpu_s(rank: psutil.Process) -> float:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = rank.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def _is_resting(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() in RESTING
+    return True
+
+
+def _children(rank: psutil.Process) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield from rank.children(recursive=True)
