@@ -70,6 +70,30 @@ def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
     assert "RACES" in done.stdout.splitlines()[-1]
 
 
+def test_use_of_another_ranks_gpu_is_named_with_its_line(text, tmp_path):
+    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
+    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(self.norm_2(h_BSD)) + in_a_thread(h_BSD)")
+    beside = """
+import threading
+
+
+def in_a_thread(h_BSD):
+    if h_BSD.is_cuda:
+        thread = threading.Thread(target=lambda: torch.ones(1, device="cuda"))
+        thread.start()
+        thread.join()
+    return 0.0
+"""
+    model = tmp_path / "own_model.py"
+    first, rest = planted.split("\n\n\n", 1)
+    model.write_text(first + "\n" + beside + "\n\n" + rest, encoding="utf-8")
+    done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    line = next(n for n, line in enumerate(model.read_text().splitlines(), 1) if "target=lambda" in line)
+    assert f"rank 1 uses cuda:0 too, first in {model}:{line}; its own GPU is cuda:1" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("NO RACE, BUT USE OF ANOTHER RANK'S GPU")
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

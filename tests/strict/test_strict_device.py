@@ -149,6 +149,26 @@ def test_what_was_freed_is_poisoned():
     assert torch.empty(5000, device=GPU).isnan().all().item()
 
 
+def test_what_was_freed_once_another_stream_had_used_it_is_poisoned_too():
+    other, x = torch.cuda.Stream(), torch.ones(7000, device=GPU)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x + 1
+    x.record_stream(other)
+    address = x.data_ptr()
+    del x
+    torch.cuda.synchronize()
+    again = torch.empty(7000, device=GPU)
+    assert again.data_ptr() == address
+    assert again.isnan().all().item()
+
+
+def test_events_are_no_launches(device):
+    before = device.launches()
+    torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
+    assert device.launches() == before
+
+
 def test_storages_are_resized_as_zero_does_it():
     x = torch.arange(100.0, device=GPU)
     storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
@@ -357,6 +377,7 @@ def test_to_choose_a_gpu_makes_a_context_there(device):
     try:
         torch.cuda.set_device(5)
         assert 5 in device.contexts()
+        assert re.search(r"test_strict_device.py:\d+", device.context_lines()[5])
     finally:
         torch.cuda.set_device(0)
 

@@ -42,6 +42,7 @@ class Report:
         peak_bytes: the most memory that was allocated at once.
         device_bytes: the memory that there is.
         contexts: the GPUs that the process has ever used.
+        context_lines: of each the line that used it first.
         trace: what ran, in its order, where that was recorded.
     """
 
@@ -51,6 +52,7 @@ class Report:
     peak_bytes: int
     device_bytes: int
     contexts: frozenset[int]
+    context_lines: Mapping[int, str]
     trace: tuple[TraceEvent, ...] = ()
 
 
@@ -87,5 +89,6 @@ class Monitor:
             peak_bytes=peak_bytes,
             device_bytes=device_bytes,
             contexts=frozenset(device.contexts()),
+            context_lines=device.context_lines(),
             trace=tuple(TraceEvent(*each) for each in device.take_trace()),
         )

@@ -59,10 +59,13 @@ def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
     yield from _counted(waits)
     yield f"  {'races':12}{len(races) or 'none'} in {issued:,} kernels, copies and collectives"
     yield from _counted(races)
-    for number, others in _foreign_contexts(ranks):
-        yield f"  {'context':12}rank {number} uses {others} too, which takes memory there; its GPU is cuda:{number}"
+    foreign = list(_foreign_contexts(ranks))
+    for number, other, line in foreign:
+        yield f"  {'context':12}rank {number} uses cuda:{other} too, first in {line}; its own GPU is cuda:{number}"
     if races:
         yield "RACES: on a GPU the numbers above are luck."
+    elif foreign:
+        yield "NO RACE, BUT USE OF ANOTHER RANK'S GPU: each context takes some 500 MiB there, and may end its rank."
     else:
         yield "NO RACE: no two uses of memory met that nothing orders."
 
@@ -83,11 +86,12 @@ def _counted(found: Counter[str]) -> Iterator[str]:
         yield f"    and {len(found) - MOST_SHOWN} more"
 
 
-def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, str]]:
+def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, int, str]]:
+    """Each rank that has used a GPU which is not its own: the rank, the GPU, and the line that did so first."""
     for number, rank in enumerate(ranks):
-        others = rank.all[-1].contexts - {number}
-        if others:
-            yield number, ", ".join(f"cuda:{other}" for other in sorted(others))
+        last = rank.all[-1]
+        for other in sorted(last.contexts - {number}):
+            yield number, other, last.context_lines[other]
 
 
 def is_clean(ranks: Sequence[RankReport]) -> bool:

@@ -27,6 +27,7 @@ inline void reclaim(Region& region) {
       continue;
     }
     block->accesses.clear();
+    if (block->device != HOST) memset(kernel_address(block->begin), POISON, block->bytes);
     region.cached[{block->stream, block->bytes}].push_back(block);
     it = region.pending.erase(it);
   }
@@ -120,6 +121,13 @@ inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, in
   return block;
 }
 
+// Notes the first use of a device, and its line. Without the lock, which nobody holds who waits for the interpreter's.
+inline void open_context(int device) {
+  std::string line = caller();
+  Lock lock = lock_as_owner();
+  state.contexts.try_emplace(device, line);
+}
+
 struct Memory final : public c10::Allocator {
   bool is_pinned;
   explicit Memory(bool pinned) : is_pinned(pinned) {}
@@ -150,8 +158,10 @@ struct Memory final : public c10::Allocator {
     region.peak = std::max(region.peak, region.allocated);
     // Pinned memory belongs to a context that is there (getDeviceIndexWithPrimaryContext in
     // aten/src/ATen/cuda/CachingHostAllocator.cpp), and makes one only where there is none.
-    if (!is_pinned || state.contexts.empty()) state.contexts.insert(is_pinned ? current_device : device);
+    bool opens = is_pinned ? state.contexts.empty() : !state.contexts.count(device);
     if (is_pinned) protect(block);
+    lock.unlock();
+    if (opens) open_context(is_pinned ? current_device : device);
     return {block->begin, block, &release, place};
   }
 

@@ -100,50 +100,53 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   c10::SetAllocator(CUDA, &device_memory, 100);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   module.def("configure", [](int devices, size_t device_bytes, uint64_t seed, int delay_us, std::string order, bool raises) {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     TORCH_CHECK(!state.is_started || devices == state.settings.devices, "the strict device was used already with ", state.settings.devices, " devices");
     auto which = order == "issued" ? Order::issued : order == "latest" ? Order::latest : Order::seeded;
     state.settings = {devices, device_bytes, seed, delay_us, which, raises};
     state.random.seed(seed);
   });
   module.def("take_races", [] {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     return std::exchange(state.races, {});
   });
   module.def("take_host_waits", [] {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     return std::exchange(state.host_waits, {});
   });
   module.def("contexts", [] {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
+    std::set<int> devices;
+    for (auto& [device, line] : state.contexts) devices.insert(device);
+    return devices;
+  });
+  module.def("context_lines", [] {
+    Lock lock = lock_as_owner();
     return state.contexts;
   });
   module.def("record", [](bool is_recording) {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     state.is_recording = is_recording;
   });
   module.def("take_trace", [] {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     std::vector<std::tuple<int, bool, std::string, double, double>> events;
     for (auto& each : std::exchange(state.trace, {})) events.emplace_back(each.stream, each.is_communicator, each.what, each.begin_s, each.end_s);
     return events;
   });
-  module.def("make_context", [](int device) {
-    Lock lock(state.lock);
-    state.contexts.insert(device);
-  });
+  module.def("make_context", &open_context);
   module.def("set_last_error", [](std::string why) { last_error = why; });
   module.def("random_state", [](int device) {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     return random_state(device);
   });
   module.def("set_random_state", [](int device, uint64_t seed, uint64_t calls) {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     random_state(device) = {seed, calls};
   });
   module.def("devices", [] { return state.settings.devices; });
   module.def("launches", [] {
-    Lock lock(state.lock);
+    Lock lock = lock_as_owner();
     return state.launches;
   });
   module.def("memory", [](int device) {

@@ -133,6 +133,7 @@ struct Hooks final : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    if (state.owner && state.owner != getpid()) return false;  // a fork has none
     Lock lock(state.lock);
     return state.contexts.count(device) > 0;
   }

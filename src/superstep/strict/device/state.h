@@ -128,7 +128,7 @@ struct State {
   std::map<int, int> bounded_blocks;  // in use, by device
   Moment last_issue;
   std::map<std::string, size_t> host_waits;  // by what waited, and where
-  std::set<int> contexts;                    // devices that this process has used
+  std::map<int, std::string> contexts;       // devices that this process has used, and the line that did so first
   size_t launches = 0;
   std::thread kernels;  // runs what no communicator does
 };

@@ -20,6 +20,12 @@ inline void require_owner() {
   TORCH_CHECK(state.owner == getpid(), "Cannot re-initialize CUDA in forked subprocess: the strict device was used before the fork");
 }
 
+// The lock, for what a fork of the process may call: there a thread of the parent may have had it.
+inline Lock lock_as_owner() {
+  if (state.owner) require_owner();
+  return Lock(state.lock);
+}
+
 inline void raise_failure(Lock& lock) {
   std::string failure;
   std::swap(failure, state.failure);
@@ -128,8 +134,7 @@ inline void run_communicator(StreamState& stream) {
 }
 
 inline void start() {
-  if (state.owner) require_owner();  // before the lock, which a thread of the parent may have had
-  Lock lock(state.lock);
+  Lock lock = lock_as_owner();
   if (state.is_started) return;
   state.owner = getpid();
   int devices = state.settings.devices;
@@ -237,7 +242,9 @@ inline Issued issue(int number, Issue call) {
   start();
   require_owner();
   has_issued = true;
-  call.what += " (" + caller() + ")";
+  std::string line = caller();
+  call.what += " (" + line + ")";
+  bool is_launch = call.run || !call.ranges.empty();  // and no event
   WithoutGil without;
   Lock lock(state.lock);
   StreamState& stream = *state.streams[number];
@@ -252,8 +259,8 @@ inline Issued issue(int number, Issue call) {
   if (exclusive) state.exclusive[stream.device].insert(exclusive);
   int blocks = call.is_communication ? stream.blocks : 0;
   stream.tasks.push_back({std::move(call.run), call.after, call.sets, call.what, blocks, exclusive});
-  state.contexts.insert(stream.device);
-  state.launches++;
+  state.contexts.try_emplace(stream.device, line);
+  state.launches += is_launch;
   state.last_issue = std::chrono::steady_clock::now();
   state.changed.notify_all();
   raise_failure(lock);
