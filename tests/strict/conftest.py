@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+pytest.register_assert_rewrite("strict_runs")
+
 
 def pytest_runtest_setup(item):
     if "strict_device" not in sys.modules:

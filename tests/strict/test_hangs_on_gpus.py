@@ -4,6 +4,7 @@ No clock decides: the limits are lowered while a rank is held up and the other o
 once the launcher has judged for longer than they are that all stand.
 """
 
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -36,13 +37,20 @@ STANDS_S = 3.0
 """How long all ranks have stood when a slow one goes on: longer than any limit that is lowered."""
 
 
-def wait_for(path):
+def poll(path):
     while not path.exists():
         time.sleep(0.02)
 
 
+def wait_for(path):
+    """Until it is there, in a thread: the main one sleeps, as while autograd's has kernels compiled."""
+    thread = threading.Thread(target=poll, args=(path,), daemon=True)
+    thread.start()
+    thread.join()
+
+
 def backward_of(folder, hangs):
-    """The first backward pass is held up, in which the main thread sleeps, as where autograd's has kernels compiled."""
+    """The first backward pass is held up."""
     issue = Executor._issue
 
     def slow(executor, instruction):
@@ -65,7 +73,7 @@ def has_a_kernel_without_end(step, folder):
     def launch():
         stream = torch.cuda.current_stream()
         never = folder / "never"
-        device_module().launch(stream.stream_id or stream.device_index, [], [], lambda *_: wait_for(never), "spins")
+        device_module().launch(stream.stream_id or stream.device_index, [], [], lambda *_: poll(never), "spins")
 
     return backward_of(folder, launch) if step == STEPS else nullcontext()
 

@@ -156,15 +156,15 @@ def _is_held(rank: Standing) -> bool:
 
 
 def _is_still(rank: Standing) -> bool:
-    return rank.beat.doing is Doing.WORKS and rank.quiet_s >= _limit_s(rank.beat, STILL_S, STILL_TIMES)
+    return rank.beat.doing is Doing.WORKS and rank.quiet_s >= _limit_s(rank.beat, STILL_S, STILL_TIMES, FIRST_S)
 
 
 def _is_busy(rank: Standing) -> bool:
-    limit_s = _limit_s(rank.beat, BUSY_S, BUSY_TIMES)
+    limit_s = _limit_s(rank.beat, BUSY_S, BUSY_TIMES, FIRST_S)
     return rank.beat.doing is Doing.WORKS and (rank.cpu_s >= limit_s or rank.unmoved_s >= IDLE_TIMES * limit_s)
 
 
-def _limit_s(beat: Beat, floor_s: float, times: float, first_s: float = FIRST_S) -> float:
+def _limit_s(beat: Beat, floor_s: float, times: float, first_s: float) -> float:
     if beat.longest_s > 0.0:
         return max(floor_s, times * beat.longest_s)
     return max(first_s, FIRST_TIMES * beat.expected_s)
