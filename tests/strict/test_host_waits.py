@@ -11,7 +11,9 @@ from superstep.plan.resolve import resolve
 from superstep.runtime.engine import Engine
 from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
+from superstep.train.integrity import Integrity
 from superstep.train.model import units_of
+from superstep.train.peers import RankPeers
 from superstep.train.proof.close import TIMEOUT
 
 pytestmark = pytest.mark.strict
@@ -90,3 +92,41 @@ def test_the_host_waits_for_sizes_of_experts_alone_and_once_for_the_loss(pool, n
         assert by_file(before) == WAITS.get(name, {}), before
         assert by_file(in_update) == {"superstep/runtime/optimizer.py": 1}, in_update
         assert races == {}
+
+
+def test_the_host_waits_for_the_rows_of_exact_experts(pool):
+    """Once in each product's forward pass, and in each gradient of a weight for its parts and for their sizes."""
+    run = resolve(config(layers=2, compute="bf16", router="dropless", exact=True))
+    ((before, _, races),) = pool.run(1, waits_of_a_step, run, timeout_s=60)
+    assert by_file(before)["superstep/runtime/exact/experts.py"] == 9 * BLOCKS, before
+    assert races == {}
+
+
+def waits_of_a_check(rank, world, run):
+    """Of a step whose state is checked, once before and once in the end: how often the host waited in its update and in
+    the check, by operator and line.
+    """
+    batch = batches(run)[0]
+    with gpu_of(rank, world) as (gpu, report):
+        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
+        engine = Engine(run, units_of(run), mesh)
+        integrity = Integrity(1, engine, RankPeers(rank, world))
+        integrity.begin(0)
+        for step in (1, 2):
+            integrity.watch(is_due=True)
+            mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
+            report()
+            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+            in_step = report().host_waits
+            found = integrity.check(step)[1]
+            in_check = report().host_waits
+        mesh.destroy()
+    return in_step, in_check, found
+
+
+def test_the_host_waits_in_a_check_for_what_it_says_alone(pool):
+    run = resolve(config(layers=2, compute="bf16", dp=2))
+    for in_step, in_check, found in pool.run(2, waits_of_a_check, run, timeout_s=60):
+        assert found is None
+        assert by_file(in_step) == {"superstep/runtime/optimizer.py": 1}, in_step
+        assert by_file(in_check) == {"superstep/train/integrity.py": 3}, in_check

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from superstep.numerics.sending import send
 from superstep.runtime.collectives import sum_over
 from superstep.runtime.engine import Engine
 from superstep.state.fingerprint import (
@@ -145,14 +146,18 @@ class Integrity:
         device = self._engine.mesh.device.torch
         place = {part: number for number, part in enumerate(self._shared)}
         mine = [(number, part) for number, part in enumerate(map(part_of, pieces)) if part in place]
-        at = torch.tensor([number for number, _ in mine], dtype=torch.int64, device=device)
-        slots = torch.tensor([place[part] for _, part in mine], dtype=torch.int64, device=device)
-        count = torch.tensor([len(self._holders[part]) for _, part in mine], dtype=torch.int64, device=device)
+
+        def sent(numbers: Iterable[int]) -> torch.Tensor:
+            return send(torch.tensor([*numbers], dtype=torch.int64), device)
+
+        at = sent(number for number, _ in mine)
+        slots = sent(place[part] for _, part in mine)
+        count = sent(len(self._holders[part]) for _, part in mine)
         vector = torch.zeros(len(place) + len(KINDS), dtype=torch.int64, device=device)
         vector[slots] = sums[at]
-        salted = sums * salts(pieces).to(device)
+        salted = sums * send(salts(pieces), device)
         for number, kind in enumerate(KINDS):
-            of_kind = [n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner]
+            of_kind = sent(n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner)
             vector[len(place) + number] = salted[of_kind].sum()
         summed = sum_over(vector, self._engine.mesh.world)
         prints = dict(zip(KINDS, map(written, summed[len(place) :].tolist()), strict=True))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from superstep.numerics.sending import send
 from superstep.runtime.buffers import UnitBuffers
 from superstep.state.fingerprint import bit_sums
 from superstep.state.piece import Piece
@@ -29,9 +30,11 @@ class StateSums:
     def __init__(self, pieces: Sequence[Piece], buffers: Iterable[UnitBuffers]) -> None:
         self._pieces = pieces
         self._of: dict[int, list[int]] = {}
+        self._at: dict[int, Tensor] = {}
         for b in buffers:
             own = {tensor.untyped_storage().data_ptr() for tensor in (b.master, b.exp_avg, b.exp_avg_sq)}
-            self._of[id(b)] = [n for n, p in enumerate(pieces) if p.values.untyped_storage().data_ptr() in own]
+            self._of[id(b)] = at = [n for n, p in enumerate(pieces) if p.values.untyped_storage().data_ptr() in own]
+            self._at[id(b)] = send(torch.tensor(at, dtype=torch.int64), b.master.device)
         self._sums: Tensor | None = None
         self._has_changed: Tensor | None = None
         self.is_wanted = False
@@ -62,21 +65,21 @@ class StateSums:
 
     def before_update(self, buffers: UnitBuffers) -> None:
         """An update is about to read a unit."""
-        at = self._of[id(buffers)]
-        if self._sums is not None and at:
+        numbers, at = self._of[id(buffers)], self._at[id(buffers)]
+        if self._sums is not None and numbers:
             changed = torch.zeros_like(self._sums, dtype=torch.bool)
-            changed[at] = self._now(at) != self._sums[at]
+            changed[at] = self._now(numbers) != self._sums[at]
             self._has_changed = changed if self._has_changed is None else self._has_changed | changed
 
     def after_update(self, buffers: UnitBuffers) -> None:
         """An update has written a unit."""
-        at = self._of[id(buffers)]
+        numbers = self._of[id(buffers)]
         if not self.is_wanted:
             self._sums = None
-        elif at:
+        elif numbers:
             if self._sums is None:
                 self._sums = bit_sums(self._pieces)
-            self._sums[at] = self._now(at)
+            self._sums[self._at[id(buffers)]] = self._now(numbers)
 
-    def _now(self, at: Sequence[int]) -> Tensor:
-        return bit_sums([self._pieces[n] for n in at])
+    def _now(self, numbers: Sequence[int]) -> Tensor:
+        return bit_sums([self._pieces[n] for n in numbers])

@@ -11,7 +11,7 @@ expert together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ def exact_grouped_linear(layer: GroupedLinear, sink: Sink) -> Any:  # noqa: ANN4
     def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         assert part_R is not None, "the exchange of exact mode says which part of which sequence each row is of"
         if not torch.is_grad_enabled():
-            return _products(x_RI, layer.weight.transpose(1, 2), rows_E)
+            return _products(x_RI, layer.weight.transpose(1, 2), rows_E.tolist())
         out: Tensor = _GroupedLinear.apply(x_RI, layer.weight, rows_E, part_R, sink)  # type: ignore[no-untyped-call]
         return out
 
@@ -49,19 +49,19 @@ class _GroupedLinear(torch.autograd.Function):
         sink: Sink,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
-        ctx.sink = sink
-        return _products(x_RI, weight_EOI.transpose(1, 2), rows_E)
+        ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not in the backward pass again
+        return _products(x_RI, weight_EOI.transpose(1, 2), ctx.rows)
 
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
         x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
-        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI.detach(), rows_E, part_R))
-        return _products(grad_RO, weight_EOI, rows_E), None, None, None, None
+        held = part_R[: sum(ctx.rows)]
+        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI.detach(), rows_E, held))
+        return _products(grad_RO, weight_EOI, ctx.rows), None, None, None, None
 
 
-def _products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
+def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
     """Each expert's rows times its matrix, [R, O]; zeros for rows of nobody."""
-    rows = rows_E.tolist()
     nobodys = len(x_RI) - sum(rows)
     groups = zip(x_RI.split([*rows, nobodys]), matrix_EIO, strict=False)
     parts = [product(group, matrix).to(x_RI.dtype) if len(group) else group @ matrix for group, matrix in groups]
@@ -80,12 +80,11 @@ def _add_parts(sink: Sink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R
 
 
 def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of every part of every expert, in their order, and where each of these begins."""
-    expert_R = torch.arange(len(rows_E), device=rows_E.device).repeat_interleave(rows_E)
-    held = part_R[: len(expert_R)]
-    parts = int(held.max()) + 1 if len(held) else 1
-    key_R = expert_R * parts + held
-    rows = key_R.bincount(minlength=len(rows_E) * parts)
+    """The rows of every part of every expert, in their order, and where each of these begins. None is nobody's."""
+    expert_R = torch.arange(len(rows_E), device=rows_E.device).repeat_interleave(rows_E, output_size=len(part_R))
+    parts = int(part_R.max()) + 1 if len(part_R) else 1
+    key_R = expert_R * parts + part_R
+    rows = rows_E.new_zeros(len(rows_E) * parts).index_add_(0, key_R, torch.ones_like(key_R))
     return key_R.argsort(stable=True), torch.cat((rows.new_zeros(1), rows.cumsum(0)))
 
 
