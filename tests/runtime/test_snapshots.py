@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import small
-from many_gpus import ManyGpus
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
 from superstep.model.axes import units
@@ -143,34 +142,3 @@ def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
     second.begin(Position(step=7), told.append, is_for_disk=False)
     second.tell(told.append)
     assert told == [Flushed(step=5, bytes=48, seconds=2.0, is_on_disk=True, problems="")], "once"
-
-
-def _copies_on(world, gpu, gpus):
-    """The copies of a step, of an engine whose buffers lie on that GPU as far as these know."""
-    run = resolve(replace(small.config(layers=2, dp=1), state=StateConfig(snapshot_every=1)), 1)
-    engine = Engine(run, units(run.shape), build_mesh(run.plan, 0, world.device, timeout=timedelta(seconds=60)))
-    _, (memory,) = made(1)
-    gpu.make_current()
-    copies = Snapshots(memory, engine.buffers, gpu)
-    copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
-    copies.begin(Position(step=1), _never, is_for_disk=False)
-    for unit in engine.buffers:
-        copies.copy(unit).wait()
-    copies.close()
-    return copies, memory.whole(), gpus.last_error
-
-
-def test_a_ranks_threads_take_memory_on_its_own_gpu_alone(monkeypatch):
-    gpus = ManyGpus(monkeypatch)
-    copies, whole, _ = launch_on("cpu", 1, _copies_on, Device("cuda", 3), gpus)
-    assert gpus.contexts == {3}
-    assert (set(whole), len(gpus.registered), copies.unpinned) == ({1}, 1, "")
-
-
-def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same_and_said(monkeypatch):
-    """Nor does the driver's error stay with the thread that launches kernels, where the next launch would raise it."""
-    gpus = ManyGpus(monkeypatch, register_code=2)
-    copies, whole, last_error = launch_on("cpu", 1, _copies_on, Device("cuda", 3), gpus)
-    assert set(whole) == {1}
-    assert copies.unpinned == "out of memory (2)"
-    assert (gpus.contexts, last_error) == ({3}, 0)
