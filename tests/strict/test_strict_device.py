@@ -359,12 +359,14 @@ def test_a_seed_gives_its_order_again(device):
 
     def order(seed):
         torch.cuda.synchronize()
-        configure(device, replace(SETTINGS, seed=seed, order="latest"))
-        start, ends = torch.cuda.Event(enable_timing=True), []
+        configure(device, replace(SETTINGS, seed=seed))
+        start, ends, are_there = torch.cuda.Event(enable_timing=True), [], threading.Event()
+        device.launch(0, [], [], lambda *_: are_there.wait(60), "nothing runs before all are there")
         start.record()
         for stream in streams:
             stream.wait_event(start)
             ends += [stream.record_event(torch.cuda.Event(enable_timing=True)) for _ in range(4)]
+        are_there.set()
         torch.cuda.synchronize()
         return sorted(range(len(ends)), key=lambda number: start.elapsed_time(ends[number]))
 
