@@ -8,7 +8,7 @@ import torch
 import small
 from operators import SCORES, Operators
 from strict_ranks import device_module
-from superstep.cost.program.memory import unit_bytes
+from superstep.cost.program.activations import unit_bytes
 from superstep.model.decoder import Sliding, attention_of, flash
 from superstep.plan.resolve import resolve
 from superstep.runtime.device import Device
