@@ -49,11 +49,10 @@ def _without_the_last(rank, world, how, seats=None):
     ],
 )
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for(pool, how, said):
-    start = time.monotonic()
+    # Who had waited would say that it has not come within 30 s.
     with pytest.raises(RankError, match=said) as caught:
         pool.run(3, _without_the_last, how, timeout_s=40)
     assert "did not answer" not in str(caught.value).replace("rank 2 did not answer", ""), "others wait for ever"
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(
@@ -75,28 +74,30 @@ def test_over_several_hosts_its_neighbours_name_it_by_its_number_among_all(pool,
         pool.run(4, _without_the_last, how, 2, timeout_s=5)
 
 
-def _is_told_beside_a_slower(rank, world):
+def _is_told_beside_a_slower(rank, world, place):
     """Rank 0 misses ranks 1 and 2, of which the first is only late; a signal disturbs every sleep of it."""
+    told = Path(place, "told")
     group = group_of(rank, world)
     if rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
-        start = time.monotonic()
         try:
             with pytest.raises(dist.DistBackendError, match="the process of rank 2 has ended"):
                 dist.all_reduce(torch.ones(3), group=group)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        raise ValueError(f"after {time.monotonic() - start:.0f} s")
+        told.touch()
+        raise ValueError("told before rank 1 came")
     if rank == 1:
-        time.sleep(2.5)
+        while not told.exists():  # it is late for as long as rank 0 waits
+            time.sleep(0.01)
     else:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_dead_rank_is_seen_behind_a_slower_one(pool):
-    with pytest.raises(RankError, match=r"ValueError: after [01] s"):
-        pool.run(3, _is_told_beside_a_slower, timeout_s=40)
+def test_a_dead_rank_is_seen_behind_a_slower_one(pool, tmp_path):
+    with pytest.raises(RankError, match="ValueError: told before rank 1 came"):
+        pool.run(3, _is_told_beside_a_slower, str(tmp_path), timeout_s=40)
 
 
 def _closed_beside(rank, world):
