@@ -175,7 +175,7 @@ def _copy_and_kill(memories: Sequence[Memory], root: Path, victim: int, after_s:
     ends = [Pipe() for _ in range(RANKS)]
 
     def flusher() -> None:
-        with Flusher(memories, keep=2):
+        with Flusher(memories, root, keep=2):
             time.sleep(60)
 
     processes = [forked(lambda number=number: _copy(memories[number], ends[number][1])) for number in range(RANKS)]  # type: ignore[misc]

@@ -290,7 +290,7 @@ def measured(asked: Asked, folder: Path) -> dict[str, Any]:
     handles, memories = made(RANKS)
     work = folder / "work"
     work.mkdir()
-    with Flusher(memories, keep=1):
+    with Flusher(memories, work, keep=1):
         found: dict[str, Any] = launch_apart("cpu", RANKS, _rank, run, handles, work, asked.repeats)
     for memory in memories:
         memory.close()
